@@ -1,4 +1,4 @@
-"""The calls of Azure's Nebula on a `Manager` with a memory tier: ``import reshard_ckpt.nebula as nm`` in a script that uses them.
+"""The calls of Azure's Nebula on a `Manager` with a memory tier: use ``import reshard_ckpt.nebula as nm`` in scripts for Nebula.
 
 A checkpoint has *files*: named states, as for ``torch.save``. All ranks make all calls. A tag may end in the number of its step.
 """
@@ -23,9 +23,9 @@ __all__ = [
 
 _TREE, _TENSOR = "tree", "__tensor__"
 _BEGUN: dict[int, str] = {}
-"""The tags of what this process has begun to save, by step."""
+"""The tags of the saves that this process has begun, by step."""
 _LOOKED_AT: list[int] = []
-"""The steps that were loaded since the last save. Nebula has no call that goes back to one: what is saved next tells."""
+"""The steps that were loaded since the last save. Nebula has no call to go back to a step; the next save shows whether it did."""
 
 
 def init(
@@ -35,27 +35,33 @@ def init(
     *,
     memory: Memory | None = None,
 ) -> Manager:
-    """Open the run: saves go to memory, and every so many seconds to the path, which keeps so many versions."""
+    """Open a run: saves go to memory, and are copied to the path every `persistent_time_interval` seconds.
+
+    The path keeps the newest `num_of_version_in_retention` checkpoints. `finish` closes a run that is open before.
+    """
     finish()
     return open_run(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory)
 
 
 def finish() -> None:
-    """Send the newest checkpoint to the storage path, and close the run; at the end of the process, by itself."""
+    """Copy the newest checkpoint to the storage path, and close the run; this also happens at the end of the process."""
     _BEGUN.clear()
     _LOOKED_AT.clear()
     close_runs()
 
 
 def manager(persist_path: str | None = None) -> Manager:
-    """Return the manager that `init` or an engine of DeepSpeed has opened, or open the run at a path."""
+    """Return the manager of the run that `init` or an engine of DeepSpeed has opened; else open the run at a path."""
     if not RUNS and persist_path is None:
         raise UsageError("nebula: call init(persistent_storage_path) first")
     return RUNS[0] if RUNS else init(str(persist_path))
 
 
 class Checkpoint:
-    """One checkpoint, by its tag: committed when this rank has saved so many files, or, with -2, by `commit`."""
+    """One checkpoint, by its tag.
+
+    It is saved when this rank has added `num_of_files` files; with -2, when `commit` is called.
+    """
 
     def __init__(self, tag: str = "", num_of_files: int = 1) -> None:
         self.tag, self._num_files = str(tag), num_of_files
@@ -78,9 +84,10 @@ class Checkpoint:
             self.commit()
 
     def commit(self) -> bool:
-        """Save all files that were added, in the background. Collective."""
+        """Save all files that were added, in the background; return True. Collective."""
         step, is_beyond = step_for(manager(), self.tag, _BEGUN)
-        # A step between what was loaded and the newest: the run goes on from there. Else that was only looked at.
+        # If the new step lies between the loaded one and the newest, the run goes back to the loaded one. Else the load did not
+        # change the run.
         if not is_beyond and _LOOKED_AT and _LOOKED_AT[-1] < step:
             with suppress(CheckpointNotFound, CorruptError):  # it may be gone by now
                 manager().load(_LOOKED_AT[-1], {}, strict=False)
@@ -91,9 +98,9 @@ class Checkpoint:
         return True
 
     def load(self, name: str, map_location: Any = None) -> Any:
-        """Return a file, whole, as it was saved: tensors that were sharded are put together. Collective.
+        """Return the content of a file as it was saved; tensors that were sharded are returned whole. Collective.
 
-        Newer checkpoints stay, unless the next one that is saved has a step among theirs: then the run has gone back to this one.
+        Newer checkpoints stay, unless the next save has a step among theirs: then the run has gone back to this checkpoint.
         """
         step = max((step for step, tag in _tags().items() if tag == self.tag), default=None)
         if step is None:
@@ -128,12 +135,12 @@ def get_checkpoint(tag: str, persist_path: str | None = None) -> Checkpoint:
 
 
 def get_latest_checkpoint(persist_path: str | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint, None where there is none."""
+    """Return the newest checkpoint; None if there is none."""
     return next(reversed(list_checkpoints(persist_path)), None)
 
 
 def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) -> str:
-    """Return the folder of the newest checkpoint at the storage path, where it is or will be; it has all files."""
+    """Return the folder at the storage path that holds, or will hold, all files of the newest checkpoint; ``""`` without one."""
     latest = manager(persist_path).latest()
     return "" if latest is None else manager().path(latest)
 
@@ -143,12 +150,12 @@ def _tags(persist_path: str | None = None) -> dict[int, str]:
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Change the nodes of a tree, outermost first; below one that was changed nothing is looked at."""
+    """Apply `change` to the nodes of a tree, the outermost first; the inside of a changed node is not visited."""
     changed = change(node, path)
     if changed is not node:
         return changed
     if isinstance(node, Mapping):
         return {key: _mapped(value, change, f"{path}/{key!r}") for key, value in node.items()}
-    if type(node) in (list, tuple):  # of others nobody knows how they are made; `encode_value` names what is no plain value
+    if type(node) in (list, tuple):  # other classes may not be made of a list; `encode_value` refuses them by name
         return type(node)(_mapped(value, change, f"{path}/{i}") for i, value in enumerate(node))
     return node

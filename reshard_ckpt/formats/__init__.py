@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries: each format gives a catalog over its own files, and some are written, too."""
+"""Checkpoints of other libraries: each format builds a catalog over its own files, and `convert` writes some of them."""

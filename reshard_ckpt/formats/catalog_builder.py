@@ -1,4 +1,4 @@
-"""Building a catalog from a list of foreign tensors: sorted by name, boxes shared, and checked as every catalog is."""
+"""Building a catalog from a list of foreign tensors: sort them by name, store equal boxes once, and check the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from ..torchfile.bounds import refuse_excess
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A run of a box of a tensor, in row-major order, in file number `file` from byte `offset` on; by default the whole box."""
+    """Where a part of a tensor lies: elements ``[start, start + count)`` of a box, in row-major order, in one file.
+
+    `file` is the number of the file, and `offset` the part's first byte in it. By default, the part is the whole box.
+    """
 
     offsets: Ints
     lengths: Ints
@@ -40,7 +43,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class ForeignTensor:
-    """A tensor of a foreign checkpoint; `alias_of` names another whose bytes it shares, and it then has no parts."""
+    """A tensor of a foreign checkpoint. If it shares the bytes of another one, `alias_of` names that, and it has no parts."""
 
     name: str
     dtype: str
@@ -51,13 +54,13 @@ class ForeignTensor:
 
 
 def whole(name: str, dtype: str, shape: Ints, file: int, offset: int, link: StateLink | None = None) -> ForeignTensor:
-    """Describe a tensor that lies whole, in row-major order, at one place."""
+    """Describe a tensor that lies whole, in row-major order, in file number `file` from byte `offset` on."""
     part = FilePart((0,) * len(shape), shape, file, offset)
     return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else (), link=link)
 
 
 def foreign_file(key: str, size: int, format: str, rank: int = 0) -> FileEntry:
-    """Describe a file that has no checksums; `rank` is the one that wrote it, where that is known."""
+    """Describe a file without checksums; `rank` is the rank that wrote it, if the format tells."""
     return FileEntry(key, size, "", b"", format, rank)
 
 
@@ -75,16 +78,16 @@ def foreign_catalog(
     Parameters
     ----------
     format
-        The name of the format, which stands for the save id that there is none of.
+        The name of the format. It takes the place of the save id, which foreign checkpoints lack.
     where
-        What the checkpoint is called in messages.
+        The name of the checkpoint in messages.
 
     Raises
     ------
     CorruptError
         The tensors do not fit into their files, or break another rule of catalogs.
     UnsupportedError
-        They have many times the bytes of their files.
+        The tensors have many times the bytes of their files.
     NameCollisionError
         Two tensors, or a tensor and a value, have one name.
     """
@@ -92,13 +95,14 @@ def foreign_catalog(
     _check_names([tensor.name for tensor in ordered] + [value.name for value in values], where)
     parts = [part for tensor in ordered for part in tensor.parts]
     width = num_dims(ordered)
+    # offsets[p], lengths[p]: box of part p, padded to `width` dims; start[p], count[p]: its run; file[p], offset[p]: its place
     try:
         offsets, lengths = pad_rows([part.offsets for part in parts], width, 0), pad_rows([p.lengths for p in parts], width, 1)
         columns = [[p.start for p in parts], [p.num_elements for p in parts], [p.file for p in parts], [p.offset for p in parts]]
         start, count, file, offset = (np.array(column, np.int64) for column in columns)
     except OverflowError:
         raise CorruptError(f"{where}: a size or an offset is over 2⁶³; use another checkpoint") from None
-    # box: the number of each part's box; first: of each box, a part that has it
+    # box[p]: number of part p's box, where equal boxes have one number; first[b]: a part with box b
     box, first = group_ids(np.hstack([offsets, lengths]))
     boxes, rows = BoxTable(offsets[first], lengths[first]), RowTable(box, start, count, file, offset)
     num_rows = np.array([len(tensor.parts) for tensor in ordered], np.int64)
@@ -106,7 +110,7 @@ def foreign_catalog(
 
 
 def num_dims(tensors: Sequence[ForeignTensor]) -> int:
-    """Return the width of the columns of a catalog of these tensors."""
+    """Return the number of columns that these tensors' boxes need: the most dims of any tensor, and at least 1."""
     return max((len(tensor.shape) for tensor in tensors), default=1) or 1
 
 
@@ -122,7 +126,7 @@ def assemble(
     where: str,
     metadata: Any = None,
 ) -> Catalog:
-    """Build and check the catalog of tensors in order of name, each of which has as many of the rows as `num_rows` says."""
+    """Build and check the catalog of tensors that are sorted by name; `num_rows` is the number of rows of each, in that order."""
     names = [tensor.name for tensor in tensors]
     index = {name: i for i, name in enumerate(names)}
     try:
@@ -131,7 +135,7 @@ def assemble(
         raise CorruptError(f"{where}: a size is over 2⁶³; use another checkpoint") from None
     catalog = Catalog(
         save_id=format,
-        created_s=0.0,  # so that copies of one checkpoint, on the disks of several nodes, have one catalog
+        created_s=0.0,  # so that copies of one checkpoint on the disks of several nodes have equal catalogs
         mesh=None,
         metadata=metadata,
         tensors_table=TensorTable(
@@ -209,7 +213,7 @@ class CatalogBuilder:
     def tensor(self, name: str, dtype: str, shape: Ints, *, link: StateLink | None = None) -> None:
         """Add a tensor: its global shape, and its dtype as safetensors names it, such as ``"BF16"``.
 
-        `link` says of which parameter it is the optimizer state. By default the names tell.
+        `link` names the parameter if this is a tensor of an optimizer's state. By default, the link follows from the name.
         """
         self._add(ForeignTensor(name, dtype, shape, (), link=link))
 
@@ -221,26 +225,26 @@ class CatalogBuilder:
         Parameters
         ----------
         offsets, lengths
-            The box, in global coordinates. By default all of its elements are meant.
+            The box, in global coordinates. By default, the part is all of it.
         file, offset
-            The number of the file, and the byte at which the first of these elements begins. The others follow without gaps.
+            The number of the file, and the byte of the part's first element. The others follow without gaps.
         """
         part = FilePart(offsets, lengths, file, offset, start, count)
         if part.num_elements:
             self._parts[name].append(part)
 
     def alias(self, name: str, of: str) -> None:
-        """Add a second name of a tensor, which shares its bytes, as tied weights do."""
+        """Add a second name for the tensor `of`, which shares its bytes, as tied weights do."""
         held = self._tensors[of]
         self._add(ForeignTensor(name, held.dtype, held.shape, (), alias_of=of))
 
     def value(self, path: Sequence[Any], value: Any) -> None:
-        """Add a value that is no tensor, by its keys in the state: ``("extra", "step")`` is called ``extra.step``."""
+        """Add a value other than a tensor by its keys in the state: ``("extra", "step")`` gets the name ``extra.step``."""
         name = ".".join(map(str, path))
         self._values.append(ValueEntry(name, encode_path(list(path)), ValueKind.PLAIN, encode_value(value, name)))
 
     def unreadable(self, name: str, why: CheckpointError) -> None:
-        """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; others do not need it."""
+        """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; other loads succeed."""
         self._unreadable[name] = why
 
     def finish(self, metadata: Any = None) -> Catalog:

@@ -1,13 +1,13 @@
-"""Output files and folders that appear whole or not at all: made in a folder beside their place, and moved there when durable.
+"""Output files and folders that appear whole or not at all: each is made in a folder beside its place, then moved there.
 
-1. The folder is ``.NAME.….partial``, which nothing takes for a checkpoint. The process that works in it holds a lock there, which
-   the system releases when that process dies. So a second conversion to the same place is refused, and a dead one's folder is
-   recognized.
-2. The next conversion to the same place removes what a killed one left, or continues it. To continue, the caller passes an
+1. The folder is ``.NAME.….partial``, which no reader takes for a checkpoint. The process that works in it holds a lock there. The
+   system releases the lock when the process dies. So a second conversion to the same place is refused while the first one lives,
+   and the folder of a dead one is recognized.
+2. The next conversion to the same place removes the folder of a killed one, or continues it. To continue, the caller passes an
    `identity` of the result, which is part of the folder's name.
-3. The result and what it replaces change places in one step of the file system. A file system without such a step (NFS) moves the
-   old one aside first, to ``.NAME.….replaced``. A cut between the two moves leaves nothing in its place until the next conversion
-   puts the old one back.
+3. The result and the old content of its place are swapped in one step of the file system. A file system without such a step (NFS)
+   first moves the old content to ``.NAME.….replaced``. If the process is cut off between the two moves, the place stays empty
+   until the next conversion moves the old content back.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class OutputFolder:
-    """The place in which a result is made.
+    """The folder in which a result is made.
 
     Attributes
     ----------
     result
-        The path of the file or folder to be. A folder may hold what an attempt left that was killed.
+        The path to write the file or folder to. A folder may hold files of an earlier attempt that was killed.
     resume_info
-        A folder for what the next attempt needs, such as digests of finished files; it is deleted once the result is in place.
+        A folder for notes to the next attempt, such as digests of finished files; deleted once the result is in its place.
     """
 
     result: str
@@ -50,19 +50,21 @@ class OutputFolder:
 
 @contextmanager
 def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
-    """Make a folder that is at `dst` once the block is done; `src` is what is read meanwhile.
+    """Yield a folder to write to; when the block ends, it is moved to `dst`, durably.
 
-    Where the block raises, nothing is left. Where the process is killed, who passes the same `identity` finds what was made.
+    If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files.
 
     Parameters
     ----------
+    src
+        The checkpoint that is read meanwhile; `dst` may not hold it.
     identity
-        Its digits (see `engine.common.identity`); None makes the result anew each time.
+        The hexadecimal digits of the result's identity (see `engine.common.identity`); None starts anew each time.
 
     Raises
     ------
     UsageError
-        There is something at `dst` that is not to be replaced.
+        `dst` holds something that may not be replaced.
     StorageError
         Another conversion to `dst` is under way.
     """
@@ -70,14 +72,14 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
         output = OutputFolder(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
         os.makedirs(output.result, exist_ok=True)
         yield output
-        whole = os.path.join(partial, _WHOLE)  # what is replaced must not be taken for a result, should this be cut off now
+        whole = os.path.join(partial, _WHOLE)  # a cut in the next step must not leave old content under the name of a result
         os.rename(output.result, whole)
         _move_into_place(whole, path)
 
 
 @contextmanager
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
-    """Yield the path of a file to be made, which is moved to `dst` once the block is done."""
+    """Yield the path of a file to write; when the block ends, the file is moved to `dst`, durably."""
     with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
             raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
@@ -97,25 +99,26 @@ def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool
             try:
                 if lock is not None:
                     _remove_leftovers(path, partial)
-                _check_destination(dst, src, overwrite=overwrite)  # another process may have been quicker
+                _check_destination(dst, src, overwrite=overwrite)  # again: another process may have written there
                 yield path, partial
             finally:
-                shutil.rmtree(partial, ignore_errors=True)  # before the lock is let go: then it may be another's
+                shutil.rmtree(partial, ignore_errors=True)  # while locked: later, it may be another's
 
 
 def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
-    """Make the folder to work in and lock it; the lock is None where the file system has none."""
+    """Make the folder to work in, and lock it; the lock is None if the file system has no locks."""
     for _ in range(_TRIES):
         partial = _sibling(path, identity, "partial")
         try:
             lock = _make_and_lock(partial)
         except LocksUnsupported:
-            # Without locks a dead process's folder looks like a live one's: each works in one of its own and removes no other.
+            # Without locks, nobody can tell a dead process's folder from a live one's. So each process makes its own folder, and
+            # removes no other.
             shutil.rmtree(partial, ignore_errors=True)
             os.mkdir(partial := _sibling(path, None, "partial"))
             return partial, None
         except MissingKey:
-            continue  # just before it was locked, another process took it for a dead one's and removed it
+            continue  # between mkdir and the lock, another process took the folder for that of a dead one, and removed it
         if lock is None:
             raise _busy_error(path)
         return partial, lock
@@ -123,7 +126,7 @@ def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | N
 
 
 def _make_and_lock(partial: str) -> Lock | None:
-    """Make a folder, if it is not there, and lock it."""
+    """Make a folder, if it is missing, and lock it; return None if another process holds the lock."""
     with suppress(FileExistsError):
         os.mkdir(partial)
     try:
@@ -131,7 +134,7 @@ def _make_and_lock(partial: str) -> Lock | None:
             return storage.lock(_LOCK, make=True)
     except StorageError:
         with suppress(OSError):
-            os.rmdir(partial)  # one that holds anything stays
+            os.rmdir(partial)  # fails if the folder holds files, which then stay
         raise
 
 
@@ -140,7 +143,7 @@ def _busy_error(path: str) -> StorageError:
 
 
 def _remove_leftovers(path: str, mine: str) -> None:
-    """Remove what killed attempts left, and put back what one of them had moved aside for a result that never came.
+    """Remove the folders of killed attempts. Move old content back to its place if an attempt was cut off between its two moves.
 
     Raises
     ------
@@ -182,7 +185,7 @@ def _sibling(path: str, identity: str | None, what: str) -> str:
 
 
 def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
-    """Return the absolute path of a destination, after checking that it may be written to."""
+    """Check that a destination may be written to; return its absolute path."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{dst}: conversions are written to local files; pass a path without a scheme, and copy the result")
@@ -207,7 +210,7 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     except CheckpointNotFound as error:
         raise UsageError(f"{path}: holds no checkpoint, and nothing else is replaced; remove it, or pass another path") from error
     except CheckpointError:
-        pass  # a damaged one may be replaced
+        pass  # a damaged checkpoint may be replaced
     return path
 
 
@@ -219,10 +222,10 @@ def _refuse_referred(path: str) -> None:
     UsageError
         Another step of its run refers to them.
     CorruptError
-        The catalog of another step is damaged, so nobody knows to which files it refers.
+        The catalog of another step is damaged, so it is unknown which files that step refers to.
     """
     if os.path.islink(path):
-        return  # the link is replaced, and not what it leads to
+        return  # only the link will be replaced, not the checkpoint that it points to
     with LocalStorage(path) as storage:
         try:
             steps = sorted({step for key, step in referred_by_others(storage).items() if storage.size(key) is not None})
@@ -236,13 +239,13 @@ def _refuse_referred(path: str) -> None:
 
 
 def _is_occupied(path: str) -> bool:
-    """Return whether there is something at a path other than an empty folder."""
+    """Return whether a path holds anything but an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
 
 
 def _move_into_place(made: str, path: str) -> None:
-    """Move the result to its place; what it replaces is deleted with the folder that the result was made in."""
-    _refuse_referred(path)  # once more: to make the result may have taken hours
+    """Move the result to its place. The old content of the place is deleted, at the latest with the folder `made` lies in."""
+    _refuse_referred(path)  # again, because it may have taken hours to make the result
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
     if not _is_occupied(path) or both_files:

@@ -1,4 +1,4 @@
-"""Which files of a folder are a model, as Hugging Face's libraries lay it out: those that an index names, else all of a kind."""
+"""Finding the files of a model in a folder that Hugging Face's libraries wrote: the files in its index, else all of one kind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 
 WeightFiles = Mapping[str, frozenset[str] | None]
-"""Files, and which of their tensors count; None stands for all."""
+"""Files by key, each with the names of its tensors that count, or None if all count."""
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Of small files beside a model that a conversion copies along: its config and its tokenizer."""
+"""Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
 
 MAX_SIDE_BYTES = 256 << 20
 _STEP_BYTES = 8 << 20
@@ -29,14 +29,14 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})"
 
 
 def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | None:
-    """List the weight files in a folder; None where there are none.
+    """List the weight files in a folder; return None if there are none.
 
     Parameters
     ----------
     suffix
-        How the files of this kind end.
+        The ending of files of this kind.
     main
-        What the model's file would be called, were there only one: the index with this name comes before others.
+        The name that a single file of the model has; an index with this name comes before others.
     """
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
@@ -48,7 +48,7 @@ def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | N
 
 
 def is_shard(key: str) -> bool:
-    """Return whether a file holds what one rank saved, by the name that torch's writer gives it.
+    """Return whether a file holds the part of one rank, by the name that torch's writer gives it.
 
     >>> is_shard("shard-00002-model-00001-of-00001.safetensors"), is_shard("model-00001-of-00002.safetensors")
     (True, False)
@@ -68,9 +68,9 @@ def _one_index(storage: Storage, indices: Sequence[str], main: str) -> str:
 
 
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
-    """Check that all parts of a whole are there: without an index, only their names show that one is missing."""
+    """Check that all numbered parts are there: without an index, only the files' names show that one is missing."""
     known = set(files)
-    # Of what a rank saved, there are only the parts that something of its own is in.
+    # Files of ranks are not checked: torch's writer leaves out the numbers of files to which a rank has nothing to add.
     matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
     for match in {(match["stem"], match["parts"]): match for match in matches}.values():
         digits, num = len(match["part"]), int(match["parts"])
@@ -82,13 +82,13 @@ def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
 
 
 def read_index(storage: Storage, key: str) -> WeightFiles:
-    """Read which files an index names, and which of their tensors count."""
+    """Read an index: the files that it names, and the names of the tensors in each."""
     weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), f"{storage.url}: {key}")
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, set()).add(name)
     for file in by_file:
-        key_parts(file)  # an index may come from anywhere: it names files below its own folder alone
+        key_parts(file)  # raises if a hostile index names a file outside of its folder
     return {file: frozenset(by_file[file]) for file in sorted(by_file)}
 
 
@@ -104,9 +104,9 @@ def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
 
 
 def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
-    """Copy the files directly in the folder of a foreign checkpoint that are of such kinds, and are not its weights.
+    """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder with such endings.
 
-    Nothing is copied where there is no ``config.json``, or from this library's own checkpoints, whose folders hold nothing else.
+    If there is no ``config.json``, nothing is copied. Nor is it from this library's own checkpoints, whose folders have none.
     """
     own = {file.key for file in catalog.files}
     if any(file.digests_key for file in catalog.files) or "config.json" not in (keys := top_level(source)):

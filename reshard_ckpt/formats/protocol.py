@@ -1,4 +1,4 @@
-"""What a format finds at a path: a store and a catalog over it; a foreign format returns it, or None."""
+"""The interface of a format: a class `Format`, whose `open` returns a `Source` (a store and a catalog over it), or None."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NATIVE = "reshard_ckpt"
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value whose bytes only the library that wrote it can decode; `path` is its keys in the state that was saved."""
+    """A value that only the library that wrote it can decode: its keys in the saved state, and the place of its bytes."""
 
     path: tuple[str | int, ...]
     file: str
@@ -29,7 +29,7 @@ class RawValue:
     length: int
 
     def read(self, storage: Storage) -> memoryview:
-        """Read its bytes."""
+        """Read the bytes of the value."""
         return read_range(storage, self.file, self.offset, self.length)
 
 
@@ -40,16 +40,16 @@ class Source:
     Attributes
     ----------
     storage
-        Serves the keys of the catalog's files; whoever holds this closes it.
+        The store with the files of the catalog. The caller that opened the source closes it.
     catalog
-        A catalog over them. Files of a foreign format have no checksums: ``digests_key`` is empty.
+        A catalog over these files. Files of a foreign format have no checksums: ``digests_key`` is empty.
     format
         The name of the format.
     advice
-        What to do where a load does not fit for reasons that lie in this format, by the name below which it holds. It is added to
-        the problems of such a load.
+        Advice by the name that it concerns. It is added to the errors of a load that fails below that name, for reasons that lie
+        in the format.
     raw
-        Values as they lie in the files, by the names that they were saved under; also those that the catalog cannot have.
+        Values as they lie in the files, by the names that they were saved under, even if the catalog cannot hold them.
     sha256
         The SHA-256 of files by their keys, where the format lists them.
     """
@@ -62,19 +62,19 @@ class Source:
     sha256: Mapping[str, bytes] = field(default_factory=dict)
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
-        """Return the advice that concerns what lies below these names."""
+        """Return the advice about names that are equal to one of `prefixes`, or that lie below one."""
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
 BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
-"""Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is asked for."""
+"""Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is requested."""
 
 
 class WriteFolder(Protocol):
     """Writes tensors and values as the files of a folder that holds nothing yet."""
 
     def __call__(self, storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, /) -> None:
-        """Write all tensors of `catalog`, whose bytes `bytes_of` streams, and all values by name."""
+        """Write all tensors of `catalog` with the bytes that `bytes_of` streams, and all values by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +84,27 @@ class Format:
     Attributes
     ----------
     name
-        What it is called, in messages and by ``convert``.
+        The name of the format, in messages and for ``convert``.
     marks
-        The files that it is recognized by, for the message where no format recognizes a path.
+        The files by which it is recognized, for the error that no format recognizes a path.
     open
-        Opens a path for reading, as a catalog over its files; returns None if it is not of this format. It raises `CorruptError`
-        if the path is of this format, but damaged, incomplete or hostile.
+        Opens a path for reading, as a catalog over its files; returns None if the path has another format. It raises
+        `CorruptError` if the path has this format, but is damaged, incomplete or hostile.
     order
-        Formats are tried from the lowest order to the highest. One that recognizes less is tried first.
+        Formats are tried from the lowest order to the highest. Formats that recognize fewer paths come first.
     takes
-        The names of the options of `open`: ``as_saved`` keeps the names that the other library gave, ``named`` names tensors that
-        lie in nameless buckets.
+        The names of the options of `open`: ``as_saved`` keeps the names of the other library, ``named`` gives names to tensors
+        that lie in nameless buckets.
     options
-        The options that `open` is called with.
+        The options with which `open` is called.
     latest
-        Returns the folder of the latest checkpoint below the root of a run, or None if the storage holds no such root.
+        Returns the folder of the latest checkpoint below the root of a run; None if the storage is not such a root.
     root_marks
-        The files that the root of a run has, beside the folders of its checkpoints. A root is never replaced by a result.
+        Files that the root of a run has beside the folders of its checkpoints. A conversion never replaces a root.
     write
         Writes a checkpoint as a folder of this format, for ``convert``.
     forms
-        The values of ``optimizer=`` that ``convert`` takes for this format, each with the options that its source is opened with.
+        The values of ``optimizer=`` of ``convert`` for this format, each with the options with which the source is opened.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Format:
 
 
 def locate(path: str) -> tuple[Storage, str | None]:
-    """Return the store that a path lies in, and the key of the one file that it names; None where it names a folder.
+    """Return the store of a path, and the key of the file that the path names; the key is None if the path is a folder.
 
     >>> from reshard_ckpt.storage import open_storage
     >>> open_storage("memory://hub").publish("w.safetensors", b"")
@@ -130,7 +130,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
     """
     above, name = posixpath.split(path.rstrip("/"))
     name = unquote(name) if path.startswith("file:") else name
-    # A parent that is no folder ("memory:/"), or a name that no key can have, names no file of a store.
+    # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
     with suppress(CheckpointError):
         storage = open_storage(above or ("/" if path.startswith("/") else "."))
         if storage.size(name) is not None:
@@ -139,7 +139,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
 
 
 def open_located(path: str, look: Callable[[Storage, str | None], Source | None]) -> Source | None:
-    """Return what `look` finds in the store, and at the key, of a path; the store is closed, unless the result serves from it."""
+    """Call `look` with the store of a path, and the key if it is a file; close the store, unless the result uses it."""
     storage, key = locate(path)
     with ExitStack() as stack:
         stack.enter_context(storage)

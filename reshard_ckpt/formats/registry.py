@@ -1,11 +1,11 @@
-"""Formats of other libraries: those of this package, and those that other packages register as entry points.
+"""Formats of other libraries: of this package, and of other packages that register them as entry points.
 
-1. Load every entry point of the group ``reshard_ckpt.formats``; each names a `Format`. One that fails to import is a warning, and
-   the others still work.
+1. Load every entry point of the group ``reshard_ckpt.formats``; each names a `Format`. If one fails to import, warn, and go on
+   with the others.
 2. Sort by `Format.order`. A path belongs to the first format whose `open` recognizes it.
 
-Opening a path converts nothing and reads no tensor data: a format gives a catalog over its own files, and the planner and the
-reader of the library's own checkpoints do the rest, resharding included.
+Opening a path converts nothing and reads no tensor data. A format builds a catalog over its own files; the planner and the reader
+of this library's own checkpoints do the rest, resharding included.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OWN = {
     "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }
-"""The entry points of this package, as in pyproject.toml; they also hold where the package is not installed."""
+"""The entry points of this package, as in pyproject.toml; with this copy, they also work if the package is not installed."""
 
 Formats = Callable[[], tuple[Format, ...]]
-"""Gives the formats to try, in order. It is called once a path holds no checkpoint of this library."""
+"""Returns the formats to try, in order. It is called only if a path holds no checkpoint of this library."""
 
 
 @cache
@@ -48,7 +48,7 @@ def known_formats() -> tuple[Format, ...]:
 def _loaded(point: EntryPoint) -> Format | None:
     try:
         format = point.load()
-    except Exception as error:  # any code of another package may run here, and must not keep other formats from opening
+    except Exception as error:  # code of another package may raise anything, and must not stop the other formats
         _warn(point, f"{type(error).__name__}: {error}")
         return None
     if not isinstance(format, Format):
@@ -66,7 +66,7 @@ def _warn(point: EntryPoint, why: str) -> None:
 
 
 def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
-    """Give options to all formats that take them, or of these to those named in `only`.
+    """Return a function like `known_formats`, with these options set for all formats that take them, or only those in `only`.
 
     >>> [one.name for one in with_options({"as_saved": True}, only=["dcp"])() if one.options]
     ['dcp']
@@ -84,16 +84,16 @@ def _with_options(options: Mapping[str, bool], only: Collection[str] | None) -> 
 
 
 def open_foreign(path: str, formats: Formats = known_formats) -> Source | None:
-    """Open what a path holds in the first format that recognizes it; return None if none does.
+    """Open a path in the first format that recognizes it; return None if none does.
 
     Raises
     ------
     CorruptError
-        A format knows it, but it is damaged.
+        A format recognizes the path, but the checkpoint is damaged.
     """
     return next((found for one in formats() if (found := one.open(path, **one.options)) is not None), None)
 
 
 def latest_below(storage: Storage, formats: Formats = known_formats) -> str | None:
-    """Return the folder of the latest checkpoint below the root of a run, as the first format says that knows it."""
+    """Return the folder of the latest checkpoint below the root of a run; None if no format knows the root."""
     return next((tag for one in formats() if one.latest is not None and (tag := one.latest(storage)) is not None), None)

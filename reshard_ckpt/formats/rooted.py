@@ -1,8 +1,8 @@
-"""Several folders below one root, each with a ``.metadata`` like DCP's own: read as one, under the names of this library.
+"""Reading several folders below one root, each with a ``.metadata`` like DCP's own, as one checkpoint with this library's names.
 
-1. *Read* the metadata of a folder, whose classes may be another library's copies of DCP's.
-2. *Rename*: a path in the state that the library saved becomes the path that this library gives to the same thing.
-3. Together they are one `Metadata`, of which the reader of DCP's folders makes a catalog.
+1. *Read* the metadata of each folder. Their classes may be another library's copies of DCP's.
+2. *Rename*: replace each path in the state that the other library saved by this library's path of the same thing.
+3. *Merge* all into one `Metadata`, from which the reader of DCP's folders builds a catalog.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .dcp.names import KeyPath, dotted
 
 Classes = Mapping[tuple[str, str], StandInClass]
 PathOf = Callable[[KeyPath], KeyPath | None]
-"""The path of an entry here, from its path in the state that was saved; None leaves it out."""
+"""Converts the path of an entry in the saved state to the path here; returns None to leave the entry out."""
 
 
 def classes_of(module: str, names: Iterable[str]) -> Classes:
-    """Another library's classes that have the names of DCP's, and their fields."""
+    """Return stand-ins for another library's classes that have the names and fields of DCP's."""
     return {(module, name): StandInClass(name) for name in names}
 
 
 def metadata_bytes(storage: Storage, folder: str) -> bytes | None:
-    """Read the ``.metadata`` of a folder; None where there is none."""
+    """Read the ``.metadata`` of a folder; return None if it has none."""
     key = _key(folder, METADATA_KEY)
     return None if storage.size(key) is None else bytes(storage.read(key, limit=MAX_METADATA_BYTES))
 
 
 def is_written_by(storage: Storage, folders: Iterable[str], module: str, *, format: str) -> bool:
-    """Tell whether one of these folders below a root has metadata with classes of a module.
+    """Tell whether the metadata of one of these folders below a root name classes of a module.
 
     Raises
     ------
     UnsupportedError
-        The path is such a folder itself, and not the root.
+        The path itself is such a folder, and not the root.
     """
     text = module.encode()
     found = any(text in (metadata_bytes(storage, folder) or b"") for folder in folders)
@@ -48,12 +48,12 @@ def is_written_by(storage: Storage, folders: Iterable[str], module: str, *, form
 
 
 def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | None:
-    """Read the metadata of a folder below the root, with files as the root has them; None where there is no such folder.
+    """Read the metadata of a folder, with the keys of files as seen from the root; return None if the folder is missing.
 
     Raises
     ------
     CorruptError
-        The folder has data, and no metadata: the save did not end.
+        The folder has data but no metadata: the save did not finish.
     """
     data = metadata_bytes(storage, folder)
     if data is not None:
@@ -78,12 +78,12 @@ def _below(saved: Metadata, folder: str) -> Metadata:
 
 
 def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
-    """Give everything the name and the path that it has here.
+    """Return the metadata with the path that `path_of` gives to each entry, under that path's name.
 
     Raises
     ------
     CorruptError
-        Two entries come to one name.
+        Two entries get the same name.
     """
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
@@ -104,7 +104,7 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
 
 
 def together(parts: Iterable[Metadata]) -> Metadata:
-    """One metadata of parts that have different names."""
+    """Merge metadata whose names are different."""
     known = list(parts)
     return Metadata(
         {name: tensor for part in known for name, tensor in part.tensors.items()},

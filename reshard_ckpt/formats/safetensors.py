@@ -1,12 +1,12 @@
 """Reading a safetensors file, or a folder of them as Hugging Face's libraries write it, as a checkpoint.
 
-1. The path is one file, or a folder with an index (``*.safetensors.index.json``) that maps each tensor to its file, or a folder
-   of files without an index, all of which count.
+1. The path is one file; or a folder with an index (``*.safetensors.index.json``) that maps each tensor to its file; or a folder
+   of files without an index, which are all read.
 2. The headers have the place of each tensor. They are read whole and checked; the data are not touched.
-3. Names stand below ``model``, as a model saved with ``{"model": model}`` would have them.
+3. Names get ``model.`` in front, as if the model had been saved with ``{"model": model}``.
 
-torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes a file for each rank, with the offsets of each tensor in the
-whole one. The size of the whole is in no file: it ends where the last of its parts does.
+torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes a file for each rank, with the offsets of its tensors in the
+global ones. No file has the global shape: a tensor ends where the last of its parts ends.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .huggingface import WeightFiles, is_shard, weight_files
 from .protocol import Format, Source, open_located
 
 ROOT = "model"
-"""The key of the state below which the tensors of a flat file stand."""
+"""The key of the state below which the tensors of a flat file are put."""
 
 SUFFIX = ".safetensors"
 
 SHARDING = "DCP_SHARDING_INFO"
-"""In the metadata of a file that torch's writer made: for each tensor, where in the whole one it begins."""
+"""A key in the metadata of files of torch's writer: for each tensor, the offsets of this file's part in the global tensor."""
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no safetensors file, nor a folder of them; see `Format.open`."""
+    """Open a path for reading; return None unless it is a safetensors file or a folder of them; see `Format.open`."""
     return open_located(path, _look)
 
 
@@ -51,7 +51,7 @@ def _look(storage: Storage, key: str | None) -> Source | None:
 
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
-    """Build the catalog of these files, with the tensors of them that count."""
+    """Build the catalog of these files; of each file, only the listed tensors count."""
     tensors: list[ForeignTensor] = []
     sharded: dict[str, list[tuple[Member, FilePart]]] = {}
     files, metadata = [], {}
@@ -71,7 +71,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
 
 
 def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
-    """Return where each tensor of a file begins in the whole one."""
+    """Return the offsets of each of a file's tensors in the global tensor."""
     try:
         return {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
@@ -90,7 +90,7 @@ def _parts(
 
 
 def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
-    """Make one tensor of parts that lie in several files; of equal boxes the first counts."""
+    """Join the parts of one tensor that lie in several files; if several have the same box, the first counts."""
     (first, _), *_ = parts
     for member, _ in parts:
         if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):
@@ -105,7 +105,7 @@ def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> 
 
 
 def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
-    """Yield the tensors of a file that count, each with its first byte; an index that names an absent one is refused."""
+    """Yield the tensors of a file that count, each with its first byte; refuse an index that names an absent one."""
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
         raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")
@@ -119,7 +119,7 @@ def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str
     for member, offset in _listed_members(header, names, where):
         here[member.name] = member
         yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
-    # Where tied tensors are stored once, safetensors' own save_model lists their other names here.
+    # safetensors' own save_model stores tied tensors once, and lists their other names in the metadata.
     for name, source in header.metadata.items():
         if source in here and name not in here and name != "format":
             yield ForeignTensor(f"{ROOT}.{name}", here[source].dtype, here[source].shape, (), f"{ROOT}.{source}")

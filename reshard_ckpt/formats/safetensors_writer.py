@@ -1,9 +1,10 @@
-"""Writing a folder of safetensors files that Hugging Face's libraries load, as a stream, into files of a bounded size.
+"""Writing a folder of safetensors files that Hugging Face's libraries load, as a stream, into files of limited size.
 
-1. Tensors are divided over files in the order of their names; a new file begins where the next tensor would not fit.
-2. In a file, larger elements come first, so that all are aligned. The header comes first; then the bytes pass through.
+1. Divide the tensors over files, in the order of their names; a new file begins if the next tensor would not fit.
+2. Sort the tensors of a file by element size, the largest first, so that all are aligned. Write the header, then the bytes.
 3. Tied tensors are stored once, as these libraries do it, and the header lists the tensor's other names.
-4. One file is ``model.safetensors``; several are ``model-00001-of-00004.safetensors`` and so on, with an index of what is where.
+4. One file is named ``model.safetensors``; several are named ``model-00001-of-00004.safetensors`` and so on, with an index that
+   maps each tensor to its file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_HEADER_BYTES = 48 << 20
 
 
 def lay_out(catalog: Catalog, max_shard_bytes: int | None) -> list[FileLayout]:
-    """Divide the tensors over files, none of which has more than `max_shard_bytes` of data unless a single tensor has."""
+    """Divide the tensors over files of at most `max_shard_bytes` of data each, unless a single tensor has more."""
     aliases = aliases_of(catalog)
     own = [index for index in in_natural_order(catalog) if _name(catalog, index) not in aliases]
     groups = list(_divide([_member(catalog, index) for index in own], max_shard_bytes))
@@ -52,7 +53,7 @@ def _member(catalog: Catalog, index: int) -> Member:
 
 
 def _divide(members: Sequence[Member], max_bytes: int | None) -> Iterator[list[Member]]:
-    """Yield the members of each file; of no tensors, one empty file."""
+    """Yield the members of each file; if there are no tensors, yield one empty file."""
     group: list[Member] = []
     data_bytes = header_bytes = 0
     for member in members:
@@ -70,13 +71,13 @@ def _header(members: Sequence[Member], aliases: Mapping[str, str]) -> bytes:
     names = {member.name for member in members}
     if METADATA in names:
         raise UsageError(f"{METADATA}: no tensor can have this name in a safetensors file; pass rename=")
-    # safetensors' own save_model lists the other names of a tensor in the same place.
+    # The place where safetensors' own save_model lists the other names of a tensor.
     tied = {name: source for name, source in sorted(aliases.items()) if source in names}
     return header(members, {**tied, "format": "pt"})
 
 
 def finished_files(storage: Storage, resume_info: Storage, files: Sequence[FileLayout]) -> list[FileLayout]:
-    """Return the files that an earlier attempt finished: those whose every block matches its recorded digest."""
+    """Return the files that an earlier attempt finished: every block of them has its recorded digest."""
     return [
         file
         for file in files
@@ -97,19 +98,19 @@ def write_safetensors(
     resume_info: Storage,
     kept: Collection[FileLayout] = (),
 ) -> None:
-    """Write the files and, for several, their index, and make all of it durable.
+    """Write the files, and an index if there are several, and make them durable.
 
     Parameters
     ----------
     resume_info
-        Where the digests of each file are kept as soon as it is finished, for the next attempt if this one is killed.
+        A store that keeps the digests of each finished file, for the next attempt if this one is killed.
     kept
-        Files that are there already.
+        Finished files of an earlier attempt, which are not written again.
 
     Raises
     ------
     StorageError
-        The store refused.
+        The store failed.
     """
     missing = [file for file in files if file not in kept]
     parts = ByteStream(bytes_of([catalog.index(member.name) for file in missing for member in file.members]))
@@ -120,7 +121,7 @@ def write_safetensors(
                 hasher.update(part)
                 writer.write(part)
         if len(files) > 1:
-            # Only now is the file durable: digests of a file that a power cut may still take would be believed.
+            # Publish the digests after the file is durable. Otherwise a power cut could lose bytes that the digests vouch for.
             resume_info.publish(_digests_key(file), hasher.finish())
     if len(files) > 1:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))

@@ -1,4 +1,4 @@
-"""Opening what a path holds, of this library's format or a foreign one, and checking that all ranks see the same."""
+"""Opening a path as a checkpoint of this library's format or a foreign one, on one rank or, after a comparison, on all."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Path = str | os.PathLike[str]
 
 @contextmanager
 def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source]:
-    """Open what a path holds, for reading, in one process.
+    """Open the checkpoint at a path for reading, in one process.
 
     Parameters
     ----------
     formats
-        Which foreign formats are tried where there is no checkpoint of this library.
+        The foreign formats to try if the path holds no checkpoint of this library.
 
     Raises
     ------
     CheckpointNotFound
-        Nothing there can be read; the message lists what was looked for.
+        The path holds no checkpoint that can be read; the message lists the formats that were tried.
     CorruptError
-        It is damaged.
+        The checkpoint is damaged.
     """
     with ExitStack() as stack:
         yield _open(path, stack, formats, lock=True).value
@@ -47,20 +47,20 @@ def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source
 
 @contextmanager
 def open_shared_source(comm: Comm, path: Path, formats: Formats = known_formats) -> Iterator[Source]:
-    """Open what a path holds on every rank of a job, and check that it is the same; rank 0 keeps it from being removed."""
+    """Open a path on every rank, and check that all see the same checkpoint; rank 0 protects it from removal. Collective."""
     with ExitStack() as stack:
         yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
 def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Identified[Source]:
-    """Open this library's own format, else the first foreign one that recognizes what is there."""
+    """Open a path in this library's own format, else in the first foreign format that recognizes it."""
     storage = stack.enter_context(open_storage(path))
     if lock:
         stack.enter_context(reading(storage))
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        # The root of a run of DeepSpeed stands for its latest checkpoint, of this library or not.
+        # The root of a run stands for its latest checkpoint, which may be one of this library.
         tag = latest_below(storage, formats)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
@@ -69,7 +69,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Iden
 
 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, *, lock: bool) -> Storage:
-    """Open the other checkpoints too that hold files of this one: just those that its catalog names, not what theirs may name."""
+    """Also open the other checkpoints that hold files of this one: the ones in its own catalog, not theirs in turn."""
     first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
     if not first:
         return storage
@@ -98,5 +98,5 @@ def _open_foreign(
         why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(why, tried) from None
     stack.enter_context(found.storage)
-    # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
+    # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.
     return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

@@ -1,7 +1,8 @@
-"""A store that serves tensors whose bytes are not in row-major order as if they were files in that order.
+"""A store that serves tensors in any order of elements as if they were files in row-major order.
 
-A transposed or expanded view has no run of bytes longer than an element, so a catalog over the bytes themselves would have a row
-for each element. The store makes the bytes of such a tensor when they are read, a range at a time, from the mapped file.
+A transposed or expanded view has no run of bytes longer than one element, so a catalog over the bytes themselves would need a row
+for each element. This store instead makes a tensor's row-major bytes when they are read, one range at a time, from the mapped
+file.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ..storage.protocol import flat_bytes, short_file
 
 
 class StridedStorage(LocalStorage):
-    """A folder with additional files, each of which is a tensor's elements in row-major order.
+    """A folder with additional files; each is the elements of one tensor in row-major order.
 
     Parameters
     ----------
     tensors
-        By key.
+        The tensor of each additional file, by key.
     """
 
     def __init__(self, root: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -49,13 +50,14 @@ class StridedStorage(LocalStorage):
 
 
 def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memoryview:
-    """Return some bytes of the row-major order of a tensor, whatever its strides.
+    """Return the bytes ``[offset, offset + num_bytes)`` of a tensor's row-major order, for any strides.
 
     >>> row_major_bytes(torch.arange(6, dtype=torch.int16).reshape(2, 3).T, 2, 3).tolist()
     [3, 0, 1]
     """
     tensor = tensor if tensor.shape else tensor.reshape(1)
     each = tensor.itemsize
+    # Elements [first, last) cover the wanted bytes. `decompose` cuts this run of the tensor into boxes, and each box is copied.
     first, last = offset // each, -(-(offset + num_bytes) // each)
     cut = decompose(np.array([tensor.shape], np.int64), np.array([first]), np.array([last - first]))
     parts = []
@@ -63,7 +65,7 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
         part = tensor
         for dim, (begin, length) in enumerate(zip(low, lengths, strict=True)):
             part = part.narrow(dim, begin, length)
-        # Copied even where it counts as contiguous: the stride of a dim of length 1 may be any, and torch then views no bytes.
+        # Copy even if it counts as contiguous: the stride of a dim of length 1 may be anything, and torch then views no bytes.
         copied = torch.empty(part.numel(), dtype=part.dtype, device="cpu").copy_(part.reshape(-1))
         parts.append(copied.view(torch.uint8).numpy())
     data = np.concatenate(parts) if parts else np.zeros(0, np.uint8)

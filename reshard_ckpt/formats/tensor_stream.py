@@ -1,4 +1,4 @@
-"""What the writers of foreign files share: the stream of tensor bytes, the order of tensors, and their aliases."""
+"""Helpers of the writers of foreign files: a stream of tensor bytes, the order of tensors, and their aliases."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from ..core.catalog.model import Catalog
 
 TensorBytes = Callable[[Sequence[int]], Iterator[memoryview]]
-"""The bytes of whole tensors, by their indices in the catalog, end to end; each part is valid until the next is asked for."""
+"""Streams the bytes of whole tensors, by their catalog indices, end to end. A part is valid until the next one is requested."""
 
 _NUMBER = re.compile(r"(\d+)")
 
 
 class ByteStream:
-    """A stream of bytes that is handed out tensor by tensor."""
+    """Hands out a stream of bytes in pieces of requested sizes."""
 
     def __init__(self, stream: Iterator[memoryview]) -> None:
         self._stream = stream
         self._rest = memoryview(b"")
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
-        """Yield the next bytes."""
+        """Yield the next `num_bytes` bytes in parts, which must be used up before the next call."""
         while num_bytes:
             if not len(self._rest):
                 self._rest = next(self._stream)
@@ -31,12 +31,12 @@ class ByteStream:
 
 
 def in_natural_order(catalog: Catalog) -> list[int]:
-    """Sort the tensors by name, with numbers counted as numbers: layer 2 before layer 10."""
+    """Return the indices of all tensors, sorted by name with numbers in numeric order: layer 2 before layer 10."""
     return sorted(map(catalog.index, catalog.names), key=lambda index: natural(catalog.tensors_table.names[index]))
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key to sort names by.
+    """Return a key to sort names by, with numbers in numeric order.
 
     >>> sorted(["h.10.w", "h.2.w", "emb"], key=natural)
     ['emb', 'h.2.w', 'h.10.w']
@@ -45,7 +45,7 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def aliases_of(catalog: Catalog) -> dict[str, str]:
-    """Map each tensor that shares the bytes of another to that other one."""
+    """Map the name of each tensor that shares another one's bytes to the name of that one."""
     names = catalog.tensors_table.names
     by_index = {name: catalog.source(catalog.index(name)) for name in catalog.names}
     return {name: names[source] for name, source in by_index.items() if names[source] != name}

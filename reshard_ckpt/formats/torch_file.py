@@ -1,12 +1,13 @@
 """Reading a file that ``torch.save`` wrote, or a folder of them, as a checkpoint.
 
-1. Load its pickle, which may hold tensors and plain values alone; the tensors are views of a map of the file (`torch_zip`).
-2. Name the contents as `checkpoint.save` would: a flat state dict stands below ``model``, one of an optimizer below
+1. Load its pickle, which may hold only tensors and plain values. The tensors are views of a map of the file
+   (`torchfile.mapped`).
+2. Name the contents as `checkpoint.save` would: a flat state dict goes below ``model``, the state dict of an optimizer below
    ``optimizer``, anything else below its own keys.
-3. A tensor in row-major order is a range of the file; any other is read through `strided`.
+3. A tensor in row-major order is a range of the file; any other is served by `strided`.
 4. An optimizer's state is keyed by position: torch numbers the parameters of all groups in a row, and only the program that made
-   the optimizer knows which parameter a number means. One made of ``model.named_parameters()`` is the exception: its groups have
-   ``param_names``, by which `state.capture` names its state. For any other, there is advice.
+   the optimizer knows the parameter of a number. If the optimizer was made of ``model.named_parameters()``, its groups have
+   ``param_names``, with which `state.capture` names its state. For any other, there is advice.
 
 A folder with ``pytorch_model.bin``, or an index and its parts, is one flat state dict.
 """
@@ -41,14 +42,14 @@ from .strided import StridedStorage
 from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The keys of the state below which a flat state dict, and one of an optimizer, stand."""
+"""The keys of the state below which a flat state dict, and the state dict of an optimizer, are put."""
 
 _MAIN = "pytorch_model.bin"
 _MAX_DEPTH = 64
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no file of ``torch.save``, nor a folder of them; see `Format.open`."""
+    """Open a path for reading; return None unless it is a file of ``torch.save`` or a folder of them; see `Format.open`."""
     return open_located(path, _look)
 
 
@@ -62,7 +63,7 @@ def _look(storage: Storage, key: str | None) -> Source | None:
 
 
 def _is_torch_file(storage: Storage, key: str) -> bool:
-    """Return whether a file begins as those of torch do; a missing one, and one of the old format, are refused."""
+    """Return whether a file begins like the zips of torch; refuse a missing file, and one of torch's old format."""
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{storage.url}: {key} is missing, though the index names it; copy it, or use another checkpoint")
@@ -93,7 +94,7 @@ def _open_file(storage: Storage, key: str) -> Source:
 
 
 def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
-    """Open several files that together are one flat state dict."""
+    """Open several files that are one flat state dict together."""
     mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
     for key, names in weights.items():
@@ -118,21 +119,21 @@ def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
 
 
 def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
-    """Return the state that was saved if it was one; else put it below the key ``model`` or ``optimizer``."""
+    """Return the loaded state if it has keys at the top; put a flat state dict below ``model``, an optimizer's below its key."""
     if _is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
     return loaded if isinstance(loaded, Mapping) and not _is_flat(loaded) else {MODEL: loaded}
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Return whether tensors stand at the top; beside them there may be a module's extra state, but no other state."""
+    """Return whether tensors are at the top of a state, with no dicts beside them but a module's extra state."""
     nested = any(isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE) for key, value in state.items())
     return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 @dataclass(slots=True)
 class _TensorPlacer:
-    """Turns captured tensors into foreign ones: a range of a file, or an entry of `strided` as one more file."""
+    """Converts captured tensors to foreign ones: each is a range of a file, or an additional file that `strided` serves."""
 
     files: list[FileEntry]
     mapped: Sequence[MappedFile]
@@ -155,7 +156,7 @@ class _TensorPlacer:
 
 
 def _is_in_order(spec: TensorSpec) -> bool:
-    """Return whether the bytes of a tensor lie one after the other, in row-major order."""
+    """Return whether the elements of a tensor lie in row-major order, without gaps."""
     (piece,) = spec.pieces
     return is_row_major(piece.lengths, piece.strides)
 
@@ -180,12 +181,12 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _advice(state: Mapping[Any, Any]) -> dict[str, str]:
-    """Write what to do about each optimizer of a state whose parameters go by number alone, by its name.
+    """Return advice for each optimizer of a state whose parameters have only numbers, by the optimizer's name.
 
     Raises
     ------
     CorruptError
-        The state nests too deep, or an optimizer has state of a parameter that is in none of its groups.
+        The state is nested too deep, or an optimizer has state for a parameter that is in none of its groups.
     """
     return {
         name: f"{name} is keyed by the positions of parameters, and the file does not hold their names (an optimizer made of "

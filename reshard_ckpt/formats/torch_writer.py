@@ -1,8 +1,8 @@
-"""Writing a checkpoint of any size as one file of ``torch.save``: torch pickles the structure, and the bytes follow as a stream.
+"""Writing a checkpoint of any size as one file of ``torch.save``: torch pickles the structure, and the bytes are streamed.
 
-1. Build the state of placeholder tensors: views of one sparse file, that take neither memory nor disk.
+1. Build the state from placeholder tensors: views of one sparse file, which take neither memory nor disk.
 2. Pickle it with ``torch.save`` under ``skip_data``, which leaves the bytes out.
-3. Write a zip of stored records: the pickle, then the bytes of each storage, aligned as torch aligns them.
+3. Write a zip of uncompressed records: the pickle, then the bytes of each storage, aligned as torch aligns them.
 
 An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, and their names in ``param_names``.
 """
@@ -39,7 +39,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     Parameters
     ----------
     path
-        Of the file, which must not be there.
+        The path of the file, which must not exist.
     values
         All values of the catalog, by name.
 
@@ -48,7 +48,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     UnsupportedError
         torch would refuse to load a value without running code.
     StorageError
-        There is no room for the file.
+        The disk is full.
     """
     _check_values(values)
     with tempfile.TemporaryDirectory(prefix=".description-", dir=os.path.dirname(path)) as folder:
@@ -56,8 +56,10 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
             placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
             state = _state(catalog, values, placeholders)
             pickled, version, sizes = _pickle_state(state, os.path.join(folder, "state.pt"))
-        except RuntimeError as error:  # what torch makes of a full disk
+        except RuntimeError as error:  # torch raises this if the disk is full
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
+    # index_of: by id of a placeholder, the catalog index of its bytes. tensors[n]: the tensor whose storage is record n.
+    # wanted: the indices in the order of the records, so that one stream gives the bytes of all.
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
     tensors = list(_tensors_in_order(state))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
@@ -80,17 +82,17 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
 
 
 def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
-    """Make tensors of the right shapes over a sparse file; an alias is the tensor whose bytes it shares."""
+    """Make tensors of the right shapes over a sparse file; an alias is the same tensor as the one whose bytes it shares."""
     aliases = aliases_of(catalog)
     dtypes = [TORCH_DTYPES[catalog.dtype(index)] for index in range(len(catalog.tensors_table.names))]
     own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
     sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
     begin = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    backing = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: a private map would count as memory
+    backing = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: the system counts private maps as memory
     placeholders: dict[str, torch.Tensor] = {}
     for index, at, size in zip(own, begin, sizes, strict=False):
         shape = catalog.shape(index)
-        # torch.save refuses storages of different types at one place, which an empty part of the file would be.
+        # An empty part of the file would lie at the place of the next one, and torch.save refuses two dtypes at one place.
         storage = backing[at : at + size] if size else torch.empty(0, device="cpu").untyped_storage()
         tensor = torch.empty(0, dtype=dtypes[index], device="cpu").set_(storage, 0, shape, row_major_strides(shape))
         placeholders[catalog.tensors_table.names[index]] = tensor
@@ -98,7 +100,7 @@ def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
 
 
 def _pickle_state(state: Any, path: str) -> tuple[bytes, bytes, list[int]]:
-    """Return what ``torch.save`` writes without data: the pickle, the format's version, the sizes of all storages in order."""
+    """Pickle a state without its data; return the pickle, the format's version, and the sizes of all storages in order."""
     with torch.serialization.skip_data():
         torch.save(state, path)
     with open(path, "rb") as file:
@@ -108,7 +110,10 @@ def _pickle_state(state: Any, path: str) -> tuple[bytes, bytes, list[int]]:
 
 
 def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
+    """Yield the tensors of a state in the order in which torch pickles them; their storages are the records 0, 1, ….
+
+    A tensor that occurs again is not yielded again.
+    """
     seen: set[int] = set()
     waiting = [state]
     while waiting:
@@ -124,14 +129,14 @@ def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the storage of a tensor that is part of a value."""
+    """Return the bytes of a real tensor's storage: a tensor that is part of a value."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer of the state: the number of each parameter, and which parameters are second names of another."""
+    """An optimizer of the state: the number of each parameter, and the names that are second names of tied parameters."""
 
     name: str
     numbers: Mapping[str, int]
@@ -139,16 +144,16 @@ class _Optimizer:
 
     @property
     def above(self) -> tuple[str, ...]:
-        """Return where the optimizer goes."""
+        """Return the path of the optimizer in the state."""
         return tuple(self.name.split(".")) if self.name else ()
 
     def path(self, link: StateLink) -> tuple[Any, ...] | None:
-        """Return where a part of its state goes; None if it is there under another name."""
+        """Return the path of an entry of its state; None if that belongs to a second name."""
         fqn = link.fqn
         return None if fqn in self.tied else (*self.above, STATE, self.numbers.get(fqn, fqn), *link.key.split("."))
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return its groups as ``optimizer.state_dict()`` has them."""
+        """Return its groups in the form of ``optimizer.state_dict()``."""
         names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
         return [
             {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
@@ -157,7 +162,7 @@ class _Optimizer:
 
 
 def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
-    """List the optimizers of a state; a parameter with two names is one for torch."""
+    """List the optimizers of a state. A parameter with two names counts once, as in torch."""
     below = {
         name.partition(".")[2]: source.partition(".")[2]
         for name, source in aliases_of(catalog).items()
@@ -174,7 +179,7 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
 
 
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """Build the state as nested dicts: the keys of the state, and below them names as modules have them."""
+    """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules."""
     optimizers = {one.name: one for one in _optimizers(catalog, values)}
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
@@ -209,19 +214,19 @@ def _put(root: dict[Any, Any], path: Iterable[Any], value: Any) -> None:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return where a tensor goes: below the first part of its name."""
+    """Return the path of a tensor: the first part of its name, then the rest as one key."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
 
 
 def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
-    """Return where a value goes: where it was, unless that was in a list, whose other elements may be anything."""
+    """Return the path of a value: its own, unless it was in a list. The list's other elements may be unknown, so use its name."""
     path = saved_path(decode_path(entry.path))
     return _path(entry.name) if any(isinstance(key, Index) for key in path) else path
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse by name what torch would not load again: one such value would make the whole file unloadable."""
+    """Refuse by name a value that torch would not load again: it would make the whole file unloadable."""
     if _is_loadable(values):
         return
     refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")
@@ -237,6 +242,6 @@ def _is_loadable(value: Any) -> bool:
         torch.save(value, data)
         data.seek(0)
         torch.load(data, weights_only=True)
-    except Exception:  # whatever torch raises: it would raise it for the whole file, too
+    except Exception:  # any error of torch here would also occur with the whole file
         return False
     return True

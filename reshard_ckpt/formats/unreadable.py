@@ -1,4 +1,4 @@
-"""Tensors and values of a foreign state that a catalog cannot hold: they are left out, and asking for one raises its error."""
+"""Dropping tensors and values of a foreign state that a catalog cannot hold; a load that wants one raises its error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[Any, ...]
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
-    """Drop tensors and values that cannot be read from the dicts of a state; return the rest, and the errors by name."""
+    """Drop unreadable tensors and values from the dicts of a state; return the rest of it, and the errors by name."""
     unreadable: dict[str, CheckpointError] = {}
     return _prune(state, (), unreadable), unreadable
 
@@ -45,7 +45,7 @@ def _read_error(leaf: Any, name: str) -> CheckpointError | None:
     try:
         if is_tensor_like(leaf):
             dtype_code(local_memory(leaf, name).memory.dtype, name)
-        elif not isinstance(leaf, list | tuple):  # those may hold tensors, and are no value then
+        elif not isinstance(leaf, list | tuple):  # a list may hold tensors, and is then not a value
             encode_value(leaf, name)
     except CheckpointError as error:
         return error

@@ -1,7 +1,7 @@
-"""Layers and experts that are stacked in one tensor, as a tensor each: what tools expect that know a model by its layers.
+"""Splitting tensors that stack layers or experts into one tensor for each, for tools that expect such names.
 
-``decoder.layers.mlp.weight`` of shape (L, …) becomes ``decoder.layers.0.mlp.weight`` and so on, ``experts.experts.…`` of shape
-(L, E, …) or (E, …) likewise. Each is a contiguous part of the stacked tensor, so nothing but a name and a run is made.
+``decoder.layers.mlp.weight`` of shape (L, …) becomes ``decoder.layers.0.mlp.weight`` and so on. ``experts.experts.…`` of shape
+(L, E, …) or (E, …) is split likewise. Each result is a contiguous run of the stacked tensor, so no bytes move.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .catalog_builder import ForeignTensor, foreign_catalog
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """The names, shapes and dtypes of the single tensors, and for each of them the run of a tensor of the stacked catalog."""
+    """A catalog of the single tensors, and for each of them, in order, its run of a tensor of the stacked catalog."""
 
     catalog: Catalog
     runs: tuple[Run, ...]
 
 
 def unstack(catalog: Catalog, where: str) -> Unstacked:
-    """Take apart what is stacked in a catalog; everything else stays as it is.
+    """Split the stacked tensors of a catalog; all other tensors stay as they are.
 
     Raises
     ------
     NameCollisionError
-        A layer's tensor has the name of another tensor.
+        A tensor of one layer has the name of another tensor.
     """
     parts = [part for name in catalog.names for part in _parts(catalog, name)]
     made = foreign_catalog([tensor for tensor, _ in parts], (), format=catalog.save_id, where=where)
@@ -54,11 +54,11 @@ def _parts(catalog: Catalog, name: str) -> Iterator[tuple[ForeignTensor, Run]]:
 
 def _stacked_dims(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     found = {dim for dim in (layer_dim(name), expert_dim(name)) if dim is not None and dim < len(shape)}
-    return shape[: len(found)]  # they are the first ones
+    return shape[: len(found)]  # the stacked dims come first
 
 
 def _numbered(name: str, dims: tuple[int, ...], number: int) -> str:
-    """Put the numbers of a part into a name.
+    """Insert the numbers of a part into a name.
 
     >>> _numbered("decoder.layers.mlp.experts.experts.fc1.weight", (2, 4), 6)
     'decoder.layers.1.mlp.experts.experts.2.fc1.weight'

@@ -1,1 +1,1 @@
-"""Frameworks that save and load through this library; each is imported by itself, and only where it is used."""
+"""Frameworks that save and load through this library. Each has a module, which imports the framework only when it is used."""

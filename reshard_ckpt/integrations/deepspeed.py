@@ -1,4 +1,4 @@
-"""DeepSpeed's engine saves and loads through this library: `attach` it to one, or `install` it for all that are configured so."""
+"""DeepSpeed's engine saves and loads through this library: `attach` it to one engine, or `install` it for many."""
 
 from __future__ import annotations
 

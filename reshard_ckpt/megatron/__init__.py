@@ -1,12 +1,12 @@
-"""The calls of ``megatron.core.dist_checkpointing``, by this library's engine and in its format.
+"""The calls of ``megatron.core.dist_checkpointing``, with this library's engine and format.
 
-``from reshard_ckpt import megatron as dist_checkpointing`` takes the place of ``from megatron.core import dist_checkpointing``:
-`save`, `load` and the functions that look into a checkpoint have the same arguments and meaning, and any other name is Megatron's
-own. In the tree that `save` and `load` are given, an optimizer may stand as itself: it is saved as its own shards, with nothing
-gathered, and filled in place. `SaveStrategy` and `LoadStrategy` serve Megatron's own functions. `add_rule` says how tensors were
-cut that lie in files of single ranks. `docs/megatron.md` has the whole.
+``from reshard_ckpt import megatron as dist_checkpointing`` replaces ``from megatron.core import dist_checkpointing``: `save`,
+`load` and functions that describe a checkpoint have the same arguments and meaning; any other name is Megatron's own. `save` and
+`load` also take optimizer objects in the tree: their shards are saved without a gather, and filled in place. `SaveStrategy` and
+`LoadStrategy` are for Megatron's own functions. `add_rule` says how tensors in files of single ranks were cut.
+`docs/megatron.md` has the details.
 
-megatron-core is imported when it is first needed, and not by this module.
+This module does not import megatron-core; it is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files of ``torch.save`` with more in them than tensors and plain values, read from any store; nothing in them is executed.
+"""Reading files of ``torch.save`` from any store, even if they hold more than tensors and plain values; no code of them runs.
 
-1. Find the records from the zip's directory (`zip_records`).
-2. Read the pickle with stand-ins. Files of many ranks have the same pickle, byte for byte: it is read once.
-3. A tensor is a view of a record, whose place in the file is looked up when it is asked for.
+1. Find the records in the zip's directory (`zip_records`).
+2. Read the pickle with stand-ins for classes. If files of many ranks have the same pickle, byte for byte, it is read once.
+3. A tensor is a view of a record. `TorchFile.at` looks its place in the file up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .zip_records import StoredFile, ZipRecords
 
 
 def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Make a tensor with attributes of its own, which nobody needs."""
+    """Return a tensor that was saved with Python attributes, without them."""
     if not isinstance(make, StandInFunction) or type(arguments) is not tuple:
         raise ValueError("a tensor of a kind that is unknown")
     return make.make(*arguments)
@@ -33,7 +33,7 @@ def _number(value: Any) -> int:
 
 
 def _set_of(kind: type[set[Any]] | type[frozenset[Any]]) -> StandInFunction:
-    """Make what makes a set of plain values; of anything else, what nobody may look into."""
+    """Return a stand-in for the class `kind`. It makes a set of plain values, or an `Opaque` object if there are any others."""
 
     def make(items: Any = ()) -> Any:
         if type(items) not in (list, tuple) or len(items) > _MAX_SET:
@@ -61,18 +61,18 @@ TABLE: Table = {
     **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
     **{(module, kind.__name__): _set_of(kind) for module in _BUILTINS for kind in (set, frozenset)},
 }  # fmt: skip
-"""What DeepSpeed's own parts of its files need. A user's values that need more are `Opaque`."""
+"""The globals that DeepSpeed's own parts of its files need. Values of a user that need others become `Opaque`."""
 
 
 class TorchFile:
-    """One file: `content` is what was saved, with tensors as `PickledTensor`."""
+    """One file; `content` is the saved object, with tensors as `PickledTensor`."""
 
     def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
         self.key, self.size, self.content = key, zipped.num_bytes, content
         self._zipped, self._name = zipped, name
 
     def at(self, tensor: PickledTensor) -> int:
-        """Return the byte of the file at which a tensor's first element lies.
+        """Return the position of a tensor's first element in the file, in bytes.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class TorchFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a module or a layer, and the file that it is in."""
+    """A tensor of a module or a layer: its name, its view of a storage, and the file that holds it."""
 
     fqn: str
     view: PickledTensor
@@ -101,7 +101,7 @@ class FileTensor:
 
 
 class FileReader:
-    """Opens files of one store, and reads equal pickles once; `table` has the globals that they may name."""
+    """Opens files of one store, and reads equal pickles once; `table` lists the globals that they may name."""
 
     def __init__(self, storage: Storage, table: Table = TABLE) -> None:
         self._storage, self._table = storage, table
@@ -115,7 +115,7 @@ class FileReader:
         CorruptError
             It is missing, cut or damaged.
         UnsupportedError
-            It is of the format before torch 1.6, or of a machine of another byte order.
+            It has the format before torch 1.6, or was written on a machine of another byte order.
         """
         name, size = f"{self._storage.url}: {key}", self._storage.size(key)
         if size is None:

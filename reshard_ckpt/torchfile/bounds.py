@@ -1,7 +1,7 @@
-"""How much a file of another library may hold, in proportion to the bytes that it really has.
+"""Limits on the size of tensors and values in a file of another library, in proportion to the bytes that the file has.
 
 Tensors may be views of the same bytes, or repeat them by strides of 0, and a pickle may refer to one list many times. So a few
-bytes can stand for terabytes. Programs that save a model share some bytes: what holds many times more than its file is refused.
+bytes can claim terabytes. A program that saves a model shares some bytes, but not many times over: files beyond that are refused.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from ..errors import CorruptError, UnsupportedError
 from .pickle_reader import StandInObject
 
 TIMES = 16
-"""So often may a file's bytes stand in its tensors, and so many parts of values may one byte of a pickle spell."""
+"""The most bytes of tensors for each byte of a file, and the most parts of values for each byte of a pickle."""
 
 _SMALL_BYTES, _SMALL_PARTS = 64 << 20, 1 << 20
-"""What is never too much, for tensors and for parts of values."""
+"""Bytes of tensors and parts of values that are allowed in any file, however small."""
 
 _TEXT_PART = 64
 """Characters or bytes that count as one part of a value."""
 
 
 class FileBudget:
-    """Counts what is found in each file, before it is made into rows: a file that holds `TIMES` its size has no more to give."""
+    """Counts the bytes of tensors found in each file, before rows are made of them; more than `TIMES` its size is an error."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
 
     def spend(self, key: str, size: int, num_bytes: int, name: str) -> None:
-        """Count a tensor of so many bytes in a file of this size.
+        """Count a tensor of `num_bytes` in the file `key` of `size` bytes.
 
         Raises
         ------
         CorruptError
-            The tensors of the file have many times its bytes.
+            The tensors of the file have more than `TIMES` its bytes.
         """
         used = self._used[key] = self._used.get(key, 0) + num_bytes
         if used > TIMES * size:
@@ -54,9 +54,10 @@ def refuse_excess(catalog: Catalog, where: str) -> None:
     Raises
     ------
     UnsupportedError
-        They do; the message names the largest tensor.
+        They have; the message names the largest tensor.
     """
     table, rows = catalog.tensors_table, catalog.rows
+    # tensor[r]: index of the tensor of row r; claimed[t]: bytes of tensor t in all of its rows
     tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
     claimed = np.bincount(tensor, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(table.names))
     num_bytes = sum(file.size for file in catalog.files)
@@ -66,7 +67,7 @@ def refuse_excess(catalog: Catalog, where: str) -> None:
 
 
 def _most_bytes(num_bytes: int) -> int:
-    """Return how many bytes the tensors of files of so many bytes may have."""
+    """Return the most bytes that tensors may have in files of `num_bytes` together."""
     return TIMES * num_bytes + _SMALL_BYTES
 
 
@@ -78,26 +79,28 @@ def _too_much(where: str, claimed: int, num_bytes: int, largest: str) -> Unsuppo
 
 
 def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> None:
-    """Refuse what torch loaded of a file, or what is in its pickle, if it is many times more than the file can spell.
+    """Refuse an object that torch loaded, or that was read from a pickle, if it is many times larger than the file can spell.
 
     Parameters
     ----------
     pickle_bytes, num_bytes
-        The size of the pickle, which bounds the parts of values; and of the file, which bounds the bytes of tensors.
+        The size of the pickle, which limits the parts of values, and of the file, which limits the bytes of tensors.
 
     Raises
     ------
     CorruptError
-        Values repeat each other many times, or contain themselves.
+        Values refer to each other too many times, or contain themselves.
     UnsupportedError
-        Tensors show the same bytes many times.
+        Tensors show the same bytes too many times.
     """
     most = TIMES * pickle_bytes + _SMALL_PARTS
-    parts: dict[int, int] = {}  # by the id of each container that is counted: the parts in it, were nothing shared
+    parts: dict[int, int] = {}  # by id of each finished container: its number of parts, with shared ones counted each time
     begun: set[int] = set()
     tensors: dict[int, torch.Tensor] = {}
     top = [root]
     todo: list[Any] = [top]
+    # A walk from the leaves up, with a stack in place of recursion. A container stays on the stack until all of its children are
+    # in `parts`. If it is met again (`begun`) and still lacks one, that child is waiting for it: it contains itself.
     while todo:
         node = todo[-1]
         if id(node) in parts:
@@ -139,5 +142,5 @@ def _text_parts(leaf: Any) -> int:
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Tell whether it is a tensor that would take its bytes: none of another layout, nor on the meta device."""
+    """Tell whether an object is a tensor that takes memory: strided, and not on the meta device."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta

@@ -1,12 +1,12 @@
-"""Where the bytes of each tensor lie in a file that ``torch.save`` wrote.
+"""Finding the place of each tensor's bytes in a file that ``torch.save`` wrote.
 
 Such a file is a zip of uncompressed records: a pickle that describes the tensors, and a record for each storage.
 
 1. Read the place and the size of each record from the zip's directory (`read_records`).
-2. Load the pickle with ``torch.load`` over a memory map, with tensors and plain values alone allowed (``weights_only``). So no
-   storage is read, and each of them has an address in the map.
-3. Find the address of the map by matching storages with records, and with it the place of every tensor (`MappedFile`). Each
-   storage must be exactly one record.
+2. Load the pickle with ``torch.load`` over a memory map, with ``weights_only``, which allows only tensors and plain values. The
+   map is lazy, so no storage is read; but each storage has an address in the map.
+3. Match storages with records to find the address at which the map begins. That gives the place of every tensor (`MappedFile`).
+   Each storage must be exactly one record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .zip_records import ZipRecords
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of the zip that holds a storage: its first byte in the file, and its number of bytes."""
+    """A record of the zip that holds a storage: its first byte in the file, and its size in bytes."""
 
     offset: int
     size: int
@@ -35,27 +35,27 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """A file that is mapped into memory from address `base` on."""
+    """A file that is mapped into memory at the address `base`."""
 
     base: int
     size: int
 
 
 def find_mapped(files: Sequence[MappedFile], tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Find the number of the file that a tensor lies in, and the byte in it; None where the tensor lies in none of them."""
+    """Return the index of the file that a tensor lies in, and its first byte there; None if it lies in none of these files."""
     at = tensor.data_ptr()
     return next(((i, at - file.base) for i, file in enumerate(files) if file.base <= at < file.base + file.size), None)
 
 
 def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
-    """Load a torch file, with tensors over a memory map of it.
+    """Load a torch file; its tensors are views of a memory map of the file.
 
     Raises
     ------
     CorruptError
         It is damaged.
     UnsupportedError
-        It holds more than tensors and plain values, or is of another kind of torch's files.
+        It holds more than tensors and plain values, or is another kind of torch's files.
     """
     records, pickle_bytes = read_records(path)
     storages: list[tuple[int, int]] = []
@@ -63,18 +63,18 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
     def keep(storage: Any, location: str) -> Any:
         if storage.nbytes():
             storages.append((storage.data_ptr(), storage.nbytes()))
-        return storage  # on the CPU, wherever it was when it was saved
+        return storage  # keep it on the CPU, whichever device it was saved from
 
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
-    except Exception as error:  # what a damaged pickle raises may be anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise _load_error(path, error) from error
     refuse_bombs(loaded, pickle_bytes, size, path)
     return loaded, MappedFile(_mapping_base(records, storages, path), size)
 
 
 def _load_error(path: str, error: Exception) -> CheckpointError:
-    """Make the error for a file that torch does not load."""
+    """Return the error for a file that torch does not load: unsupported if it needs classes to import, else damaged."""
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
@@ -91,7 +91,7 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
 
 
 def read_records(path: str) -> tuple[list[Record], int]:
-    """List the places of all storages, in order; return also the size of the pickle."""
+    """List the records of all storages that are not empty, in the order of the file; also return the size of the pickle."""
     with open(path, "rb") as file:
         zipped = ZipRecords(file, path)
         refuse_hash_collisions(zipped.read_pickle(sys.byteorder), path)
@@ -100,13 +100,14 @@ def read_records(path: str) -> tuple[list[Record], int]:
 
 
 def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
-    """Find the address at which the file is mapped: the one for which every storage is one of the records."""
+    """Find the address at which the file is mapped: the only one at which every storage is exactly one record."""
     found = sorted(set(storages))
     if not found:
         return 0
     known = {(record.offset, record.size) for record in records}
     first, first_size = found[0]
-    # A file is mapped from the beginning of a page; as all storages are in the file, the first cannot be one of the last records.
+    # A map begins at a page. The other storages lie behind the first one, so the first one's record is not among the last
+    # len(found) - 1 records.
     candidates = records[: len(records) - len(found) + 1]
     bases = {
         first - record.offset

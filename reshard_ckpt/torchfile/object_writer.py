@@ -1,6 +1,7 @@
-"""Writing plain and tagged values as files of ``torch.save``, without the classes that they name; the other way of `objects`.
+"""Writing plain and tagged values as files of ``torch.save``, without their classes; `objects` reads them.
 
-Whoever loads the file makes the objects. So a dict that was a ``Namespace`` is one again, and a member of an enum of Megatron.
+The program that loads the file makes the objects. It gets back a ``Namespace`` where a dict is tagged as one, and members of
+Megatron's enums.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .zip_records import write_records
 
 
 def object_bytes(value: Any, name: str) -> bytes:
-    """Encode a value as ``torch.save`` does.
+    """Encode a value as a file of ``torch.save``.
 
     Raises
     ------
     UnsupportedError
-        It holds something that is neither plain nor tagged.
+        It holds a value that is neither plain nor tagged.
     """
     parts = _Parts(name)
     described = pickled(parts.of(value))
@@ -38,7 +39,7 @@ def object_bytes(value: Any, name: str) -> bytes:
 
 
 class _Parts:
-    """Turns values into parts of a pickle; the bytes of tensors are collected in `storages`."""
+    """Converts values to parts of a pickle; `storages` collects the bytes of tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -111,7 +112,7 @@ def _bytes(value: bytes) -> FunctionCall:
 
 
 def _numpy(name: str) -> Global:
-    """Name a function by the module that numpy 1 has it in; numpy 2 finds it there, too."""
+    """Refer to a function by numpy 1's module; numpy 2 finds it under that name, too."""
     return Global("numpy.core.multiarray", name)
 
 

@@ -1,10 +1,10 @@
 """Reading the objects of a Megatron checkpoint, which are files of ``torch.save``, as plain and tagged values; no code runs.
 
-1. `read_pickle` makes stand-ins of the classes that the pickle names. Any class may be named, but only listed ones are called:
-   plain data of numpy and torch, and members of enums of Megatron and its companions.
-2. `PlainValues` turns the stand-ins into values. A ``Namespace`` becomes a dict. An instance of any other class, and a member
-   of an enum, becomes a `Named`: the name of its class and its plain state.
-3. Tensors are copied out of their records of the zip. What the value takes in all is bounded by the size of the file.
+1. `read_pickle` makes stand-ins for the classes that the pickle names. A pickle may name any class, but call only those in a
+   list: plain data of numpy and torch, and members of enums of Megatron and its companions.
+2. `PlainValues` converts the stand-ins to values. A ``Namespace`` becomes a dict. An instance of any other class, and a member of
+   an enum, becomes a `Named`: the name of its class and its plain state.
+3. Tensors are copied out of their records of the zip. The size of the file limits the size of the whole value.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from .zip_records import ZipRecords
 
 NAMESPACE = ("argparse", "Namespace")
 NAMESPACE_TAG = "__class__"
-"""The key that a dict has which was a Namespace below the top of the common state."""
+"""A key that marks a dict which was a Namespace, below the top of the common state."""
 
 _ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
-"""Modules of which a name may be called with one value, as members of enums are pickled; nothing is called, only noted."""
+"""Modules whose names a pickle may call with one value, because it spells members of enums so. The call is noted, not made."""
 
 _MIN_NODES = 1 << 12
 _VIEWS = 4
-"""So often the tensors of a file may hold its bytes: several may view one storage."""
+"""The most bytes of tensors for each byte of a file: several tensors may be views of one storage."""
 
 
 def may_be_called(module: str) -> bool:
-    """Return whether a pickle may call a name of this module with one value, as it does for a member of an enum."""
+    """Return whether a pickle may call names of this module with one value, as it does to spell members of enums."""
     return _ENUMS.fullmatch(module) is not None
 
 
 def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
-    """Decode a file of ``torch.save``; `table` has the globals that it may name, by default any.
+    """Decode a file of ``torch.save``; `table` lists the globals that it may name, by default any.
 
     Raises
     ------
     UnsupportedError
-        It needs a class or function that could run code.
+        It needs to call a class or function outside of the list.
     CorruptError
         It is damaged.
     """
@@ -60,7 +60,7 @@ def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
 
 
 def _instance(kind: str) -> Callable[..., StandInObject]:
-    """Make a function that keeps its arguments for `_Plain`, which converts them once all of the state is known."""
+    """Return a function that keeps its arguments in a stand-in; `_Plain` converts them once the object's state is known."""
 
     def make(*arguments: Any) -> StandInObject:
         made = _Called(StandInClass(kind))
@@ -112,9 +112,10 @@ _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 
 
 class Globals(dict[tuple[str, str], Any]):
-    """The stand-in of every name: of listed ones their own, of any other a class whose instances are noted.
+    """A table with a stand-in for every name: those in the list have their own, and any other is a class.
 
-    A call of any other is refused; where this is `lenient`, it makes what only `PlainValues` refuses.
+    A pickle that calls any other name is refused. If `lenient`, the call makes an `Opaque` object, which `PlainValues` refuses
+    only if it is converted.
     """
 
     def __init__(self, *, lenient: bool = False) -> None:
@@ -141,28 +142,28 @@ def _refused(key: tuple[str, str], lenient: bool) -> Callable[..., Any]:
 
 
 class PlainValues:
-    """Turns stand-ins into plain and tagged values, which take no more in all than a file of so many bytes can spell.
+    """Converts stand-ins to plain and tagged values, no larger together than a file of `num_bytes` can spell.
 
     Parameters
     ----------
     stored
-        Gives the bytes of a storage, by its key.
+        Returns the bytes of a storage by its key.
     num_bytes
         The size of the file.
     name
-        What it is called in messages.
+        The name of the file in messages.
     """
 
     def __init__(self, stored: Callable[[str], bytes], num_bytes: int, name: str) -> None:
         self._plain, self._name = _Plain(stored, num_bytes), name
 
     def of(self, made: Any) -> Any:
-        """Return the value of a stand-in.
+        """Convert a stand-in to its value.
 
         Raises
         ------
         UnsupportedError
-            It needs a class or function that could run code.
+            It needs to call a class or function outside of the list.
         CorruptError
             It is damaged.
         """
@@ -175,7 +176,7 @@ class PlainValues:
 
 
 class _Plain:
-    """Converts what the pickle machine made, counting what it makes: references to one list may stand in many places."""
+    """Converts stand-ins, and counts the parts of the result: references to one list are counted, and copied, each time."""
 
     def __init__(self, stored: Callable[[str], bytes], num_bytes: int) -> None:
         self._stored = stored
@@ -237,7 +238,7 @@ class _Plain:
         data = self._stored(view.storage.key)
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        self._bytes_left -= prod(view.shape) * view.dtype.itemsize  # strides of 0 repeat what is stored
+        self._bytes_left -= prod(view.shape) * view.dtype.itemsize  # strides of 0 may claim far more bytes than are stored
         if len(data) < view.storage.num_bytes or not view.is_within(len(data)) or self._bytes_left < 0:
             raise ValueError(f"a tensor of shape {view.shape} reaches beyond its {len(data)} bytes")
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // view.dtype.itemsize * view.dtype.itemsize]

@@ -1,17 +1,17 @@
 """Reading the plain data in a pickle with a stack machine that makes only listed objects, and executes no code.
 
-Pickle is a small stack language. Two of its operations are dangerous: one names any global of any module, the other calls it.
-Here a name is looked up in a table of stand-ins that the caller passes, and nowhere else. No module is imported, and a name that
-is not in the table is an error with that name in it.
+Pickle is a small stack language. Two of its operations are dangerous: one looks up any global of any module, the other calls it.
+Here, a global is looked up in a table of stand-ins that the caller passes, and nowhere else. No module is imported, and a global
+that is not in the table is an error with its name.
 
 A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
 stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
-arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple may
-take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
+arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple
+may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
 
-Files that hold a user's own values beside what is needed are read with `opaque`: what a global that is not in the table makes is
-an `Opaque` object, which holds the name alone. So one such value does not make the file unreadable. Any other key stands as an
-`Opaque` of its own then.
+With `opaque`, a file may also hold a user's own values. A global that is not in the table, and an object made from it, becomes an
+`Opaque`, which holds only the name. So one such value does not make the file unreadable. A key of any other kind becomes an
+`Opaque`, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..core.words import a
 from ..errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64
-"""Of one call, and of a size: more dims than any tensor has."""
+"""The most arguments of a call, and the most dims of a size; no tensor has as many."""
 
 _MAX_INT_BYTES = 16
 _MAX_INT_KEY = 2**60
@@ -34,14 +34,14 @@ _UINT32 = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class; its instances are `StandInObject`. One that may be called has `make`, as a function has."""
+    """The stand-in of a class; its instances are `StandInObject`. If the pickle may call the class, `make` runs on a call."""
 
     name: str
     make: Callable[..., Any] | None = None
 
 
 class StandInObject:
-    """An instance of a class that a stand-in names; `state` is what the pickle gave it, a dict or a tuple."""
+    """An instance of a class that a stand-in names; `state` is the dict or tuple that the pickle set as its state."""
 
     __slots__ = ("kind", "state")
 
@@ -52,14 +52,14 @@ class StandInObject:
 
 @dataclass(frozen=True, slots=True)
 class StandInFunction:
-    """The stand-in of a function or class that is called: `make` gets the arguments, all of them data."""
+    """The stand-in of a function or class that the pickle may call: `make` gets the arguments, which are all plain data."""
 
     name: str
     make: Callable[..., Any]
 
 
 class Opaque:
-    """What nobody may look into: a global that is not in the table, all that is made of it, or a key that cannot be one here."""
+    """A value that is not read: a global outside of the table, an object made from one, or a key of an unsupported kind."""
 
     __slots__ = ("name",)
 
@@ -71,11 +71,11 @@ class Opaque:
 
 
 class PicklingError(Exception):
-    """A pickle that names what it may not; `read_pickle` adds the name of the file."""
+    """A pickle names a global that it may not name; `read_pickle` adds the name of the file."""
 
 
 Table = Mapping[tuple[str, str], Any]
-"""``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
+"""Maps ``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
 
 
 def read_pickle(
@@ -86,20 +86,20 @@ def read_pickle(
     Parameters
     ----------
     table
-        The globals that it may name.
+        The globals that the pickle may name.
     name
-        What the pickle is called in messages.
+        The name of the pickle in messages.
     persistent
-        Makes what a persistent id stands for, if the pickle may have any.
+        Returns the object of a persistent id; None if the pickle may have no such ids.
     opaque
-        Let values be `Opaque` that need a global which is not in the table.
+        Make an `Opaque` of each value that needs a global outside of the table, instead of raising.
 
     Raises
     ------
     UnsupportedError
-        It names a global that is not in the table.
+        The pickle names a global that is not in the table.
     CorruptError
-        It is no pickle, or one that no writer of such a file makes.
+        The data are not a pickle, or one that no writer of such a file makes.
     """
     try:
         return _Machine(bytes(data), table, persistent, opaque).run()
@@ -112,7 +112,7 @@ def read_pickle(
 
 
 class _Machine:
-    """The stack, the positions of marks on it, and the memo of one pickle."""
+    """The state of the stack machine for one pickle: the stack, the positions of marks on it, and the memo."""
 
     def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None, opaque: bool) -> None:
         self.data, self.at = data, 0
@@ -122,10 +122,10 @@ class _Machine:
         self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """Execute until the end; the most frequent operations are inlined here, the rest is in `_OPERATIONS`.
+        """Execute the stream, and return its one result. Frequent operations are inlined; the others are in `_OPERATIONS`.
 
-        Nearly all that is made is put into the memo by the next byte, and a class that is named is instantiated by the next two:
-        these are looked for at once, which saves half of the rounds.
+        The byte after nearly every new object puts it into the memo, and the two bytes after a class from the memo make an
+        instance of it. Both are executed together with the operation before them, which saves half of the rounds.
         """
         data, stack, marks, memo, operations = self.data, self.stack, self.marks, self.memo, _OPERATIONS
         push, pop, remember, number = stack.append, stack.pop, memo.append, _UINT32.unpack_from
@@ -256,15 +256,15 @@ def _build(made: Any, state: Any) -> None:
 
 
 def _is_attributes(state: Any) -> bool:
-    """Tell whether a state is what an ``OrderedDict`` may have: nothing, or the versions that a module's state dict carries."""
+    """Tell whether a state is one that an ``OrderedDict`` may have: empty, or the versions in a module's state dict."""
     return state == {} or (type(state) is dict and list(state) == ["_metadata"])
 
 
 def _key(key: Any, opaque: bool) -> Any:
-    # Larger integers can be chosen to have the same hash.
+    # Larger integers can be chosen to have the same hash, which makes the dict slow.
     if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
         return key
-    # Constants of the table, such as dtypes, hash by their address, and strings by a secret.
+    # Constants of the table, such as dtypes, hash by their address, and strings by a secret; nobody can choose them to collide.
     if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
         return key
     if not opaque:
@@ -288,7 +288,7 @@ def _set_item(machine: _Machine) -> None:
 
 
 def _extend(machine: _Machine, low: int) -> None:
-    """Append what is on the stack from there on to the list below it."""
+    """Append the items on the stack from index `low` on to the list below them."""
     stack, target = machine.stack, machine.stack[low - 1]
     if type(target) is list:
         target.extend(stack[low:])
@@ -322,7 +322,7 @@ def _long(machine: _Machine) -> None:
 
 def _move_into_place(size: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
-        # Writers number what they remember, so that no index is far beyond what there is.
+        # Writers number the memo's entries in order. A jump would let a few bytes claim a huge memo.
         index, memo = machine.number(size), machine.memo
         if index > len(memo):
             raise ValueError(f"remembers something as number {index}, after {len(memo)} others")
@@ -365,7 +365,7 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x80: _protocol,
-    0x95: lambda machine: (machine.number(8), None)[1],  # a frame: only how much to read at once
+    0x95: lambda machine: (machine.number(8), None)[1],  # FRAME: its length is a hint for reading ahead, and not needed here
     0x58: _text(4),
     0x8D: _text(8),
     0x43: _bytes(1),

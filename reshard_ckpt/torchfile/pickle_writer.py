@@ -1,7 +1,7 @@
-"""Writing a pickle of a few known objects without having their classes: plain data around names of classes and functions.
+"""Writing a pickle of a few known kinds of objects without their classes: plain data, and names of classes and functions.
 
-The program that reads the pickle looks the names up, and makes the objects. Nothing of this process gets into the pickle, and
-none of torch's classes need exist here.
+The program that reads the pickle looks the names up and makes the objects. So torch's classes need not exist here, and no object
+of this process gets into the pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class, function or constant of a module."""
+    """A class, function or constant of a module, by name."""
 
     module: str
     name: str
@@ -22,7 +22,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """What a function or class returns for some arguments."""
+    """The result of a function or class, called with these arguments by the reader."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -30,7 +30,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance of a class, with its state: a dict of its fields, or what its own method takes."""
+    """An instance of a class, with its state: a dict of its fields, or the argument of its ``__setstate__``."""
 
     kind: Global
     state: Any
@@ -38,7 +38,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a function returns, which is then given a state."""
+    """The result of a call, whose state is set after that."""
 
     made: FunctionCall
     state: Any
@@ -46,20 +46,22 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class PersistentId:
-    """The object that a persistent id refers to."""
+    """The object that the reader makes from a persistent id, such as a storage."""
 
     identity: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dict whose keys need not be hashable here."""
+    """A dict as key and value pairs, because a key may be an `Instance` with a dict, which cannot be hashed here."""
 
     items: Sequence[tuple[Any, Any]]
 
 
 def pickled(value: Any) -> bytes:
-    """Return the pickle of a value made of these, None, booleans, numbers, strings, tuples, lists and dicts.
+    """Pickle a value made of the classes above, None, booleans, numbers, strings, tuples, lists and dicts.
+
+    The protocol is 2, which ``torch.load(weights_only=True)`` reads.
 
     Its protocol is 2, which is the one that ``torch.load(weights_only=True)`` reads.
     """
@@ -122,7 +124,7 @@ class _Emitter:
             self.out += b"\x8a" + len(data).to_bytes(1, "little") + data
 
     def _shared(self, value: str | Global) -> None:
-        """Write a string or a global; the second time, only a reference to the memo."""
+        """Write a string or a global; if it was written before, write a reference to the memo instead."""
         index = self._memo.get(value)
         if index is not None:
             self.out += b"h" + index.to_bytes(1, "little") if index < 256 else b"j" + index.to_bytes(4, "little")

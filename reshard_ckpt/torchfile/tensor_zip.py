@@ -1,4 +1,4 @@
-"""Writing a tensor as ``torch.save`` does, but as a stream, whose bytes need not be in memory."""
+"""Writing a tensor as a file of ``torch.save``, from a stream of its bytes, so that they need not all be in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
 def write_tensor(
     write: Callable[[bytes | memoryview], None], dtype: torch.dtype, shape: Ints, parts: Iterable[memoryview]
 ) -> int:
-    """Write a tensor whose bytes come in parts, as ``torch.save`` would; return the number of bytes written."""
+    """Write a file as ``torch.save`` of one tensor does, with its bytes from `parts`; return the number of bytes written."""
     described = tensor_pickle(dtype, shape)
     records: list[NewRecord] = [
         ("data.pkl", len(described), [described]),

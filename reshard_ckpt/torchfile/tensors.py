@@ -1,4 +1,4 @@
-"""Tensors as the pickles of ``torch.save`` describe them: views of storages, made of stand-ins and not of torch's own objects."""
+"""Tensors as the pickles of ``torch.save`` describe them: views of storages, as plain data instead of torch's own objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """The storage that a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
+    """The storage of a persistent id: record ``data/<key>`` of the zip; `dtype` is None if the pickle gives it elsewhere."""
 
     dtype: torch.dtype | None
     key: str
@@ -24,7 +24,7 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as the pickle describes it: a view of a storage."""
+    """A tensor as the pickle describes it: a view of a storage; `offset` and `strides` count elements."""
 
     storage: SavedStorage
     dtype: torch.dtype
@@ -34,11 +34,11 @@ class PickledTensor:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its elements lie in row-major order, without gaps."""
+        """Whether the elements lie in row-major order, without gaps."""
         return is_row_major(self.shape, self.strides)
 
     def is_within(self, num_bytes: int) -> bool:
-        """Tell whether it has elements, and all of them lie within so many bytes of its storage."""
+        """Tell whether the tensor has elements, and all of them lie in the first `num_bytes` of its storage."""
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         is_negative = self.offset < 0 or min(self.strides, default=0) < 0
         return not is_negative and min(self.shape, default=1) > 0 and (last + 1) * self.dtype.itemsize <= num_bytes
@@ -51,8 +51,8 @@ def _size(values: Any = ()) -> Ints:
 
 
 def whole_numbers(values: Any) -> Ints:
-    """Return the sizes or offsets that a pickle gives; raise ValueError if one of them is no whole number."""
-    for value in values:  # not `all`: this is done for each chunk many times
+    """Return the sizes or offsets in a pickle as a tuple; raise ValueError unless all of them are ints."""
+    for value in values:  # a loop, because it is faster than `all`, and runs many times for each chunk
         if type(value) is not int:
             raise ValueError("a size that is no whole number")
     return tuple(values)
@@ -111,7 +111,7 @@ def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 ENCODED = StandInFunction("bytes", _encoded)
-"""Makes bytes of what a protocol without them spells as text."""
+"""Decodes bytes that are spelled as text: protocols before 3 have no operation for bytes."""
 
 
 def stored_at(identity: Any) -> SavedStorage:

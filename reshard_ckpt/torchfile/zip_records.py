@@ -1,8 +1,9 @@
-"""Files of ``torch.save`` as what they are: a zip of records that are stored as they are, one after the other.
+"""Reading and writing files of ``torch.save`` as zips: uncompressed records, one after the other.
 
-1. *Reading*: the directory at the end has the place of each record's header; behind that the bytes begin. Checksums are not
-   looked at: torch does not check them, nor write them in any case (``torch.serialization.set_crc32_options``).
-2. *Writing*: front to back, as a stream; the sizes are known beforehand, and the checksums stand behind the records.
+1. *Reading*: the directory at the end of the file has the place of each record's header; the record's bytes follow the header.
+   Checksums are not checked: torch does not check them, and does not always write them
+   (``torch.serialization.set_crc32_options``).
+2. *Writing*: front to back, as a stream. The sizes are known before; each checksum is written behind its record.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..storage.protocol import Storage
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files begin that ``torch.save`` wrote before torch 1.6, or writes with ``_use_new_zipfile_serialization=False``."""
+"""The first bytes of files that torch before 1.6 wrote, or a newer one with ``_use_new_zipfile_serialization=False``."""
 
 HEAD_BYTES = 16
 ALIGNMENT = 64
 MAX_PICKLE_BYTES = 1 << 30
-"""Of the description of one file: a thousand times what a large model needs."""
+"""The most bytes of the pickle of one file: a thousand times the size that a large model needs."""
 
 _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
 _ENCRYPTED = 1
@@ -32,15 +33,15 @@ _ENCRYPTED = 1
 _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
 )  # fmt: skip
-"""What `zipfile` raises besides its own error: it seeks to where a damaged directory sends it."""
+"""The errors that `zipfile` raises: others besides its own occur if a damaged directory makes it seek to a wrong place."""
 
 
 NewRecord = tuple[str, int, Iterable[bytes | memoryview]]
-"""The name of a record to be written, its size, and its bytes in parts."""
+"""The name of a record to write, its size in bytes, and its bytes in parts."""
 
 
 class StoredFile(io.RawIOBase):
-    """A file of any store, as one that Python opened for reading."""
+    """A file of any store, with the interface of a Python file that is open for reading."""
 
     def __init__(self, storage: Storage, key: str, size: int) -> None:
         self._storage, self._key, self._size, self._at = storage, key, size, 0
@@ -66,14 +67,14 @@ class StoredFile(io.RawIOBase):
 
 
 class ZipRecords:
-    """The records of a file, by their names below the folder that all are in.
+    """The records of a zip, by their names below the one folder that all of them are in.
 
     Raises
     ------
     CorruptError
-        It is no whole zip.
+        The file is not a whole zip.
     UnsupportedError
-        It is of the format before torch 1.6, holds code, or a record is compressed.
+        It has the format before torch 1.6, holds code, or has a compressed record.
     """
 
     def __init__(self, file: BinaryIO | io.RawIOBase, name: str) -> None:
@@ -93,7 +94,7 @@ class ZipRecords:
             raise UnsupportedError(f"{name}: its {packed.filename!r:.80} is compressed; load and save it again with torch")
         inside = [member for member in members if "/" in member.filename]
         self._members = {member.filename.partition("/")[2]: member for member in inside}
-        if len(self._members) < len(inside):  # which of them torch takes is not known here
+        if len(self._members) < len(inside):  # which record torch would take is unknown
             raise self._damaged("several records have one name")
         self._begins: dict[str, int] = {}
 
@@ -109,10 +110,11 @@ class ZipRecords:
         return [key for key in self._members if key.startswith("data/") and key != "data/"]
 
     def begin(self, key: str) -> int:
-        """Return where in the file a record begins: behind its header, whose length the directory does not tell."""
+        """Return the position of a record's bytes in the file: behind its header, whose length only the header itself tells."""
         if key not in self._begins:
             member = self._members[key]
             header = self._read(member.header_offset, _LOCAL_HEADER_BYTES)
+            # Bytes 26 and 28 of a local header: the lengths of the name and of the extra field, which follow the header.
             name_bytes, extra_bytes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             begin = member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
             if not header.startswith(ZIP_MAGIC) or begin + member.file_size > self.num_bytes:
@@ -125,12 +127,12 @@ class ZipRecords:
         return self._read(self.begin(key), self.size(key))
 
     def read_pickle(self, byteorder: str = "little") -> bytes:
-        """Read the pickle that describes what was saved.
+        """Read the pickle that describes the saved object.
 
         Raises
         ------
         UnsupportedError
-            There is none, or the file is of a machine of another byte order.
+            There is none, or the file was written on a machine of another byte order than `byteorder`.
         """
         if "data.pkl" not in self or self.size("data.pkl") > MAX_PICKLE_BYTES:
             raise UnsupportedError(f"{self._name}: is a zip, but not one that torch.save wrote; pass a checkpoint")
@@ -155,7 +157,7 @@ class ZipRecords:
 
 
 def refuse_legacy(head: bytes, name: str) -> None:
-    """Refuse a file that begins as those of torch's old format do."""
+    """Refuse a file whose first bytes `head` are those of torch's old format."""
     if head.startswith(LEGACY_MAGIC):
         raise UnsupportedError(
             f"{name}: is of torch's old format, without places of its tensors; write it anew: torch.save(torch.load(path), path)"
@@ -163,7 +165,7 @@ def refuse_legacy(head: bytes, name: str) -> None:
 
 
 class _Output:
-    """What `zipfile` writes to, and cannot seek in."""
+    """The output file for `zipfile`: it can be written to, but not seek, so `zipfile` puts checksums behind the records."""
 
     def __init__(self, write: Callable[[bytes | memoryview], object]) -> None:
         self._write, self._size = write, 0
@@ -177,18 +179,18 @@ class _Output:
         return self._size
 
     def flush(self) -> None:
-        """Do nothing: nothing is kept back."""
+        """Do nothing, because nothing is buffered."""
 
 
 def write_records(write: Callable[[bytes | memoryview], object], records: Iterable[NewRecord]) -> int:
-    """Write a zip through `write`, as ``torch.save`` does; return the number of bytes written."""
+    """Write a zip as ``torch.save`` does, by calls of `write`; return the number of bytes written."""
     out = _Output(write)
     with zipfile.ZipFile(cast(Any, out), "w", zipfile.ZIP_STORED) as archive:
         for name, size, parts in records:
             member = zipfile.ZipInfo(f"archive/{name}")
             member.file_size = size
             is_large = size > zipfile.ZIP64_LIMIT // 2
-            # The bytes begin aligned, as torch maps them into memory; the padding before them is an extra field.
+            # torch maps storages into memory, so their bytes must begin aligned. An extra field of the header pads them.
             head = out.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + 4 + _ZIP64_BYTES * is_large
             padding = -head % ALIGNMENT
             member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding

@@ -1,6 +1,6 @@
-"""The calls of ``vescale.checkpoint``, on this library.
+"""The calls of ``vescale.checkpoint``, with this library's engine and format.
 
-In place of ``import vescale.checkpoint`` write ``import reshard_ckpt.vescale``. veScale itself is not imported.
+Write ``import reshard_ckpt.vescale`` in the place of ``import vescale.checkpoint``. This module does not import veScale.
 """
 
 from __future__ import annotations

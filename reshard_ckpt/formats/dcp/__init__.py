@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``: read as they are, and written."""
+"""Folders of ``torch.distributed.checkpoint``: read in place, and written."""
 
 from __future__ import annotations
 

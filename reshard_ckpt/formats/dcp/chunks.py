@@ -1,12 +1,12 @@
 """Locating every element of every tensor in the files of a DCP folder.
 
-1. Read the heads (the first bytes) of all chunks in order of file and position, in several threads; one request reads the heads
-   that are near each other.
-2. Each head has where its elements begin and how they lie. A chunk in row-major order is one part.
-3. Another order (a transposed weight, channels_last) is as many parts as there are runs in row-major order of some box.
+1. Read the heads (the first bytes) of all chunks in order of file and position, in several threads. Heads that are close together
+   are read in one request.
+2. Parse each head: it tells where the chunk's elements begin, and their order. A chunk in row-major order is one part.
+3. A chunk in another order (a transposed weight, channels_last) becomes several parts: boxes whose row-major order is their order
+   in the file.
 
-What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) makes its own tensor unreadable, and no
-other.
+A chunk that cannot be read (compressed, a tensor subclass, damaged or missing) makes its own tensor unreadable, and no other.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ NEAR_BYTES = 4 << 10
 
 WINDOW_BYTES = 1 << 20
 BATCH = 256
-"""Requests that a thread makes before it hands over what it read."""
+"""The number of requests that a thread makes before it hands its results over."""
 
 MAX_THREADS = 8
 MAX_SAFETENSORS_HEADER = 100 << 20
 
 MAX_PARTS = 1 << 20
-"""Parts of one chunk."""
+"""The most parts of one chunk."""
 
 _OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
 
 Place = tuple[str, Chunk]
-"""A chunk, and the name of its tensor."""
+"""The name of a tensor, and one of its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ChunkPlaces:
 
 
 def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = NAME) -> ChunkPlaces:
-    """Find the bytes of all chunks; `format` is that of the files."""
+    """Find the bytes of all chunks; `format` is the name of the format, for the list of files."""
     unreadable: dict[str, CheckpointError] = {}
     places = sorted(
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
@@ -94,7 +94,7 @@ def _writer_of(file: str) -> int:
 
 
 class FileSizes(dict[str, int | None]):
-    """The size of each file of a folder, looked up once; None where there is no such file."""
+    """The size of each file of a folder, looked up once; None for a missing file."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -104,7 +104,7 @@ class FileSizes(dict[str, int | None]):
         return size
 
     def problem(self, fqn: str, extent: Extent) -> CheckpointError | None:
-        """Return why the bytes of a name cannot be read; None if they can."""
+        """Return the error if the bytes of a tensor or value cannot be read; None if they can."""
         size, end = self[extent.file], extent.offset + extent.length
         if size is None or size < end:
             found = "is missing" if size is None else f"has {size} bytes"
@@ -128,7 +128,7 @@ def _is_readable(place: Place, sizes: FileSizes, unreadable: dict[str, Checkpoin
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Heads of chunks that are read in one request."""
+    """The heads of some chunks of one file, which one request reads: bytes ``[low, high)``."""
 
     file: str
     low: int
@@ -157,7 +157,7 @@ def _windows(places: Sequence[Place]) -> Iterator[_Window]:
 
 
 def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_Window, memoryview]]:
-    """Yield each window and its bytes, in order, reading a few batches ahead."""
+    """Yield each window and its bytes, in order; threads read a few batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
         return [read_range(storage, window.file, window.low, window.high - window.low) for window in batch]
@@ -176,7 +176,7 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
 
 
 class _PartFinder:
-    """Turns chunks into parts of tensors, given the heads of the chunks."""
+    """Converts chunks to parts of tensors, given the heads of the chunks."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _PartFinder:
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
     def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Add the parts of one chunk, which begins with `data`, or record why there are none."""
+        """Add the parts of one chunk, whose first bytes are `data`; or note the error of its tensor."""
         if fqn in self._unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
@@ -207,7 +207,7 @@ class _PartFinder:
             self._unreadable[fqn] = error
 
     def _layout(self, fqn: str, chunk: Chunk, data: memoryview, name: str) -> tuple[TensorLayout, int]:
-        """Return how the tensor of a chunk lies, and how many bytes it has room for."""
+        """Return the layout of a chunk's tensor, and the byte of the chunk that its storage may reach to."""
         if chunk.head:
             return self._heads.parse_alone(chunk.head, name=name), chunk.extent.length
         if chunk.head is not None:
@@ -228,7 +228,7 @@ class _PartFinder:
             raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
 
     def _safetensors_layout(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
-        """Look up a tensor in the one header that all tensors of a file have in safetensors mode, which is where each begins."""
+        """Return the layout of a tensor in safetensors mode: a file has one header, and every chunk begins at it."""
         place = extent.file, extent.offset
         if place not in self._safetensors:
             self._safetensors[place] = self._read_safetensors(extent, name)
@@ -279,11 +279,12 @@ class _PartFinder:
 
 
 def run_lengths(shape: Ints, strides: Ints) -> Ints:
-    """Return the largest box within a strided box whose row-major order is that of memory, without gaps."""
+    """Return the lengths of the largest box in a strided box whose elements lie in row-major order and without gaps in memory."""
     inside: set[int] = set()
+    # Take dims from the innermost in memory outward, as long as they are also the innermost of the shape.
     step, outermost = 1, len(shape)
     for dim in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (strides[d], -d)):
-        # The next dim out in memory must also be further out in the shape, and begin where the last one ends.
+        # The next dim outward in memory must also be further out in the shape, and its stride must be the size of the box so far.
         if strides[dim] != step or dim > outermost:
             break
         inside.add(dim)
@@ -292,16 +293,16 @@ def run_lengths(shape: Ints, strides: Ints) -> Ints:
 
 
 def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
-    """Cut a strided box into boxes whose row-major order is that of memory.
+    """Cut a strided box into boxes of equal lengths whose elements lie in row-major order and without gaps in memory.
 
     Returns
     -------
     lengths
-        Of all these boxes.
+        The lengths of each of these boxes.
     corners : (N, D)
-        Where each begins in the box.
+        The offsets of each box in the strided box.
     starts : (N,)
-        And in memory, in elements.
+        The first element of each box in memory.
 
     Examples
     --------
@@ -312,6 +313,8 @@ def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
     ((2, 1), [[0, 0], [0, 1], [0, 2]], [0, 2, 4])
     """
     lengths = run_lengths(shape, strides)
+    # outer: how many of these boxes there are along each dim; corners[i]: coordinates of box i on that grid, where boxes have
+    # length 1 along each dim that is cut, so they are its offsets
     outer = tuple(1 if inner > 1 else n for n, inner in zip(shape, lengths, strict=True))
     number = np.arange(prod(outer))
     corners = np.stack([number // s % n for s, n in zip(row_major_strides(outer), outer, strict=True)], axis=1)

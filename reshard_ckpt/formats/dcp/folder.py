@@ -1,11 +1,12 @@
-"""The metadata of a DCP folder: ``.metadata``, or the files that ranks wrote who saved without collectives, merged.
+"""Reading the metadata of a DCP folder: ``.metadata``, or the merged files of ranks that saved without collectives.
 
 ``save(use_collectives=False)`` writes ``__N.metadata`` on each rank, about its own files alone. Together they are one checkpoint:
 
-1. A tensor's chunks are those of all ranks. The same box on several ranks is a replica; the lowest rank's counts.
-2. The ranks did not compare what they have under one name, so it is compared here: up to a MiB whole, beyond that at both ends.
-   A tensor that differs, or whose chunks overlap otherwise (as files of an earlier save with more ranks do), is unreadable; the
-   error is raised when it is asked for.
+1. The chunks of a tensor are those of all ranks. If several ranks have the same box, these are replicas, and the lowest rank's
+   is read.
+2. The ranks did not compare their replicas, so this module does: up to 1 MiB whole, larger ones at both ends. A tensor that
+   differs, or whose chunks overlap otherwise (as with leftover files of a save with more ranks), becomes unreadable; a load that
+   wants it raises the error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .chunks import FileSizes
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
 
 COMPARED_BYTES = 1 << 20
-"""Of what several ranks saved under one name: replicas up to this size are compared whole, larger ones at both ends."""
+"""Replicas up to this size are compared whole, larger ones at both ends, with this many bytes together."""
 
 Found = TypeVar("Found")
 
@@ -43,7 +44,7 @@ def is_folder(storage: Storage) -> bool:
     Raises
     ------
     CorruptError
-        It did, but did not come to the end.
+        It did, but the save did not finish.
     """
     if storage.size(METADATA_KEY) is not None:
         return True
@@ -60,7 +61,7 @@ def is_folder(storage: Storage) -> bool:
 
 
 def read_folder(storage: Storage) -> FolderMetadata:
-    """Read the metadata; where there is no ``.metadata``, merge those of all ranks."""
+    """Read the metadata of a folder; if there is no ``.metadata``, merge the files of all ranks."""
     if storage.size(METADATA_KEY) is not None:
         return FolderMetadata(_read(storage, METADATA_KEY))
     found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
@@ -79,12 +80,12 @@ def _read(storage: Storage, key: str) -> Metadata:
 
 
 def merged(storage: Storage, parts: Sequence[Metadata]) -> FolderMetadata:
-    """Merge metadata that were written apart; what differs under one name is unreadable."""
+    """Merge the metadata of several parts; a name with different content in two of them becomes unreadable."""
     return _RankMerger(storage).all(parts)
 
 
 class _RankMerger:
-    """Merges the metadata that ranks wrote on their own."""
+    """Merges metadata that ranks wrote on their own."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._sizes = storage, FileSizes(storage)
@@ -111,7 +112,7 @@ class _RankMerger:
         if any((one.dtype, one.shape) != (first.dtype, first.shape) for one in found):
             self._mark_unreadable(name, "has another shape or dtype on another rank")
             return first
-        boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: a hostile file may choose the numbers
+        boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: hostile files could choose numbers that collide
         for chunk in (chunk for one in found for chunk in one.chunks):
             boxes.setdefault(f"{chunk.offsets}{chunk.lengths}", []).append(chunk)
         if sum(prod(chunks[0].lengths) for chunks in boxes.values()) > prod(first.shape):
@@ -126,7 +127,7 @@ class _RankMerger:
         return found[0]
 
     def _are_identical(self, name: str, extents: Sequence[Extent]) -> bool:
-        """Return whether these hold the same bytes; bytes that cannot be read are reported by their reader."""
+        """Return whether these extents hold the same bytes. Unreadable ones count as the same: their reader reports them."""
         if len(extents) == 1:
             return True
         if any(self._sizes.problem(name, extent) is not None for extent in extents):
@@ -138,11 +139,11 @@ class _RankMerger:
     def _sample(self, extent: Extent) -> bytes:
         size = extent.length
         part = size if size <= COMPARED_BYTES else COMPARED_BYTES // 2
-        ends = dict.fromkeys((extent.offset, extent.offset + size - part))  # of a small one, both are the same
+        ends = dict.fromkeys((extent.offset, extent.offset + size - part))  # a small one is read whole, once
         return b"".join(read_range(self._storage, extent.file, offset, part) for offset in ends)
 
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
-    """Yield each name, in the order of the ranks, with the entries of the ranks that have it."""
+    """Yield each name with the entries of the ranks that have it, in the order of ranks."""
     for name in dict.fromkeys(name for one in ranks for name in one):
         yield name, [one[name] for one in ranks if name in one]

@@ -1,12 +1,12 @@
-"""How a tensor lies in its chunk of a DCP file, read from the first bytes of the chunk alone.
+"""Parsing the head of a chunk of a DCP file: its first bytes tell the dtype, shape, strides and place of its tensor.
 
-A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored uncompressed, one after the other. First comes a
-pickle that describes how the tensor lies in its storage, then a few small members, then the storage. So the head is enough:
+A chunk is a file of ``torch.save`` of one tensor: a zip of uncompressed members, one after the other. First comes a pickle that
+describes the tensor's view of its storage, then a few small members, then the storage. So the head is enough:
 
-1. Walk over the members, from one local header to the next, up to the storage. Sizes are not in the headers, as the writer did
-   not know them yet, but in a descriptor behind each member.
+1. Walk over the members, from one local header to the next, up to the storage. The writer did not know the members' sizes when it
+   wrote the headers, so a size is in the descriptor behind each member.
 2. Read the pickle with stand-ins: dtype, size, strides, offset in the storage.
-3. Chunks of equal shape and dtype have the same head, byte for byte, which is recognized and not parsed again.
+3. Chunks of equal shape and dtype have the same head, byte for byte. A head that was seen before is not parsed again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...torchfile.pickle_reader import read_pickle
 from ...torchfile.tensors import TENSOR_TABLE, PickledTensor, stored_at
 
 HEAD_BYTES = 1 << 10
-"""What is read of each chunk at first; the storage of a tensor begins before this."""
+"""The number of bytes of each chunk to read at first; the storage of most tensors begins before their end."""
 
 LONG_HEAD_BYTES = 64 << 10
-"""What is read where that was not enough."""
+"""The number of bytes to read if the first ones are not enough."""
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")
@@ -40,7 +40,10 @@ class HeadTooShort(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a tensor lies in its chunk: `at` is the byte of its first element, `end` of its storage; `strides` count elements."""
+    """The place of a tensor in its chunk: `at` is the byte of its first element, `end` the end of its storage.
+
+    `strides` count elements.
+    """
 
     dtype: torch.dtype
     shape: Ints
@@ -50,31 +53,31 @@ class TensorLayout:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its bytes are those of a row-major tensor."""
+        """Whether the elements lie in row-major order, without gaps."""
         return is_row_major(self.shape, self.strides)
 
 
 def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:
-    """The layout of a row-major tensor that has no head of its own."""
+    """Return the layout of a row-major tensor that has no head of its own."""
     return TensorLayout(dtype, shape, row_major_strides(shape), at, at + prod(shape) * dtype.itemsize)
 
 
 class HeadParser:
-    """Parses the heads of chunks, and caches those that it has seen."""
+    """Parses the heads of chunks, and caches the results by the bytes of the head."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, TensorLayout]] = {}
         self._alone: dict[bytes, TensorLayout] = {}
 
     def parse(self, data: memoryview, *, name: str) -> TensorLayout:
-        """Parse the head of a chunk, of whose bytes `data` are the first.
+        """Parse the head of a chunk; `data` are the first bytes of the chunk.
 
         Raises
         ------
         HeadTooShort
-            More of them are needed.
+            `data` end before the storage begins.
         CorruptError, UnsupportedError
-            It is no tensor that ``torch.save`` made, or not a plain one.
+            The chunk is not a tensor that ``torch.save`` wrote, or not a plain one.
         """
         for end, heads in self._known.items():
             head = heads.get(bytes(data[:end]))
@@ -85,14 +88,14 @@ class HeadParser:
         return head
 
     def parse_alone(self, pickled: bytes, *, name: str) -> TensorLayout:
-        """Parse the pickle of a tensor whose storage begins with the chunk."""
+        """Parse the pickle of a tensor that lies in the metadata; the tensor's storage begins at the chunk's first byte."""
         if pickled not in self._alone:
             self._alone[pickled] = _head(_read_view(pickled, name), 0, name)
         return self._alone[pickled]
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
-    """Return where the storage begins, and how the tensor lies in the chunk."""
+    """Return where the storage begins, and the layout of the tensor in the chunk."""
     view: PickledTensor | None = None
     order = b"little"
     at = 0
@@ -114,7 +117,7 @@ def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
 
 
 def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
-    """Return a member's name, where its bytes begin, and its size if the header has it."""
+    """Return the name of the member at `at`, where its bytes begin, and its size; the size is None if the header has none."""
     if len(data) < at + _LOCAL.size:
         raise HeadTooShort
     magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)
@@ -128,7 +131,7 @@ def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
 
 
 def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
-    """Return the bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
+    """Return the bytes of a small member. Without a size, they end at the first descriptor that counts just these bytes."""
     if size is None:
         end = data.find(b"PK\x07\x08", begin)
         while end >= 0 and len(data) >= end + _DESCRIPTOR.size:

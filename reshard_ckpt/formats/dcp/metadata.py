@@ -1,13 +1,13 @@
-"""Decoding ``.metadata``: tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
+"""Decoding ``.metadata``: tensors with their chunks, values, the places of their bytes, and the paths in the saved state.
 
 ``.metadata`` is a pickle of a few dataclasses of ``torch.distributed.checkpoint``: a `Metadata` with
 
-1. ``state_dict_metadata``: for each name the dtype, the global shape and the chunks (offsets and sizes) of a tensor, or that it
-   is bytes, which means a value;
-2. ``storage_data``: for each name and offset the file, and the first byte and the length in it;
-3. ``planner_data``: for each name the keys that lead to it in the state that was saved.
+1. ``state_dict_metadata``: for each name, the dtype, the global shape and the chunks (offsets and sizes) of a tensor; or a mark
+   that it is bytes, which means a value;
+2. ``storage_data``: for each name and offset, the file, and the first byte and the length in it;
+3. ``planner_data``: for each name, the keys that lead to it in the saved state.
 
-`read_pickle` makes stand-ins of them, and this module checks their structure. The same classes have been written since torch 2.3.
+`read_pickle` makes stand-ins for them, and this module checks their structure. The classes are the same since torch 2.3.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes of a file, and the transforms (compression and the like) that were applied when it was written."""
+    """A range of bytes of a file, and the transforms (compression and the like) that the writer applied to it."""
 
     file: str
     offset: int
@@ -49,8 +49,8 @@ class Extent:
 class Chunk:
     """A box of a tensor, and where it is stored.
 
-    `head` is the pickle of a tensor whose storage the bytes are, where a writer keeps the two apart, or empty where the bytes are
-    those of the box in row-major order; else the head comes before the bytes.
+    If `head` is None, the bytes begin with a head of their own. If it is empty, the bytes are the box's elements in row-major
+    order. Otherwise it is the pickle of a tensor whose storage the bytes are, because the writer keeps pickles in the metadata.
     """
 
     offsets: Ints
@@ -61,7 +61,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor; `chunks` are distinct, and none is empty."""
+    """One tensor; its `chunks` are distinct, and none of them is empty."""
 
     dtype: torch.dtype
     shape: Ints
@@ -70,13 +70,13 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The content of the folder, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
+    """The content of a folder, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
     notes: Any = None
-    """What another library's writer adds for itself, not checked."""
+    """Notes of another library's writer in ``user_defined_dict``, not checked."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -85,7 +85,7 @@ DCP_FILES = "torch.distributed.checkpoint.filesystem"
 
 
 def _ignore_arguments(*arguments: Any) -> None:
-    """Return None for memory formats and layouts, which are not needed."""
+    """Return None, as the stand-in of functions whose results, memory formats and layouts, are not needed."""
 
 
 def _path(*parts: Any) -> str:
@@ -95,7 +95,7 @@ def _path(*parts: Any) -> str:
 _CLASSES = (
     *((DCP_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     *((DCP_METADATA, name) for name in ("TensorProperties", "MetadataIndex", "StorageMeta")),
-    (_SHARDED, "TensorProperties"),  # where DCP had it from before torch 2.4
+    (_SHARDED, "TensorProperties"),  # DCP before torch 2.4 used this copy
     (DCP_FILES, "_StorageInfo"),
 )
 _PATHS = tuple((m, f"{p}{k}Path") for m in ("pathlib", "pathlib._local") for k in ("Posix", "Windows") for p in ("", "Pure"))
@@ -108,7 +108,7 @@ TABLE: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): StandInFunction("torch.serialization._get_layout", _ignore_arguments),
     (DCP_METADATA, "_MEM_FORMAT_ENCODING"): StandInFunction("_MEM_FORMAT_ENCODING", _ignore_arguments),
     (_SHARDED, "MEM_FORMAT_ENCODING"): StandInFunction("MEM_FORMAT_ENCODING", _ignore_arguments),
-    # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name); this one looks nothing up.
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name). This stand-in looks nothing up.
     ("builtins", "getattr"): StandInFunction("getattr of an enum", _ignore_arguments),
     ("collections", "OrderedDict"): ORDERED_DICT,
 }
@@ -120,21 +120,21 @@ def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], S
     Parameters
     ----------
     classes
-        What another library's copies of DCP's classes are, by their names.
+        Stand-ins for another library's copies of DCP's classes, by module and name.
 
     Raises
     ------
     UnsupportedError
-        It names a class or function that is none of DCP's own metadata.
+        It names a class or function other than those of DCP's own metadata.
     CorruptError
-        It is damaged, or not what DCP writes.
+        It is damaged, or has another structure than DCP writes.
     """
     root = read_pickle(data, {**TABLE, **(classes or {})}, name=name)
     return decode_metadata(root, len(data), name=name)
 
 
 def decode_metadata(root: Any, num_bytes: int, *, name: str, kind: str = "Metadata") -> Metadata:
-    """Check and convert what `read_pickle` made of `num_bytes` bytes: an instance of the class `kind`."""
+    """Check and convert the stand-in that `read_pickle` made of `num_bytes` bytes: an instance of the class `kind`."""
     try:
         return _decode(_fields(root, kind), num_bytes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -175,7 +175,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
             fields = _fields(entry, "TensorStorageMetadata")
             tensors[fqn] = _tensor(fqn, fields, places.get(fqn, {}), heads.get(fqn))
             num_chunks += len(fields["chunks"])
-            if num_chunks > num_bytes:  # of a pickle that refers to one list many times
+            if num_chunks > num_bytes:  # a hostile pickle refers to one list of chunks many times
                 raise ValueError("more chunks than its bytes can spell")
     paths = dict(_paths(root.get("planner_data")))
     numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
@@ -185,7 +185,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
 
 
 def _heads(described: Any) -> dict[str, dict[Ints | None, Any]]:
-    """The heads of chunks by name and offset, where a writer has them in the metadata."""
+    """Return the heads of chunks by name and offset, if a writer has them in the metadata."""
     listed: dict[str, list[tuple[Ints | None, Any]]] = {}
     for index, head in _dict(described or {}, "all_tensor_metadata").items():
         fqn, offset = _index(index)
@@ -194,7 +194,7 @@ def _heads(described: Any) -> dict[str, dict[Ints | None, Any]]:
 
 
 def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Found]]) -> dict[Ints | None, Found]:
-    """Map offsets to what is there of one name; offsets that collide as keys are refused before the dict."""
+    """Make a dict of the entries of one name by offset; refuse too many offsets with the same hash before that."""
     if too_many_alike([offset for offset, _ in pairs]):
         raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
     return dict(pairs)
@@ -268,7 +268,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Key, ...]]]:
-    """Yield the paths of DCP's own planner; the data of other planners mean nothing here."""
+    """Yield the paths of DCP's own planner; skip the data of other planners."""
     if not isinstance(planner_data, dict):
         return
     for fqn, path in planner_data.items():

@@ -1,7 +1,7 @@
 """Writing ``.metadata``: a pickle of DCP's own classes, made without importing them.
 
-The classes and fields are those that `metadata` reads; torch keeps them readable from one release to the next, and leaves a field
-that is missing at its default.
+The classes and fields are the ones in `metadata`. torch keeps them readable from one release to the next, and uses the defaults
+of fields that are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
 from .names import KeyPath
 
 VERSION = "1.0.0"
-"""Of the metadata: what torch has written since it writes one."""
+"""The version of the metadata; torch has written this one as long as it has written a version."""
 
 
 def metadata_bytes(
@@ -29,11 +29,11 @@ def metadata_bytes(
     Parameters
     ----------
     tensors, values
-        By DCP name: the tensors with their chunks, and where the values are.
+        The tensors with their chunks, and the places of the values, by DCP name.
     paths
-        The keys in the state that each name stands for.
+        The keys in the state that lead to each name.
     where
-        The folder.
+        The URL of the folder.
     """
     stored = [
         (_index(name, chunk.offsets, hint), _extent(chunk.extent))
@@ -74,7 +74,7 @@ def _chunk(chunk: Chunk) -> Instance:
 
 
 def _properties(dtype: torch.dtype) -> Instance:
-    """Pickle dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether its memory is pinned."""
+    """Describe dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether its memory is pinned."""
     layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))

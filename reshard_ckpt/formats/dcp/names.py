@@ -1,15 +1,15 @@
-"""The names that this library gives to the contents of a DCP folder.
+"""Converting the names in a DCP folder to the names of this library.
 
-DCP flattens the state that it saves: a name is the keys that lead to a tensor or value, joined by dots, and so are names here.
-Three things differ:
+DCP flattens the state that it saves: a name is the keys that lead to a tensor or value, joined by dots, as in this library. Three
+things differ:
 
-1. *A model at the top.* Some trainers save the model's own state dict as the top level, and the rest beside it under keys. Here a
-   model has a key; it gets ``model``, if nothing else has that.
-2. *Optimizer groups.* ``get_optimizer_state_dict`` returns, for each group, every hyperparameter as a value of its own; with
-   ``flatten_optimizer_state_dict=True`` it does so for each parameter. Here the groups are one value, keyed by FQN. The state
-   itself has the same names in all three. An optimizer saved at the top gets the key ``optimizer``.
-3. *Indices.* ``optimizer.state_dict()`` itself has parameters by their numbers alone. If the optimizer was made with
-   ``named_parameters()``, the groups also have their names, which replace the numbers.
+1. *A model at the top.* Some trainers save the model's own state dict as the top level, and other things beside it under keys.
+   Here, a model is below a key: it gets ``model``, unless the state has that key.
+2. *Optimizer groups.* ``get_optimizer_state_dict`` returns every hyperparameter of a group as its own value; with
+   ``flatten_optimizer_state_dict=True``, it does so for each parameter. Here, the groups are one value, keyed by FQN. Names of
+   the state itself are the same in both forms and here. An optimizer saved at the top gets the key ``optimizer``.
+3. *Indices.* ``optimizer.state_dict()`` itself numbers its parameters. If the optimizer was made with ``named_parameters()``, the
+   groups also have the names, which replace the numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KeyPath = tuple[Key, ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """One hyperparameter: of the group with that index or the parameter with that name, and the keys below the hyperparameter."""
+    """One hyperparameter: the index of its group or the name of its parameter, and the keys that lead to it from there."""
 
     owner: int | str
     key: KeyPath
@@ -43,7 +43,7 @@ class GroupEntry:
 
 @dataclass(slots=True)
 class Names:
-    """The path of each DCP name; the entries of optimizer groups, which have none, are listed by the path of their optimizer."""
+    """The path of each DCP name. Entries of optimizer groups are listed apart, by the path of their optimizer."""
 
     paths: dict[str, KeyPath] = field(default_factory=dict)
     groups: dict[KeyPath, dict[str, GroupEntry]] = field(default_factory=dict)
@@ -55,17 +55,17 @@ def dotted(path: Iterable[Key]) -> str:
 
 
 def key_path(encoded: bytes) -> KeyPath:
-    """Decode the path of a value to keys as DCP spells them."""
+    """Decode the path of a value to keys as DCP spells them: ints for indices, and strings."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in saved_path(decode_path(encoded)))
 
 
 def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
-    """Find the names of everything in the folder.
+    """Convert the names of everything in the folder.
 
     Parameters
     ----------
     as_saved
-        Nothing gets a key that it did not have.
+        Keep all names: do not put anything below ``model`` or ``optimizer``.
     """
     paths = raw_paths(saved)
     if as_saved:
@@ -94,13 +94,13 @@ def _names(paths: Mapping[str, KeyPath]) -> Names:
 
 
 def _below_optimizer(path: KeyPath) -> KeyPath:
-    """Return the path of an entry that was saved with the state of an optimizer as the top level."""
+    """Put an entry below ``optimizer`` if it belongs to an optimizer whose state was saved at the top."""
     first = str(path[0]).partition(".")[0]
     return (OPTIMIZER, *path) if first in (STATE, GROUPS) else path
 
 
 def raw_paths(saved: Metadata) -> dict[str, KeyPath]:
-    """Return the paths in the state that was saved; a name is its own path where the planner recorded none."""
+    """Return the path of each name in the saved state. If the planner recorded none, the name is the path's only key."""
     return {fqn: saved.paths.get(fqn, (fqn,)) for fqn in (*saved.tensors, *saved.values)}
 
 
@@ -110,7 +110,7 @@ def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
 
 
 def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
-    """Return the optimizer and the entry of its groups that a path leads to; None if it leads to no group."""
+    """Split a path into groups: the path of the optimizer, and the entry of its groups; None for any other path."""
     for i, key in enumerate(path):
         if key == GROUPS and len(path) > i + 2 and isinstance(path[i + 1], int):
             return path[:i], GroupEntry(path[i + 1], path[i + 2 :])
@@ -127,12 +127,12 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     Parameters
     ----------
     entries, values
-        By DCP name: what each is, and its value.
+        The hyperparameters' places and values, by DCP name.
 
     Returns
     -------
     OptimizerGroups
-        None if they are no groups of an optimizer after all.
+        None if the entries do not have the form of groups.
     """
     owners: dict[int | str, NestedBuilder] = {}
     for fqn, entry in entries.items():
@@ -145,13 +145,13 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
 
 
 def state_path(link: StateLink, form: str) -> KeyPath:
-    """Give the path of an entry of an optimizer's state, in the nested or the flat form."""
+    """Return the path of an entry of an optimizer's state, in the nested or the flat form."""
     above = tuple(link.optimizer.split(".")) if link.optimizer else ()
     return (*above, STATE, link.fqn, link.key) if form == "nested" else (*above, f"{STATE}.{link.fqn}.{link.key}")
 
 
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Flatten a value as DCP does: dicts always, lists where a dict or a tensor is inside."""
+    """Flatten a value as DCP does: dicts always, lists if they hold a dict or a tensor."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
             yield from taken_apart((*path, str(key)), child)
@@ -169,13 +169,13 @@ def _is_terminal(value: Any) -> bool:
 
 
 class NestedBuilder:
-    """Builds a dict or list from its flattened entries; it is a list if all its keys are indices."""
+    """Builds a dict or list from its flattened entries; the result is a list if all keys are indices."""
 
     def __init__(self) -> None:
         self.children: dict[Key, Any] = {}
 
     def put(self, path: KeyPath, value: Any) -> None:
-        """Add the value at a path below, unless there is one."""
+        """Add the value at a path, unless there is one already."""
         node = self
         for key in path[:-1]:
             child = node.children.get(key)
@@ -189,13 +189,13 @@ class NestedBuilder:
         return all(isinstance(key, int) for key in self.children)
 
     def plain(self) -> Any:
-        """Return the dict or list."""
+        """Return the dict or list, with plain children."""
         children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self.children.items()}
         return [children[key] for key in sorted(children)] if self.is_list else children
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:
-    """Replace the number of a parameter by its name in a path into an optimizer's state."""
+    """Replace the number of a parameter by its name, in a path into an optimizer's state."""
     at = len(optimizer)
     if path[:at] == optimizer and len(path) > at + 1 and path[at] == STATE and str(path[at + 1]) in named:
         return (*optimizer, STATE, named[str(path[at + 1])], *path[at + 2 :])
@@ -203,7 +203,9 @@ def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> K
 
 
 def value_paths(values: Iterable[KeyPath], tensors: Iterable[KeyPath]) -> dict[KeyPath, KeyPath]:
-    """Map each path to that of the value it belongs to: DCP flattens lists of dicts; here a list without tensors is one value.
+    """Map each path to the path of the value that it belongs to.
+
+    DCP flattens lists of dicts. In this library, a list without tensors is one value.
 
     >>> value_paths([("a", "l", 0, "x"), ("a", "l", 1)], [("w",)])
     {('a', 'l', 0, 'x'): ('a', 'l'), ('a', 'l', 1): ('a', 'l')}

@@ -1,9 +1,9 @@
 """Reading a folder of ``torch.distributed.checkpoint`` as a checkpoint of this library: a catalog over its files.
 
-1. Decode the names of tensors, chunks and values from ``.metadata``, or from the files that ranks wrote in its place (`folder`,
+1. Decode the names of tensors, chunks and values from ``.metadata``, or from the files that ranks wrote instead (`folder`,
    `metadata`).
 2. Find the bytes of the chunks from their heads (`chunks`), and read the values (`values`).
-3. Convert the names to those of this library, and the groups of each optimizer to one value (`names`).
+3. Convert the names to those of this library, and make one value of the groups of each optimizer (`names`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .names import (
 from .values import read_values
 
 MAX_GROUP_ELEMENTS = 1 << 16
-"""Elements of a hyperparameter that is a tensor."""
+"""The most elements of a tensor that is a hyperparameter."""
 
 
 def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Source | None:
-    """Open a path for reading; return None if it is no DCP folder; see `Format.open`, and `read_values` for `otherwise`."""
+    """Open a path for reading; return None if it is not a DCP folder; see `Format.open`, and `read_values` for `otherwise`."""
 
     def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None or not is_folder(storage):
@@ -63,7 +63,7 @@ def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, 
 
 
 def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
-    """Write what to do about optimizers whose parameters are known by number alone."""
+    """Return advice for each optimizer whose parameters are known only by number, by its name."""
     numbered = []
     for value in catalog.values_table:
         if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
@@ -81,7 +81,7 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
 def _open(
     storage: Storage, *, as_saved: bool, otherwise: Callable[[bytes, str], Any] | None
 ) -> tuple[Catalog, dict[str, RawValue]]:
-    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
+    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; list its values and their places."""
     with garbage_collection_paused():
         folder = read_folder(storage)
         contents = _Folder(storage, folder, names_of(folder.saved, as_saved=as_saved), NAME, otherwise)
@@ -89,7 +89,7 @@ def _open(
 
 
 def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
-    """Yield the values whose bytes can be read, including those that only unpickling could make objects of."""
+    """Yield the values whose bytes can be read, even if only unpickling could make objects of them."""
     values = folder.saved.values
     sizes = FileSizes(storage)
     for name, extent in values.items():
@@ -99,7 +99,7 @@ def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str,
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
+    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,7 +111,10 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MoreContents:
-    """What else belongs to a catalog: tensors in files of their own, which these number, values, and what cannot be read."""
+    """Additional content for a catalog, from outside of the metadata: tensors, values, and errors of unreadable names.
+
+    The parts of these tensors count the files in `files` from 0.
+    """
 
     tensors: Sequence[ForeignTensor] = ()
     files: Sequence[FileEntry] = ()
@@ -130,14 +133,14 @@ def catalog_of(
     more: MoreContents = NO_MORE,
     parameters: Sequence[str] = (),
 ) -> Catalog:
-    """Build the catalog of metadata whose paths are already those of this library, from another library's folders.
+    """Build the catalog of another library's metadata, whose paths are already those of this library.
 
     Parameters
     ----------
     more
-        What is not in the metadata.
+        Additional content.
     parameters
-        The names of all parameters of the optimizer, in any order, where its state has them and its groups have numbers.
+        The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
     """
     with garbage_collection_paused():
         contents = _Folder(storage, folder, names_of(folder.saved, as_saved=True), format, parameters=parameters)
@@ -145,7 +148,7 @@ def catalog_of(
 
 
 class _Folder:
-    """The content of a folder, on its way to a catalog."""
+    """The content of a folder on its way to a catalog."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class _Folder:
         self._paths = dict(names.paths)
 
     def catalog(self, *, by_number: bool, more: MoreContents = NO_MORE) -> Catalog:
-        """Build the catalog; with `by_number`, also the groups of optimizers that know parameters by number."""
+        """Build the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:
@@ -211,7 +214,7 @@ class _Folder:
                 self._add_value(at, ValueKind.PLAIN, branch.plain())
 
     def _add_value(self, path: KeyPath, kind: ValueKind, value: Any) -> None:
-        # A step into a list is saved as a tuple of the one index.
+        # The encoding of paths has a tuple of one index for a step into a list.
         keys = [(key,) if isinstance(key, int) else key for key in path]
         leaves = _leaves(keys, value) if kind is ValueKind.PLAIN else [(keys, value)]
         for where, leaf in leaves:
@@ -226,14 +229,14 @@ class _Folder:
             return
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
         found = groups_from_entries(entries, values)
-        if found is None or (found.by_number and not by_number):  # something else of this name: values as any other
+        if found is None or (found.by_number and not by_number):  # not groups, or not wanted: keep the entries as plain values
             raw = raw_paths(self._saved)
             self._paths.update({fqn: raw[fqn] for fqn in entries})
             return
         self._take_groups(optimizer, found)
 
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
-        """Take groups that are one value, as torch saved groups without tensors before 2.4."""
+        """Take groups that are one value: torch before 2.4 saved groups without tensors so."""
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
             return
@@ -246,13 +249,14 @@ class _Folder:
     def _take_groups(self, optimizer: KeyPath, found: OptimizerGroups) -> None:
         groups = found.groups
         if found.by_number and len(groups) == 1 and len(groups[0]["params"]) == len(self._parameters):
-            groups = [{**groups[0], "params": list(self._parameters)}]  # of one group all are members, whichever has which number
+            # With one group, all parameters are members of it, so their numbers need not be known.
+            groups = [{**groups[0], "params": list(self._parameters)}]
         self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, groups)
         if found.named:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 
     def _small_tensor(self, fqn: str) -> torch.Tensor:
-        """Read a hyperparameter that is a tensor."""
+        """Read a tensor that is a hyperparameter."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
@@ -260,7 +264,7 @@ class _Folder:
 
 
 def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield a value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
+    """Yield a value and its path. A dict, which torch before 2.4 saved as one value, yields a value for each key."""
     if type(value) is dict and value:
         for key, child in value.items():
             yield from _leaves([*keys, key], child)

@@ -1,4 +1,4 @@
-"""Reading the values of a DCP folder; torch loads each without running any code in it."""
+"""Reading the values of a DCP folder with ``torch.load``, which runs no code in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_VALUE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """The values by DCP name, and the errors of those that could not be read."""
+    """The values by DCP name, and the errors of the values that could not be read."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, CheckpointError]
@@ -33,12 +33,13 @@ class ReadValues:
 def read_values(
     storage: Storage, extents: Mapping[str, Extent], otherwise: Callable[[bytes, str], Any] | None = None
 ) -> ReadValues:
-    """Read all values; equal ones, such as the hyperparameters of many parameters, are decoded once.
+    """Read all values. Equal bytes, such as the hyperparameters of many parameters, are decoded once.
 
     Parameters
     ----------
     otherwise
-        Decodes, of its bytes and its name, a value that torch does not load without running code; it must run none either.
+        Decodes values that torch refuses to load without running code; it must not run code either. It takes the value's bytes
+        and its name in messages.
     """
     values: dict[str, Any] = {}
     unreadable: dict[str, CheckpointError] = {}
@@ -75,7 +76,7 @@ def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None)
         refuse_hash_collisions(ZipRecords(io.BytesIO(data), name).read_pickle(sys.byteorder), name)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever hostile bytes make torch raise
+    except Exception as error:  # hostile bytes may make torch raise anything
         refused = "weights_only" in str(error) or "Unsupported" in str(error)
         if refused and otherwise is not None:
             return otherwise(data, name)

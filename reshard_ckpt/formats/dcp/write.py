@@ -1,9 +1,9 @@
 """Writing a checkpoint as a folder that ``torch.distributed.checkpoint.load`` accepts, as a stream, in bounded memory.
 
 1. Flatten values as DCP does, and give each name the keys that lead to it (`lay_out`).
-2. Cut tensors into chunks along their outermost dims, so that a rank that wants a part need not read all.
+2. Cut tensors into chunks along their outermost dims, so that a rank that wants a part need not read all of it.
 3. Write every value and every chunk as a file of ``torch.save``, one after the other in ``__0_N.distcp``.
-4. Publish ``.metadata``, which names them all, last.
+4. Publish ``.metadata``, which lists them all, last.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .metadata_writer import metadata_bytes
 from .names import KeyPath, dotted, key_path, state_path, taken_apart
 
 CHUNK_BYTES = 256 << 20
-"""Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""
+"""The most bytes of a chunk, because ``torch.distributed.checkpoint.load`` has a whole chunk in memory at once."""
 
 FILE_BYTES = 4 << 30
 GATHERED_BYTES = 1 << 20
-"""Of small parts that are written in one call: a tensor is a file of ``torch.save``, which comes in some thirty parts."""
+"""Small parts are gathered up to this size and written in one call: a tensor in ``torch.save``'s format has some thirty."""
 
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """The content of the folder, by DCP name: indices into the catalog, values, and the path of each."""
+    """The content of a folder by DCP name: catalog indices of tensors, values, and the path of each in the state."""
 
     tensors: Mapping[str, int]
     values: Mapping[str, Any]
@@ -68,22 +68,21 @@ def write_dcp(
     Parameters
     ----------
     storage
-        Where; it must not hold anything yet.
+        The store to write to; it must be empty.
     catalog, values
-        What: all tensors, and all values by name. A value of each rank's own is written as the list of all.
+        All tensors, and all values by name. A value that each rank has its own of is written as a list.
     bytes_of
-        Reads tensors.
+        Streams the bytes of tensors.
     optimizer
-        The form of optimizers' groups: ``"nested"`` as ``get_optimizer_state_dict`` returns them, ``"flat"`` as it does with
+        The form of optimizers' groups: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
         ``flatten_optimizer_state_dict=True``.
     chunk_bytes, file_bytes
-        Tensors are cut into chunks of at most so many bytes, unless one element is larger; a file that has so many is followed by
-        another.
+        The most bytes of a chunk, unless one element is larger; and the size after which a file is followed by another one.
 
     Raises
     ------
     NameCollisionError
-        Two names are one when values are taken apart.
+        Two values or tensors have one name after values are flattened.
     """
     layout = lay_out(catalog, values, optimizer)
     write_folder(storage, catalog, layout, bytes_of, _torch_saved, chunk_bytes=chunk_bytes, file_bytes=file_bytes)
@@ -99,7 +98,7 @@ def write_folder(
     chunk_bytes: int = CHUNK_BYTES,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder of this layout; `encoded` makes the bytes of a value."""
+    """Write a folder of this layout; `encoded` converts a value to bytes."""
     out = _Files(storage, file_bytes)
     try:
         places = _write_values(out, layout.values, encoded)
@@ -115,7 +114,7 @@ def write_folder(
 
 @dataclass(slots=True)
 class _Files:
-    """The files of the folder, one after the other."""
+    """The files of the folder, written one after the other."""
 
     storage: Storage
     file_bytes: int
@@ -125,7 +124,7 @@ class _Files:
     _gathered: bytearray = field(default_factory=bytearray)
 
     def begin(self) -> None:
-        """Make room for one more entry: in this file, or in the next."""
+        """Open the next file if there is none yet, or if this one has reached its size."""
         if self.writer is not None and self.size < self.file_bytes:
             return
         self.finish()
@@ -148,7 +147,7 @@ class _Files:
             self._gathered = bytearray()
 
     def extent_since(self, begin: int) -> Extent:
-        """Return the extent of what was written to this file since it had that size."""
+        """Return the extent of the bytes written to this file since its size was `begin`."""
         return Extent(self.keys[-1], begin, self.size - begin)
 
     def finish(self) -> None:
@@ -180,7 +179,7 @@ def _write_values(out: _Files, values: Mapping[str, Any], encoded: Callable[[Any
 def _write_tensors(
     out: _Files, catalog: Catalog, layout: FolderLayout, bytes_of: BytesOf, chunk_bytes: int
 ) -> dict[str, SavedTensor]:
-    """Write each tensor that has bytes of its own once; its aliases refer to the same chunks."""
+    """Write each tensor that has bytes of its own once; aliases refer to the same chunks."""
     sources = sorted({catalog.source(index) for index in layout.tensors.values()})
     boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
     runs = [run for index in sources for _, _, run in boxes[index] if run.count]
@@ -199,7 +198,7 @@ def _write_tensors(
 
 
 def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
-    """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if its elements allow."""
+    """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if one element is not larger."""
     shape, whole = catalog.shape(index), whole_run(catalog, index)
     each = TORCH_DTYPES[catalog.dtype(index)].itemsize
     if prod(shape) * each <= chunk_bytes:
@@ -214,7 +213,7 @@ def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Int
 
 
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
-    """Name everything as DCP would have done if it had saved the same state."""
+    """Return the names and paths that DCP would have given to everything if it had saved the same state."""
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
     optimizers = {optimizer_of(entry.name) for entry in entries if entry.kind is ValueKind.PARAM_GROUPS}
@@ -248,15 +247,17 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
 
 
 def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List each tied weight of a group once, under the name that its state has: DCP counts the parameters of a group."""
+    """List each tied weight of a group once, under the name that its state has, because DCP counts a group's parameters."""
     shared = (link for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (link := catalog.link(i)) is not None)
     second = {link.fqn for link in shared if link.optimizer == optimizer}
     return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
-    """Return the path of a tensor, of which the catalog has only the name: the key of the state, then the rest as one key, as in
-    ``{"model": {"layers.0.weight": …}}``, unless values show that there are dicts on the way.
+    """Return the path of a tensor, whose catalog entry has only a name: the key of the state, then the rest as one key.
+
+    An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts on the way, their keys come
+    before the rest.
     """
     keys = name.split(".")
     above = 1
