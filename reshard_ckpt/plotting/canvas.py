@@ -133,7 +133,7 @@ def rank_colour(rank: int) -> str:
     """Choose the colour of a rank, the same in every picture: of the palette, its lighter and darker shades, then any hue.
 
     >>> rank_colour(0) == PALETTE[0], rank_colour(8)
-    (True, '#599fcb')
+    (True, '#59a3cd')
     """
     shade, which = divmod(rank, len(PALETTE))
     if shade < len(_SHADES):

@@ -187,7 +187,8 @@ def test_a_message_has_some_lines_of_each_kind(tmp_path: Path):
     lines = text.splitlines()
     assert len(caught.value.problems) == 73
     assert len(lines) <= 14
-    assert lines[0].startswith("73 problems; load with strict=False")
+    assert lines[0].startswith("73 problems; load with allow_missing=")
+    assert lines[0].endswith("or with strict=False to load what fits and leave the rest as it is:")
     for line in (
         "  t.shape: saved with global shape (2,), wanted (3,)",
         "  t.dtype: saved as F32, wanted F64",
