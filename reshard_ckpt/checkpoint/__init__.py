@@ -1,4 +1,4 @@
-"""Save and load checkpoints: the public functions, each a straight line through the rooms."""
+"""Save and load checkpoints: the public functions; each calls the steps of the rooms below in order."""
 
 from __future__ import annotations
 

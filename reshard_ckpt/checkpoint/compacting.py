@@ -1,4 +1,4 @@
-"""`compact`: make a checkpoint self-contained that refers to files of others."""
+"""`compact`: make a checkpoint self-contained by copying the files of other checkpoints that it refers to."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from .reading import check_workers
 def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> CompactReport:
     """Copy the files of other checkpoints that a checkpoint refers to into its own folder, in one process.
 
-    Afterwards the others may be removed or moved away. The tensors, their rows and the metadata stay as they are; every byte that
-    is copied is verified. Whole files are copied, also what this checkpoint needs no more of them. Killed at any instant, the
-    checkpoint is whole: as it was, or self-contained. A manifest is made anew, so sign that again.
+    Afterwards the other checkpoints may be removed or moved away. The tensors, their rows and the metadata stay as they are.
+    Every byte that is copied is verified. Whole files are copied, including bytes that this checkpoint no longer refers to. If
+    the process is killed at any instant, the checkpoint is complete: as it was, or self-contained. A manifest is made again, so a
+    signature of the old one becomes invalid.
 
     Parameters
     ----------
     path
         A checkpoint of this library.
     workers
-        Threads that copy, a file and 8 MiB of memory each; by default as many as a load uses.
+        Threads that copy, one file and 8 MiB of memory each; by default as many as a load uses.
     progress
         As for `load`; the step is "compact".
 
     Returns
     -------
     CompactReport
-        What was copied: nothing where the checkpoint refers to no other.
+        The files that were copied; none if the checkpoint refers to no other one.
 
     Raises
     ------
     CheckpointNotFound
-        There is no checkpoint.
+        The path holds no checkpoint.
     UsageError
-        It is one of another format.
+        The checkpoint is of another format.
     CorruptError
-        A file that it refers to is missing or damaged; nothing was changed.
+        A file that the checkpoint refers to is missing or damaged; nothing was changed.
     StorageError
-        There is too little room, or somebody saves or removes the checkpoint; nothing was changed.
+        There is too little space, or another process saves or removes the checkpoint; nothing was changed.
     """
     check_workers(workers)
     with open_source(path) as source:
@@ -64,7 +65,7 @@ def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgre
 
 @contextmanager
 def _kept(storage: Storage) -> Iterator[None]:
-    """Keep a manager from removing the checkpoint, or the copies that nothing refers to yet."""
+    """Hold a shared lock, so that a manager removes neither the checkpoint nor new copies that nothing refers to yet."""
     try:
         lock = storage.lock(CATALOG_KEY, shared=True)
     except LocksUnsupported:

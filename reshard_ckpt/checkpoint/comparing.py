@@ -22,7 +22,7 @@ from .value_changes import ValueChange, value_changes
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One property in the first checkpoint, and in the second."""
+    """A property that differs: the name it belongs to, and its value in the first checkpoint and in the second."""
 
     name: str
     a: Any
@@ -31,27 +31,27 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What `diff` found.
+    """The differences that `diff` found.
 
     Attributes
     ----------
     a, b
         The paths.
     removed, added
-        Names of tensors and values that only the first has, and that only the second has.
+        Names of tensors and values that only the first checkpoint has, and that only the second has.
     kind, shape, dtype
-        A `Change` for each name that is a tensor in one and a value in the other; for each tensor of another global shape; for
-        each of another dtype.
+        A `Change` for each name that is a tensor in one checkpoint and a value in the other; for each tensor whose global shape
+        differs; for each tensor whose dtype differs.
     placement
-        A `Change` for each tensor that is laid out otherwise, and for each per-rank value of another number of ranks. These are
-        no differences: ``equal`` does not count them.
+        A `Change` for each tensor whose placement differs, and for each per-rank value whose number of ranks differs. ``equal``
+        ignores these.
     values
-        A `ValueChange` for each value that differs, or for each part of one: of those that the catalogs hold, and with
-        ``values=True`` of all, also large ones and those of each rank's own, which are in the shard files.
+        A `ValueChange` for each value that differs, or for each part of it that does. Values in the catalogs are always compared;
+        large and per-rank ones, which lie in the shard files, only with ``values=True``.
     tensors
-        With ``values=True``: the tensors whose bytes differ, and how far apart they are.
+        With ``values=True``: the tensors whose bytes differ, and how large the differences are.
     num_compared
-        Tensors whose bytes were compared.
+        The number of tensors whose bytes were compared.
     """
 
     a: str
@@ -68,7 +68,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs but the layout, as far as was compared."""
+        """Whether everything that was compared is equal, apart from the layout."""
         return not (self.removed or self.added or self.kind or self.shape or self.dtype or self.tensors or self.values)
 
 
@@ -80,15 +80,15 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
     a, b
         The checkpoints.
     values
-        Compare all that is in them: every tensor bit by bit, in bounded memory, and every value. Otherwise names, shapes, dtypes,
-        placements, and the values that are small enough to be in the catalogs, such as steps and learning rates.
+        Compare all contents: every tensor bit by bit, in bounded memory, and every value. Without it, compare names, shapes,
+        dtypes, placements, and values that are small enough to be in the catalogs, such as steps and learning rates.
     progress
         As for `inspect`.
 
     Raises
     ------
     CheckpointNotFound, CorruptError
-        One of them cannot be read, or is damaged.
+        One of the checkpoints is missing, or is damaged.
     """
     with ExitStack() as stack:
         one = stack.enter_context(open_source(a))
@@ -143,22 +143,22 @@ def _placement(catalog: Catalog, index: int) -> tuple[AxisPlacement, ...] | None
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
-    """Yield the values that differ; a `Change` is one of another number of ranks, which cannot be compared.
+    """Yield the values that differ; a `Change` is a per-rank value of different numbers of ranks, which cannot be compared.
 
-    Without `everything`, only those that both catalogs hold.
+    Without `everything`, compare only values that both catalogs contain.
     """
     small_a, small_b = _small_values(a.catalog), _small_values(b.catalog)
     for name in names:
         if name in small_a and name in small_b:
             yield from _compared(name, small_a[name], small_b[name])
-        elif everything:  # one at a time, as they are large
+        elif everything:  # one at a time, because they are large
             of_a = open_values(a.storage, a.catalog, [name], verify=True)
             of_b = open_values(b.storage, b.catalog, [name], verify=True)
             yield from _compared(name, of_a[name], of_b[name])
 
 
 def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
-    """Decode the values that are in the catalog."""
+    """Decode the values that the catalog itself contains."""
     held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
     return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
 
@@ -171,7 +171,7 @@ def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange |
 
 
 def _with_sorted_params(value: Any, as_groups: bool) -> Any:
-    """Sort the parameters of each group: layouts bring them in different orders."""
+    """Sort the parameters of each group, because different layouts list them in different orders."""
     if not as_groups or not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         return value
     return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in value]

@@ -41,23 +41,23 @@ WRITTEN_HERE = ("safetensors", "torch", "dcp", "reshard")
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What `convert` wrote.
+    """The result of `convert`.
 
     Attributes
     ----------
     format
         The format of the result.
     files
-        Its files, below `dst`; for a single file its name.
+        The files of the result, relative to `dst`; if the result is a single file, its name.
     num_tensors, num_values
-        What is in it. A tensor that is tied to another counts, too.
+        The number of tensors and values in the result. A tensor that is tied to another one counts too.
     num_bytes
-        The bytes of its tensors.
+        The bytes of the tensors of the result.
     bytes_kept
-        Bytes of its files that an attempt which was killed had finished.
+        Bytes of files that an earlier attempt had finished before it was killed, and that were kept.
     left_out
-        Names of tensors and values that the checkpoint has and the result has not: those that were not selected, that lie outside
-        of `root`, or values, which safetensors cannot hold.
+        Names of tensors and values that the checkpoint has and the result lacks. They were not selected, or lie outside of
+        `root`, or are values, which safetensors cannot hold.
     """
 
     format: str
@@ -71,7 +71,7 @@ class ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """What is to be written: `catalog` as the result will have it, `saved` the same tensors as they are to be read."""
+    """A conversion to be written: `catalog` has the tensors as the result will have them, `saved` the same as they are read."""
 
     source: Source
     saved: Catalog
@@ -84,30 +84,30 @@ class _Conversion:
 
     @property
     def written(self) -> Catalog:
-        """The tensors of the result, of which some may be parts of tensors of `catalog`."""
+        """The tensors of the result; with `unstacked`, some are parts of tensors of `catalog`."""
         return self.catalog if self.unstacked is None else self.unstacked.catalog
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that are no aliases."""
+        """Bytes of all tensors that are not aliases."""
         table = self.catalog.tensors_table
         own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
-        """Yield the bytes of whole tensors, converted, end to end."""
+        """Yield the bytes of whole tensors, converted, one after another."""
         if self.unstacked is not None:
             return self.run_bytes([self.unstacked.runs[index] for index in tensors])
         return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
-        """Yield the bytes of parts of tensors, converted, end to end."""
+        """Yield the bytes of parts of tensors, converted, one after another."""
         tally = Tally("convert", self.num_bytes, self.report)
         asked = sum(run.count * ITEM_BYTES[self.catalog.dtype(run.tensor)] for run in runs)
         if asked < self.num_bytes:
-            tally.add(self.num_bytes - asked)  # in files that an earlier attempt had finished
+            tally.add(self.num_bytes - asked)  # the other bytes are in files that an earlier attempt had finished
         for part in stream(self.source.storage, self.saved, [self._cast(run) for run in runs], verify=self.verify):
-            tally.add(len(part))  # before it is used: who has the last part asks for no more
+            tally.add(len(part))  # before the yield: nobody resumes this generator after the last part
             yield part
 
     def _cast(self, run: Run) -> Run:
@@ -115,7 +115,7 @@ class _Conversion:
         return run if dtype == self.saved.dtype(run.tensor) else replace(run, dtype=dtype)
 
     def identity(self, *options: object) -> str | None:
-        """Return the same digits for the same bytes and options; None where no checksums identify the source's bytes."""
+        """Return a digest of the source's bytes and the options; None if the source has no checksums that identify its bytes."""
         return identity(self.saved, self.catalog, self.verify, options) if has_checksums(self.saved) else None
 
 
@@ -143,34 +143,35 @@ def convert(
     src
         A checkpoint of any format that can be opened.
     dst
-        Where to write: a folder, or for ``to="torch"`` a file. It must not exist, or be an empty folder, unless `overwrite`.
+        Where to write: a folder, or a file for ``to="torch"``. It must not exist, or be an empty folder, unless `overwrite`.
     to
         ``"safetensors"``: a folder that Hugging Face's libraries load. ``"torch"``: one file that
-        ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"megatron"``: a
-        folder for Megatron-Core, of an iteration. ``"reshard"``: this library's own.
+        ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"megatron"``: the
+        folder of one iteration for Megatron-Core. ``"reshard"``: this library's own format.
     max_shard_size
-        Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
+        The size of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
         For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
-        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"``, ``"fully_reshardable"`` names the
-        state that a source of Megatron has in buckets (``dp_reshardable``), where the weights prove which it is.
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"`` there is ``"fully_reshardable"``:
+        if a Megatron source has the state in buckets (``dp_reshardable``), it is named by parameter, provided that the weights
+        prove which parameter each part belongs to.
     unstack
-        For ``to="safetensors"``: write layers, and experts, that are stacked in one tensor as a tensor each, as in
-        ``layers.3.mlp.weight``; Megatron stacks them.
+        For ``to="safetensors"``: write layers and experts that are stacked in one tensor, as Megatron stacks them, as one tensor
+        each, such as ``layers.3.mlp.weight``.
     root
-        Take what lies below this name, and leave the name out of theirs. By default ``"model"`` for safetensors, which have no
-        place for anything else, and ``""`` for the others, which is everything.
+        Take only names below this one, and remove it from them. By default ``"model"`` for safetensors, which have no place for
+        anything else, and ``""``, which is everything, for other formats.
     select, exclude
-        Names, what lies below them, or patterns: what to take (all by default), and what not.
+        Names, which also stand for everything below them, or patterns: what to take (by default all), and what to leave out.
     rename
         As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
-        Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
+        Patterns of names, with the dtype that matching floating-point tensors get: ``{"model.*": "bfloat16"}``.
     overwrite
-        Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced, nor the root of
-        a run, nor a step whose files another step refers to.
+        Replace a checkpoint at `dst`, once the new one is complete. Other files and folders are never replaced, nor is the root
+        of a run, nor a step whose files another step refers to.
     verify
-        Verify the checksum of every block that is read, where the source has checksums.
+        Verify the checksum of every block that is read, if the source has checksums.
     progress
         As for `load`.
 
@@ -181,9 +182,9 @@ def convert(
     Raises
     ------
     UsageError
-        The options do not fit the checkpoint; or `dst` holds something.
+        The options do not fit the checkpoint; or something else is at `dst`.
     UnsupportedError
-        The format has no place for something that was selected.
+        The format has no place for a selected tensor or value.
     CheckpointNotFound, CorruptError
         The source is missing or damaged; nothing appears at `dst`.
     StorageError
@@ -285,7 +286,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(size: int | str) -> int:
-    """Parse a number of bytes, or text with a unit.
+    """Parse a size: a number of bytes, or text with a unit.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(7)
     (5000000000, 1572864, 7)
@@ -310,7 +311,7 @@ def _write_folder(
     form: str,
     side_files: bool,
 ) -> int:
-    """Write the files of a format that is a folder; return the bytes of those that an attempt which was killed had finished."""
+    """Write the files of a format that is a folder; return the bytes of kept files, finished by an attempt that was killed."""
     saved, out = conversion.saved, conversion.catalog
     if to == "safetensors":
         files = lay_out(conversion.written, max_bytes)
@@ -331,6 +332,7 @@ def _write_folder(
         return 0
     assert writer is not None
     assert writer.write is not None
+    # Objects of the other library's classes are written under their names, although it is not installed.
     with names_kept():  # so that objects of the other library's classes are written as such, though it is not installed
         opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
         values = {name: value.plain for name, value in opened.items()}

@@ -1,4 +1,4 @@
-"""How often a job should save, what it loses with that, and what a faster tier would buy."""
+"""`goodput`: the best intervals between a job's saves, the time that it loses with them, and the gain from a faster tier."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class GoodputReport:
-    """The best intervals of a job, and of the same job with one thing better.
+    """The best intervals of a job, and those of the same job with one thing improved.
 
     Attributes
     ----------
     job
-        What was computed with.
+        The figures that were used.
     best
-        Its intervals, and the shares of time that it loses by cause.
+        Its intervals, and the shares of time that it loses, by cause.
     alternatives
-        By what would be different: the same for that job.
+        For each improvement, in words, the best intervals of the job with it.
     """
 
     job: JobFigures
@@ -50,31 +50,31 @@ def goodput(
     max_overhead: float = MAX_OVERHEAD,
     output: Path | None = None,
 ) -> GoodputReport:
-    """Compute the intervals between saves that lose least time. Nothing is read or measured.
+    """Compute the intervals between saves that lose the least time. Nothing is read or measured.
 
     Parameters
     ----------
     state_gb
-        Size of a checkpoint in GB, of all nodes together.
+        Size of a checkpoint in GB, over all nodes.
     write_gbps, read_gbps
-        GB/s of the store, for all nodes together; it reads as fast as it writes by default.
+        Rates of the store in GB/s, over all nodes; by default it reads as fast as it writes.
     mtbf
         Mean time between failures of the whole job: seconds, or text such as ``"6h"``.
     stall
         Seconds of training that one save loses.
     copy_gbps
-        GB/s at which one node sends to another one.
+        Rate in GB/s at which one node sends to another.
     restart
-        Time from a failure until the new processes ask for the state.
+        Time from a failure until the new processes load the state: seconds, or text such as ``"5min"``.
     nodes, copies
-        How many nodes the job has, and how many other nodes hold a copy of one's checkpoints in memory. Without `copies` there is
+        The number of nodes, and how many other nodes hold a copy of one node's checkpoints in memory. Without `copies` there is
         no memory tier.
     node_share, double_share
-        Share of the failures that take a node with its memory, and of these the share that takes a second node with it.
+        The share of failures that take a node with its memory, and the share of these that take a second node too.
     max_overhead
-        Share of time that saves may cost at most.
+        The largest share of time that saves may cost.
     output
-        Also draw the time lost by interval: ``.png``, ``.svg`` or ``.html``. Needs the extra ``plot``.
+        Also draw the time lost over the interval, into a ``.png``, ``.svg`` or ``.html`` file. Needs the extra ``plot``.
 
     Raises
     ------
@@ -116,6 +116,7 @@ def goodput(
 
 
 def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
+    """Return variants of a job with one thing changed, by the words for the change."""
     fewer = {} if job.copies is None else {"no memory tier": replace(job, copies=None)}
     more = 1 if job.copies is None else job.copies + 1
     if more < job.nodes:

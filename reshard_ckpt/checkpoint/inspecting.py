@@ -1,4 +1,4 @@
-"""`inspect`: a summary of a checkpoint, a tree of names that folds layers that are alike, and single tensors in detail."""
+"""`inspect`: a summary of a checkpoint, a tree of names that folds equal layers, and single tensors in detail."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class ValueLine:
-    """The line of one value in the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
+    """The line of one value in the tree; a value that is too large for the catalog has `in_catalog` False and `value` None.
 
-    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is how many ranks have one of their own.
+    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is the number of ranks if each has a value of its
+    own.
     """
 
     name: str
@@ -53,24 +54,24 @@ class ValueLine:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Attributes
     ----------
     path, format
-        What was opened, and which format it has.
+        The path that was opened, and the format found there.
     summary
-        Of the whole checkpoint.
+        The summary of the whole checkpoint.
     catalog
-        All of it.
+        The catalog of the whole checkpoint.
     lines
-        The tensors and the values that were asked for, or all.
+        The tensors and the values that `names` selects, or all.
     tree
-        Their names as a tree; its leaves are indices of `lines`.
+        The names of `lines` as a tree; its leaves are indices of `lines`.
     tensors, values
-        Those that were asked for by their very name: tensors with every shard, values whole.
+        The tensors, with every shard, and the values that `names` gives by their full name.
     stats
-        With ``stats=True``, of every tensor that was asked for.
+        With ``stats=True``, the statistics of every tensor in `lines`.
     """
 
     path: str
@@ -87,25 +88,25 @@ class Inspection:
 def inspect(
     path: Path, names: Sequence[str] | None = None, *, stats: bool = False, progress: bool | OnProgress = False
 ) -> Inspection:
-    """Look at a checkpoint. Without `stats`, no tensor data are read, however large it is.
+    """Look at a checkpoint. Without `stats`, no tensor data are read, however large the checkpoint is.
 
     Parameters
     ----------
     path
-        A checkpoint, also one of another format.
+        A checkpoint, possibly of another format.
     names
-        Which tensors and values; all by default. A name also stands for everything below it, and may be a shell-style pattern.
+        Tensors and values; by default all. A name also stands for everything below it, and may be a shell-style pattern.
     stats
-        Read the tensors, and count: smallest, largest, mean, NaN, infinite. Memory is bounded, whatever their size.
+        Read the tensors, and compute smallest, largest, mean, and the numbers of NaN and infinities. Memory is bounded.
     progress
-        True writes a line on stderr; or a function of the step, the bytes done and the bytes in all.
+        True: a line on stderr. A function is called with the step, the bytes done and the bytes in all.
 
     Raises
     ------
     MismatchError
-        The checkpoint has none of a name that was asked for.
+        The checkpoint has nothing of one of these names.
     CheckpointNotFound, CorruptError
-        There is nothing to look at, or it is damaged.
+        The path holds no checkpoint, or it is damaged.
     """
     with open_source(path) as source:
         saved = source.catalog
@@ -133,7 +134,9 @@ def inspect(
 
 
 def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
+    """Make the lines of these tensors."""
     table = catalog.tensors_table
+    # at: the index of each tensor in the table; source: the index of the tensor that has its bytes.
     at = np.array([catalog.index(name) for name in names], np.int64)
     source = np.where(table.alias[at] < 0, at, table.alias[at])
     num_bytes = volumes(table.shape[at]) * item_bytes_of(table.dtype[at])
@@ -147,6 +150,7 @@ def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
 
 
 def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
+    """Make the line of one value; `num_bytes` are encoded bytes."""
     data = entry.data
     return ValueLine(
         name=entry.name,
@@ -159,6 +163,7 @@ def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
 
 
 def _fold_key(line: TensorLine | ValueLine) -> Hashable:
+    """Return the look of a line: lines with equal ones may be folded into one."""
     if isinstance(line, ValueLine):
         return line.kind, repr(line.value)
     return line.dtype, line.shape, line.placement, line.alias_of

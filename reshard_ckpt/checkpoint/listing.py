@@ -13,20 +13,20 @@ from ..formats.source import Path, open_source
 from ..storage import open_storage
 
 METRIC = "metric"
-"""Of the metadata: where a manager keeps the metric."""
+"""The key of the metadata under which a manager stores the metric."""
 
 
 def metric_of(metadata: Any) -> float | None:
-    """Return the metric that was passed to the manager with a checkpoint, from its metadata."""
+    """Return the metric that was passed to the manager with a checkpoint, from the checkpoint's metadata; None without one."""
     metric = metadata.get(METRIC) if isinstance(metadata, Mapping) else None
     return float(metric) if isinstance(metric, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One checkpoint of a run, for people; where `problem` is set, nothing else is known of it.
+    """One checkpoint of a run, as printed; if `problem` is set, nothing else is known of it.
 
-    `step` is the number in the name of its folder; a folder of another name has none.
+    `step` is the number in the name of its folder; None for a folder of another name.
     """
 
     step: int | None
@@ -41,7 +41,7 @@ class StepLine:
 
 
 def list_run(path: Path) -> list[StepLine]:
-    """List the steps below the root of a run, in order, whatever their format; then this library's checkpoints of other names."""
+    """List the steps below the root of a run, in order, of any format; then this library's checkpoints under other names."""
     with open_storage(path) as root:
         committed, begun = find_steps(root)
         steps = sorted([*committed, *begun])
@@ -53,6 +53,7 @@ def list_run(path: Path) -> list[StepLine]:
 
 
 def _line(step: int | None, path: str) -> StepLine:
+    """Open one checkpoint and make its line."""
     try:
         with open_source(path) as source:
             catalog, form = source.catalog, source.format

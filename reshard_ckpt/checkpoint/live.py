@@ -33,34 +33,35 @@ def reshard_live(
 ) -> LoadReport:
     """Move a state from one layout, mesh or model of a job to another, from memory to memory; no storage is involved.
 
-    All ranks of the process group call it together. Each gets just the bytes that its own part of `dst` needs and its part of
-    `src` does not hold; of several ranks that hold them, one on the same machine sends them. To do it again and again, keep a
-    `LiveReshard`.
+    All ranks of the process group call it together. Each rank receives only the bytes that its own part of `dst` needs and its
+    part of `src` does not hold. If several ranks hold them, a rank on the same machine sends them. To do this again and again,
+    keep a `LiveReshard`.
 
     Parameters
     ----------
     src, dst
-        What to read, and what to fill in place: everything that `save` and `load` take as state. A rank may have one of both
-        (None, or an empty dict, for the other), or none.
+        The state to read, and the state to fill in place: everything that `save` and `load` take as state. A rank may have only
+        one of them (None, or an empty dict, for the other), or neither.
     process_group
-        The ranks that take part; all, by default.
+        The ranks that take part; by default all.
     cast, rename, strict, allow_missing, ignore
-        As for `load`, `src` being what was saved.
+        As for `load`, with `src` as the checkpoint.
     replicas
-        ``"verify"`` compares all that several ranks hold of `src` as the same before anything is moved; ``"trust"`` does not, so
-        that of ranks that have drifted apart a mixture may come. The same on all ranks.
+        ``"verify"``: before anything is moved, compare the parts of `src` that several ranks hold. ``"trust"``: do not compare.
+        If ranks have drifted apart, `dst` may then get a mixture of their values. The same on all ranks.
     staged
-        Change no tensor before every byte has arrived on every rank: all or nothing. What a rank gets from others is then held in
-        memory as a whole.
+        Change no tensor before every byte has arrived on every rank: all or nothing. Until then, a rank keeps everything that it
+        receives in memory of its own.
     memory_bytes
-        Upper bound of the memory for messages on this rank, at least 1 MiB, without what `staged` holds; the same on all ranks.
+        Upper bound of the memory for messages on this rank, at least 1 MiB, in addition to the memory of `staged`; the same on
+        all ranks.
     timeout_s
-        How long to wait for another rank before giving up, in seconds.
+        Seconds to wait for another rank before giving up.
 
     Returns
     -------
     LoadReport
-        As of `load`; ``bytes_read`` are the bytes that came from other ranks.
+        As from `load`; ``bytes_read`` counts the bytes that came from other ranks.
 
     Raises
     ------
@@ -69,10 +70,10 @@ def reshard_live(
     LayoutError
         Ranks hold different values of the same part of `src`; nothing was changed.
     UsageError
-        A state is none, a part of `dst` lies in the memory of `src`, or the parts of `src` do not make whole tensors; nothing was
-        changed.
+        An argument is not a state, a part of `dst` lies in the memory of `src`, or the parts of `src` do not make whole tensors;
+        nothing was changed.
     PeerError
-        Another rank failed or did not arrive; the message lists what had been overwritten, on any rank.
+        Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
     options = Options(
         LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore),
@@ -86,23 +87,23 @@ def reshard_live(
 
 
 class LiveReshard:
-    """A `reshard_live` that is done again and again, as to push weights to inference every few steps.
+    """A `reshard_live` that runs again and again, for example to push weights to inference every few steps.
 
-    What does not change is worked out once: names, the plan of who sends what to whom, and the memory of messages. Making one
-    is collective, as `run` is.
+    The constructor does once everything that stays the same: it matches names, plans the parts that each rank sends to each other
+    rank, and allocates the memory of messages. It is collective, as `run` is.
 
     Parameters
     ----------
     src, dst, process_group, cast, rename, staged, strict, allow_missing, ignore, memory_bytes, timeout_s
-        As for `reshard_live`. Both states are looked at anew by each `run`, so that they may hold other tensors of the same
-        layout; nothing is changed before.
+        As for `reshard_live`. Each `run` opens both states again, so that they may hold other tensors of the same layout. The
+        constructor changes nothing.
     replicas
-        As for `reshard_live`, in each `run`; ``"trust"`` unless said otherwise, since comparing takes a session of its own.
+        As for `reshard_live`, in each `run`. The default is ``"trust"``, because comparing takes a session in each run.
 
     Raises
     ------
     MismatchError, UsageError, PeerError
-        As `reshard_live`.
+        As for `reshard_live`.
     """
 
     def __init__(
@@ -128,19 +129,20 @@ class LiveReshard:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:
-        """Move what `src` holds now into `dst`. Collective.
+        """Move the present content of `src` into `dst`. Collective.
 
         Raises
         ------
         UsageError
-            A layout is another one than when this was made, on any rank; nothing was changed. Make a new `LiveReshard`.
+            On some rank, a layout has changed since this object was made; nothing was changed. Make a new `LiveReshard`.
         MismatchError, PeerError
-            As `reshard_live`.
+            As for `reshard_live`.
         """
         with outside_inference_mode():
             return self._job.again(self._turn())
 
 
 def _turn(process_group: Any, timeout_s: float, replicas: str) -> Turn:
+    # The name of the call contains `replicas`, so ranks that differ in it get an error that says so.
     call = "reshard_live" if replicas == "trust" else f"reshard_live(replicas={replicas!r})"  # ranks that differ are told so
     return open_turn(call, "", process_group=process_group, timeout_s=timeout_s)

@@ -1,9 +1,10 @@
-"""One rank's side of a live reshard: what is worked out once, and what is done each time.
+"""One rank's side of a live reshard: the parts that are planned once, and the parts that are done each time.
 
-1. `Job.begin`: both states are opened, all ranks judge, and the plan of who sends what to whom is made.
-2. `Job.again`: both states are looked at anew, and must have the layouts of then. Ranks meet once over the job's store, and say
-   there whether values have changed, or something has failed; only then a session is opened.
-3. `Move`: what is put in place once all ranks have everything: staged tensors, and values.
+1. `Job.begin` opens both states, lets all ranks vote, and plans the parts that each rank sends to each other rank.
+2. `Job.first` moves the state that `begin` opened, in the session of `begin`.
+3. `Job.again` opens both states again, and checks that their layouts are unchanged. Ranks meet once over the job's store, where
+   each says whether its values have changed or something has failed. Only if a rank says so, a session is opened.
+4. `Move` is one such move. When all ranks have received everything, it copies staged tensors into place, and sets the values.
 """
 
 from __future__ import annotations
@@ -68,13 +69,17 @@ class Options:
 
     @property
     def round_bytes(self) -> int:
-        """The bytes of one round: a buffer's, less what heads and the rounding of its size take."""
+        """The bytes of one round: the size of a buffer, minus the room for headers and for rounding up."""
         return self.memory_bytes // NUM_BUFFERS * 7 // 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Both states as they are now: what this rank holds, what it wants, and the catalog and values of all ranks."""
+    """Both states as they are now.
+
+    ``held`` are the pieces of `src` on this rank, ``wanted`` the pieces of `dst`. ``saved`` is a catalog of the pieces of all
+    ranks of `src`, under the names of `dst`, and ``values`` the decoded values for `target`, which is `dst`.
+    """
 
     held: LocalShards
     wanted: LocalShards
@@ -85,7 +90,7 @@ class _Opened:
 
 
 class Job:
-    """One rank's side of a live reshard: begun once, then run any number of times."""
+    """One rank's side of a live reshard: planned once by `begin`, then run any number of times."""
 
     _source: LiveSource
     _first: _Opened | None
@@ -98,10 +103,19 @@ class Job:
         self._options, self._group, self._timeout_s = options, process_group, timeout_s
         self._values = LiveValues()
         self._turn: Turn | None = None
-        """The last one in which the ranks have met."""
+        """The last turn in which all ranks met."""
 
     def begin(self, comm: Comm) -> Job:
-        """Open both states, let all ranks judge, and plan."""
+        """Open both states, let all ranks vote, and plan.
+
+        Collective. All ranks go through these steps in the same order:
+
+        1. `open_live`: make a catalog of the pieces that all ranks hold.
+        2. `LiveValues.share`: give every rank the values of all ranks.
+        3. `_vote`: gather the wanted prefixes, then let rank 0 judge whether every rank can load.
+        4. `plan_moves`: gather the wanted rows, and plan the rounds.
+        5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
+        """
         self._rank, self._size = comm.rank, comm.size
         captured = capture(self._src, process_group=self._group)
         held = describe_local(captured.tensors, (), None, comm.rank)
@@ -111,15 +125,19 @@ class Job:
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
         self._verdict = self._vote(comm, opened, resolved)
         self.resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
+        # place: the index in dst of each wanted tensor. _sources: for each that will be loaded, the catalog's tensor with its
+        # bytes.
         place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
         loads = zip(self.resolved.specs, self.resolved.targets, self.resolved.source.tolist(), strict=True)
         self._sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
         self.overlaps = self._find_overlaps(opened)
         self._layout = self._layout_of(opened)
+        # source[i]: the catalog's tensor for tensor i of dst, -1 if it is not loaded or is the very memory of its source.
         rows = opened.wanted.local_metadata.rows
         source = np.full(len(opened.wanted.specs), -1)
         source[list(self._sources)] = list(self._sources.values())
         source[list(self.overlaps.identical)] = -1
+        # chosen: the rows of dst to fill.
         chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
         self._moves = plan_moves(
@@ -128,7 +146,7 @@ class Job:
         self.spares = self._make_spares(opened)
         into = self.spares.instead_of(opened.wanted)
         self.movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
-        # Collective where a group is made, and all ranks know the same rounds.
+        # Making a group is collective; all ranks agree here because they know the same number of rounds.
         devices = (HOST, self._device(opened))
         self.exchanges = [
             open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
@@ -141,17 +159,21 @@ class Job:
         return self
 
     def first(self, comm: Comm) -> LoadReport:
-        """Move what was there when this began."""
+        """Move the state that `begin` opened, in its session. Collective: gather, compare replicas, exchange."""
         opened, self._first = self._first, None
         assert opened is not None
-        SAVES.wait_staged()  # what a save still copies must not change under it
-        comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+        SAVES.wait_staged()  # memory that a save of this process still copies must not change
+        comm.gather(b"")  # a rank that has failed raises here: the exchanges that follow need all ranks
         if self._options.compares:
             compare_live(comm, self._source, opened.held)
         return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
-        """Move what is there now. The ranks open no session, unless values have changed or something fails."""
+        """Move the state as it is now. The ranks open no session, unless values have changed or something fails.
+
+        Collective: `Turn.meet`, then the exchanges. If any rank's flags are set, all skip the exchanges and open a session: there
+        they share values and start over, or `settle` raises the failure on all ranks.
+        """
         self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
         if not running or self._options.compares:
@@ -180,7 +202,7 @@ class Job:
         raise AssertionError("settle raises where a rank has failed")
 
     def _opened_as_known(self) -> tuple[Move, bool]:
-        """Open both states in the light of the values that all ranks know; tells whether those of this rank have changed."""
+        """Open both states with the values that all ranks know; the second result is True if this rank's values have changed."""
         opened, failure, has_changed = None, None, False
         try:
             captured = capture(self._src, process_group=self._group)
@@ -192,7 +214,7 @@ class Job:
         return Move(self, opened, failure), has_changed
 
     def _again_in(self, comm: Comm) -> LoadReport:
-        """Move what is there now, in a session, in which the ranks share their values first."""
+        """Move the state as it is now, in a session in which the ranks first share their values."""
         captured = capture(self._src, process_group=self._group)
         self._values.share(comm, captured.values, self._source.tables)
         opened, failure = None, None
@@ -204,17 +226,18 @@ class Job:
             if failure is not None:
                 raise failure
             assert opened is not None
-            comm.gather(b"")  # nothing is moved unless all can
+            comm.gather(b"")  # nothing is moved unless every rank can
             if self._options.compares:
                 compare_live(comm, self._source, opened.held)
-        return self._move(comm, opened, failure)  # whose first messages tell the others of a failure
+        return self._move(comm, opened, failure)  # the first messages of the move tell the other ranks of a failure
 
     def _opened_again(self, held: LocalShards) -> _Opened:
-        """Open both states, which must have the layouts that this was made for."""
+        """Open both states again, and check that their layouts are the ones that `begin` planned for."""
         SAVES.wait_staged()
         opened = self._open(held)
         if self._layout_of(opened) != self._layout:
             raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
+        # The layouts are unchanged, but tensors may lie at other addresses.
         if self._addresses != _addresses(opened):
             if self._find_overlaps(opened) != self.overlaps:
                 raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
@@ -224,6 +247,7 @@ class Job:
                 mover.bind(opened.held, into)
             self._addresses = _addresses(opened)
         else:
+            # Not for its result: it copies the present elements into spare memory that is filled only in part.
             self.spares.instead_of(opened.wanted)
         problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
         if problems and self._options.load.strict:
@@ -231,12 +255,15 @@ class Job:
         return opened
 
     def _make_spares(self, opened: _Opened) -> Spares:
-        """Make the spare memory; what is the very memory of its source gets nothing, so it needs none."""
+        """Allocate memory for tensors that are staged: all of them, or only those tied to another one.
+
+        A tensor that is the very memory of its source receives nothing, so it needs none.
+        """
         staged, tied = self._sources.keys() - self.overlaps.identical, {i for group in self.overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied)
 
     def _open(self, held: LocalShards) -> _Opened:
-        """Look at the destination, in the light of the values that the sources of all ranks have now."""
+        """Open the destination, with the values that the sources of all ranks have now."""
         saved = catalog = self._values.added_to(self._source.catalog)
         if self._options.rename is not None:
             saved = renamed(catalog, self._options.rename)
@@ -248,10 +275,11 @@ class Job:
         return _Opened(held, wanted, saved, target, decoded, ignored)
 
     def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
+        """Let all ranks vote on whether the load can go on. Collective: gather, broadcast, then the messages of `vote`."""
         target, saved = opened.target, opened.saved
         gathered = comm.gather(msgpack.packb(target.prefixes))
         union = None
-        if gathered is not None:  # rank 0 judges what is unexpected, and may want nothing itself
+        if gathered is not None:  # rank 0 judges unexpected names for all ranks, and may want nothing itself
             union = msgpack.packb(list(dict.fromkeys(name for data in gathered for name in msgpack.unpackb(data))))
         prefixes = msgpack.unpackb(comm.broadcast(union))
         unfit = missing_values(saved, target.values) + target.check(opened.values)
@@ -259,7 +287,7 @@ class Job:
         return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
     def _travels(self, local: LocalShards) -> list[bool]:
-        """Tell for each row whether its memory may travel without the host."""
+        """Tell for each row whether its memory may be sent without a copy through the host."""
         known: dict[str, bool] = {"cpu": False}
         for tensor in memory_rows(local):
             kind = tensor.device.type
@@ -268,12 +296,13 @@ class Job:
         return [known[tensor.device.type] for tensor in memory_rows(local)]
 
     def _device(self, opened: _Opened) -> torch.device:
-        """Choose where messages lie that travel without the host: with what they carry, whatever device is current."""
+        """Choose the device of the buffers for messages that do not pass through the host: that of the memory they carry."""
         both = (opened.held, opened.wanted)
         travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self._travels(local)))
         return next(travel, current_accelerator() or HOST)
 
     def _find_overlaps(self, opened: _Opened) -> Overlaps:
+        """Find wanted tensors that share memory with each other, or with tensors of the source."""
         catalog = self._source.catalog
         source = {opened.wanted.specs[i].name: index for i, index in self._sources.items()}
 
@@ -283,6 +312,7 @@ class Job:
         return find_overlaps(opened.held, opened.wanted, self._sources.keys(), same)
 
     def _layout_of(self, opened: _Opened) -> bytes:
+        """Return a digest that changes if the layout of either state changes."""
         parts = []
         for local in (opened.held, opened.wanted):
             encoded = encode_metadata(local.local_metadata)
@@ -290,7 +320,7 @@ class Job:
         return digest128(msgpack.packb(parts))
 
     def _move(self, comm: Comm, opened: _Opened | None, failure: BaseException | None) -> LoadReport:
-        """Move what is there, in a session."""
+        """Move the opened state, in a session: run the exchanges, then settle with all ranks, and put everything in place."""
         move = Move(self, opened, failure)
         self._exchange_all(move)
         if not move.is_complete:
@@ -299,7 +329,10 @@ class Job:
         return self._report(move)
 
     def _exchange_all(self, move: Move) -> None:
-        """Run the exchanges; where there is none, all is in place but what `put` does."""
+        """Run the exchanges, or only the last local steps if no rank sends anything.
+
+        The last exchange runs `Move.finish` and `Move.put` once all ranks have received everything.
+        """
         for mover in self.movers:
             mover.begin()
         running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
@@ -320,6 +353,7 @@ class Job:
             move.count_up()
 
     def _report(self, move: Move) -> LoadReport:
+        """Make the report of a move, and log a line."""
         opened, resolved = move.destination, self.resolved
         received = sum(mover.received_bytes for mover in self.movers)
         RankLog(self._rank, opened.target.mesh).info(
@@ -337,14 +371,14 @@ class Job:
 
 
 class Move:
-    """One time that a `Job` moves something: how far it has come.
+    """One move of a `Job`, and how far it has come.
 
     Attributes
     ----------
     failure
-        What failed on this rank, if anything.
+        The error of this rank, or None.
     is_complete
-        Whether all ranks are known to have everything in place.
+        True once all ranks are known to have everything in place.
     """
 
     def __init__(self, job: Job, opened: _Opened | None, failure: BaseException | None) -> None:
@@ -354,12 +388,12 @@ class Move:
 
     @property
     def destination(self) -> _Opened:
-        """Both states, of a rank on which nothing has failed."""
+        """Both states; only on a rank where nothing has failed."""
         assert self._opened is not None
         return self._opened
 
     def changed(self) -> list[str]:
-        """Name the tensors that have new values."""
+        """Name the tensors of the destination that this move has overwritten so far; staged ones count once they are put."""
         if self._opened is None:
             return []
         spares = {} if self._is_put else self._job.spares.memory
@@ -367,14 +401,14 @@ class Move:
         return sorted({self._opened.wanted.specs[i].name for i in _tensors(self._opened.wanted, rows) if i not in spares})
 
     def count_up(self) -> None:
-        """Count up the versions of what was written, as torch does when it writes."""
+        """Increment the version counters of the overwritten tensors, as torch does when it writes to a tensor."""
         for mover in self._job.movers:
             mover.finish()
         if self._opened is not None and self._opened.target.dtensors:
             self._opened.target.count_up(self.changed())
 
     def finish(self) -> None:
-        """Do the rest before anything that a user has is changed by what was staged."""
+        """Do the last work before staged tensors are put: copy own bytes where no exchange does so, and check tied tensors."""
         for mover, exchange in zip(self._job.movers, self._job.exchanges, strict=True):
             if exchange is None:
                 mover.copy_own()
@@ -382,18 +416,18 @@ class Move:
             raise conflict
 
     def put(self) -> None:
-        """Put in place what was staged, and the values."""
+        """Copy staged tensors into place, and set the values."""
         opened, self._is_put = self.destination, True
         self._job.spares.put(opened.wanted)
         opened.target.finish(opened.values, not_loaded(opened.target, self._job.resolved))
 
 
 def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:
-    """Say where each piece lies: two of one layout may lie in another order, or at another place of their memory."""
+    """List where each piece lies in memory: two states of one layout may have other addresses, bases or strides."""
     pieces = (row for local in (opened.held, opened.wanted) for _, row in local.rows)
     return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
 
 
 def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:
-    """List the tensors of some rows, by index."""
+    """Return the indices of the tensors of some rows."""
     return {local.rows[row][0] for row in rows}

@@ -57,35 +57,36 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, whatever layout it was saved from.
 
-    Each rank reads just the bytes that its own shards need. Nothing changes before all ranks know that everything fits.
+    Each rank reads only the bytes that its own shards need. Nothing changes before all ranks know that everything fits.
 
     Parameters
     ----------
     path
         A checkpoint that `save` committed.
     state
-        As for `save`: the tensors in it are overwritten, values in dicts replaced, objects given their state back.
+        As for `save`. Its tensors are overwritten, values in dicts are replaced, and objects get their state back.
     strict
-        False loads what fits and reports the rest.
+        False: load everything that fits, and report the rest.
     verify
         Verify the checksum of every block that is read.
     verify_first
-        Verify all of them before any tensor changes, at the price of reading twice.
+        Verify the blocks of all tensors before any tensor changes, at the price of reading twice.
     cast
-        Names whose dtype may change, or True for all: a list of names, each of which stands also for everything below it, or of
+        Tensors whose dtype may change: True for all, or a list of names, which also stand for everything below them, and of
         shell-style patterns.
     rename
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
-        The same of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+        Tensors whose global shape may differ, given as for `cast`: the overlap loads, the rest keeps its value.
     allow_missing
-        The same of names that the state wants and the checkpoint may lack: they keep their value, and the report has them.
+        Names that the state wants and the checkpoint may lack, given as for `cast`: they keep their value, and the report lists
+        them.
     ignore
-        The same of names that are not looked at, on either side: what the state has of them keeps its value, what the
-        checkpoint has of them is left out.
+        Names to skip on both sides, given as names or patterns: in the state they keep their value, in the checkpoint they are
+        left out.
     read_once
-        Read what several ranks want from storage on one of them only, and exchange it over the process group: where the
-        network to the other ranks is faster than storage. It takes up to 200 MiB of host memory a rank.
+        If several ranks want the same bytes, read them from storage on one rank only, and exchange them over the process group.
+        This pays if the network between ranks is faster than storage. It takes up to 200 MiB of host memory on each rank.
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
         the step ("load", "verify"), the bytes done and the bytes in all.
@@ -95,7 +96,7 @@ def load(
     Returns
     -------
     LoadReport
-        What loaded and, with ``strict=False``, what did not.
+        The tensors and bytes that loaded and, with ``strict=False``, the names that did not.
 
     Raises
     ------
@@ -104,7 +105,7 @@ def load(
     MismatchError
         Checkpoint and state disagree; nothing was changed.
     CorruptError
-        Bytes are damaged; the message lists what had been overwritten.
+        Bytes are damaged; the message lists the tensors that had been overwritten.
     PeerError
         Another rank failed or did not arrive.
     """
@@ -121,11 +122,11 @@ def load(
 
 
 Prepare = Callable[[Catalog, Comm], Target]
-"""Says what this rank wants of a catalog."""
+"""Returns the tensors and values that this rank wants of a catalog."""
 
 
 def target_of(state: Mapping[str, Any], *, adds: bool = True) -> Prepare:
-    """Want what a state has places for; `adds` tells whether saved values that a dict lacks are added to it."""
+    """Return a function that wants everything that a state has a place for; with `adds`, dicts also get values they lack."""
     return lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=adds)
 
 
@@ -137,9 +138,9 @@ def load_wanted(
     rename: Callable[[Catalog], Callable[[str], str]],
     process_group: Any = None,
 ) -> LoadReport:
-    """Load what `prepare` says that this rank wants of a catalog, which goes by the names that `rename` gives; nothing else.
+    """Load the tensors and values that `prepare` wants of a catalog, under the names that `rename` gives, and nothing else.
 
-    Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
+    Dtypes are converted. A tensor may have been saved with another global shape if the target's `check` permits it.
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
     formats = with_options({"as_saved": True})
@@ -163,18 +164,21 @@ def load_target(
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> tuple[LoadReport, Catalog]:
-    """Load what `prepare` wants, as `load` does; return also the catalog.
+    """Load the tensors and values that `prepare` wants, as `load` does; return the report and the catalog.
 
-    `only_wanted` ignores what it does not want. `opened` opens another source than what the path holds. `rename_of` makes the
-    `rename` for an open catalog.
+    With `only_wanted`, saved names that nobody wants are ignored, not reported. `opened` opens the source in place of `path`.
+    `rename_of` makes the `rename` for an open catalog.
+
+    All ranks go through the same collectives, in this order: open the session, open the source, `vote`, `verify_ties` if the
+    verdict has ties, open the exchange with `read_once`, the reads (with `read_once`, their rounds), the final gather.
     """
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), ExitStack() as held, session as comm:
-        # Open until all ranks have left the session.
+        # The source stays open until all ranks have left the session: it is entered before the session, so it closes after it.
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
         options = replace(options, tied_under_one_name=source.format != NATIVE)
-        SAVES.wait_staged()  # what a save still copies must not change under it
+        SAVES.wait_staged()  # memory that a save of this process still copies must not change
         storage, saved = source.storage, source.catalog
         rename = rename if rename_of is None else rename_of(saved)
         if rename is not None:
@@ -182,9 +186,10 @@ def load_target(
         target, saved, ignored = without_ignored(prepare(saved, comm), saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, target.tensors, options)
-        # Names below one that is wanted are wanted as well: some rank may have nothing there.
+        # A name below a wanted one is wanted too, because some ranks may have no tensor there.
         prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
+        # Every rank gets the same verdict: either all go on, or all raise the same error here.
         wanted = Wanted(() if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced)
         hints = (*source.hints(target.prefixes), *target.hints(values))
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
@@ -196,9 +201,10 @@ def load_target(
         report = reporter(progress if comm.rank == 0 else False)
         try:
             fetched = fetch(storage, saved, resolved, options, report=report, run=run)
+            # Also after a failed read: tensors that were overwritten by then must count as changed for autograd.
         finally:
             target.count_up(spec.name for spec in resolved.specs)
-        # Every rank has verified its bytes before any object is given its values.
+        # Wait for all ranks: no object gets its values before every rank has read and verified its bytes.
         comm.gather(b"")
         target.finish(values, not_loaded(target, resolved))
         log = RankLog(comm.rank, target.mesh)
@@ -222,12 +228,12 @@ def load_target(
 
 
 def wanted_names(target: Target) -> tuple[str, ...]:
-    """List the values and tensors that a target wants."""
+    """List the names of the values and tensors that a target wants."""
     return (*target.values, *(e.spec.name for e in target.tensors))
 
 
 def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:
-    """Drop ignored names on both sides; the target's `finish` treats them as not loaded. Also return all names there were."""
+    """Drop ignored names on both sides; the target's `finish` gets them as not loaded. Also return all names before that."""
     if not ignore:
         return target, saved, ()
     names = (*wanted_names(target), *saved.names, *saved.value_names)
@@ -243,7 +249,7 @@ def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tu
 
 
 def not_loaded(target: Target, resolved: Resolved) -> list[str]:
-    """List the tensors of a target that were not loaded; what is tied is loaded under one of its names, and there for all."""
+    """List the tensors of a target that were not loaded; a tied tensor counts as loaded if any of its names was."""
     loaded = {spec.first_name for spec in resolved.specs}
     return [e.spec.name for e in target.tensors if e.spec.first_name not in loaded]
 

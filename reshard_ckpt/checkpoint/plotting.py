@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint: one tensor's cut over ranks, a save's timeline, or one page about all of it."""
+"""`plot`: pictures of a checkpoint: one tensor's cut over ranks, a save's timeline, or one page about all of it."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ PICTURES = (".png", ".svg", ".html")
 def plot(
     path: Path, name: str | None = None, *, to: Mapping[str, int] | None = None, output: Path, timeline: bool = False
 ) -> pathlib.Path:
-    """Draw a checkpoint. No tensor data are read.
+    """Draw a checkpoint into a file. No tensor data are read.
 
     Parameters
     ----------
     path
-        A checkpoint, also one of another format.
+        A checkpoint, possibly of another format.
     name
-        A tensor: how it is cut over ranks. Without one, a page of the whole checkpoint: what each rank wrote, the mesh, the
-        tensors by size, and the timeline of the save where there is one.
+        A tensor: draw how it is cut over ranks. Without a name, make a page of the whole checkpoint: the bytes of each rank, the
+        mesh, the tensors by size, and the timeline of the save if the checkpoint has one.
     to
-        Axis names and sizes of another mesh, outermost first: also which saved shard feeds which of its ranks, placed as by
-        `reshard`. Only with `name`.
+        Axis names and sizes of another mesh, outermost first: also draw which saved shard feeds which rank of that mesh, placed
+        as by `reshard`. Only with `name`.
     output
-        The file to write, which is replaced. Its suffix says what it is: ``.png``, ``.svg`` or ``.html``; the
+        The file to write; an existing one is replaced. The suffix chooses the type: ``.png``, ``.svg`` or ``.html``; the
         page of a whole checkpoint is ``.html``; a timeline may also be ``.json``, for ``chrome://tracing`` and Perfetto.
     timeline
-        Draw where the time of the save went: ranks × time.
+        Draw the times of the save: a row for each rank, time from left to right.
 
     Returns
     -------
     pathlib.Path
-        The file.
+        The file that was written.
 
     Raises
     ------
     UsageError
-        The suffix does not fit what is drawn, options contradict each other, or the extra ``plot`` is not installed;
-        all but ``.json`` needs it.
+        The suffix does not fit the picture, options contradict each other, or the extra ``plot`` is not installed, which
+        every type but ``.json`` needs.
     MismatchError
         The checkpoint has no tensor of that name.
     CheckpointNotFound
-        There is none, or it keeps no timeline.
+        The path holds no checkpoint, or it keeps no timeline.
     """
     file = pathlib.Path(path_text(output))
     _check_options(name, to, timeline)
@@ -79,6 +79,7 @@ def plot(
 
 
 def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: bool) -> None:
+    """Raise UsageError if the options of `plot` contradict each other."""
     if to is not None and (name is None or timeline):
         raise UsageError(f"to={dict(to)}: says how one tensor would be cut; pass the name of one, and no timeline=True")
     if to is not None and not to:
@@ -88,17 +89,19 @@ def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: boo
 
 
 def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str, instead: str = "") -> None:
+    """Raise UsageError if a file's suffix is not a known one; `what` names the picture, `instead` is other advice."""
     if file.suffix not in known:
         raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so{instead and ','}{instead}")
 
 
 def _report(path: Path) -> bytes:
+    """Make the page of a whole checkpoint."""
     found, plotting = inspect(path), load_plotting()
     try:
         saved: Timeline | None = read_timeline(path)
     except CheckpointNotFound:
         saved = None
-    # An alias has no bytes of its own.
+    # An alias has no bytes of its own, so it counts as 0.
     sizes = [line.num_bytes if isinstance(line, TensorLine) and line.alias_of is None else 0 for line in found.lines]
     title = os.path.normpath(path_text(path))
     page: str = plotting.report_page(title, found.catalog, found.summary, found.tree, sizes, saved)
@@ -106,6 +109,7 @@ def _report(path: Path) -> bytes:
 
 
 def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> bytes:
+    """Draw one tensor's cut over ranks; with `to`, also on another mesh."""
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:
@@ -122,7 +126,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
 
 
 def load_plotting() -> ModuleType:
-    """Import what draws, which is an extra and takes time to load, only where something is drawn."""
+    """Import the room that draws, only when something is drawn: it needs an extra, and takes time to load."""
     try:
         from .. import plotting
     except ImportError as error:
@@ -131,7 +135,7 @@ def load_plotting() -> ModuleType:
 
 
 def write_picture(file: pathlib.Path, data: bytes) -> None:
-    """Put the file in place whole, or leave what is there."""
+    """Write a file as a whole: into a temporary file first, so that a failure leaves the old one."""
     beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         try:

@@ -1,4 +1,4 @@
-"""What one process does with a checkpoint alone: read its catalog, verify its bytes, read whole tensors."""
+"""Functions of a single process on a checkpoint: read its catalog, verify its bytes, read whole tensors, write a manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def catalog(path: Path) -> Catalog:
 
 
 def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
-    """Read the chosen ones of a checkpoint's values, by name; and its catalog."""
+    """Read a checkpoint's catalog, and the values whose names `chosen` accepts, by name."""
     with open_source(path) as source:
         names = [name for name in source.catalog.value_names if chosen(name)]
         values = open_values(source.storage, source.catalog, names, verify=True)
@@ -41,39 +41,39 @@ def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dic
 
 
 def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
-    """Read a whole checkpoint and verify every byte of it, in one process; nothing is loaded.
+    """Read a whole checkpoint and verify every byte of it, in one process; nothing is loaded into a state.
 
     Parameters
     ----------
     sha256
-        Also hold every file against the manifest, which a save with ``sha256=True`` or `write_manifest` made. This reads it all
-        a second time.
+        Also check every file against the manifest that a save with ``sha256=True`` or `write_manifest` made. This reads
+        everything a second time.
     workers
-        Threads that read and hash, at 8 MiB of memory each; by default as many as a load uses.
+        Threads that read and hash, with 8 MiB of memory each; by default as many as a load uses.
     progress
         As for `load`; the step is "verify", and then "sha256".
 
     Returns
     -------
     VerifyReport
-        ``.ok``, and ``.problems`` with a line for each thing that is wrong: which file, which bytes, which tensors.
+        ``.ok``, and ``.problems`` with a line for each problem: the file, the bytes, the tensors.
 
     Raises
     ------
     CheckpointNotFound
-        There is no catalog.
+        The path has no catalog.
     """
     check_workers(workers)
     try:
         return _verified(path, sha256, workers, reporter(progress))
-    except CorruptError as error:  # of the catalog, or of the manifest, whose messages name the next step
+    except CorruptError as error:  # the catalog or the manifest is damaged; its message gives the next step
         return VerifyReport((str(error),), 0, 0)
 
 
 def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress) -> VerifyReport:
     with open_source(path) as source:
         storage, saved = source.storage, source.catalog
-        if sha256 and not source.sha256:  # some foreign formats list it
+        if sha256 and not source.sha256:  # some foreign formats list the SHA-256 of their files
             _refuse_foreign(source)
         verified = verify_all(storage, saved, workers=workers, report=report)
         if not sha256:
@@ -89,9 +89,9 @@ def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress)
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:
-    """List the SHA-256 of every file of a checkpoint that was saved without a manifest; return where the manifest is.
+    """List the SHA-256 of every file of a checkpoint that was saved without a manifest; return the manifest's path.
 
-    Every byte is verified first, so that no damage is listed. Reads all of it twice.
+    Every byte is verified first, so that no damaged file is listed. So everything is read twice.
 
     Parameters
     ----------
@@ -101,9 +101,9 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
     Raises
     ------
     CheckpointNotFound
-        There is no checkpoint.
+        The path holds no checkpoint.
     CorruptError
-        It is damaged; no manifest was made.
+        The checkpoint is damaged; no manifest was made.
     """
     check_workers(workers)
     with open_source(path) as source:
@@ -118,12 +118,13 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
 
 
 def check_workers(workers: int | None) -> None:
-    """Refuse what is no number of threads."""
+    """Raise UsageError if this is not a number of threads, or None."""
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
 
 
 def _refuse_foreign(source: Source) -> None:
+    """Raise UsageError if a checkpoint is not in this library's own format."""
     if source.format != NATIVE:
         raise UsageError(f"{source.storage.url}: a manifest is made of this library's checkpoints; this is a {source.format} one")
 
@@ -134,9 +135,9 @@ def timeline(path: Path) -> Timeline:
     Raises
     ------
     CheckpointNotFound
-        There is no checkpoint, or it was saved with ``timeline=False``.
+        The path holds no checkpoint, or it was saved with ``timeline=False``.
     CorruptError
-        The timeline, or the catalog, is damaged.
+        The timeline or the catalog is damaged.
     """
     with open_source(path) as source:
         key, url = timeline_key(source.catalog.save_id), source.storage.url
@@ -151,7 +152,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     Parameters
     ----------
     names
-        Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``), and may be a
+        Names, by default all. A name also stands for everything below it (``"model"`` for ``"model.…"``), and may be a
         shell-style pattern (``"*.bias"``).
     progress
         As for `load`.
@@ -164,16 +165,16 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     Raises
     ------
     MismatchError
-        The checkpoint has none of a name that was asked for.
+        The checkpoint has nothing of one of these names.
     UnsupportedError
-        A foreign checkpoint has it, but in a form that cannot be read, such as a value that only unpickling could make.
+        A foreign checkpoint has the name, but in a form that cannot be read, such as a value that only unpickling could make.
     """
     with open_source(path) as source:
         return read_from(source, names, progress=progress)
 
 
 def read_from(source: Source, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:
-    """Read as `read` does, from what is open."""
+    """Read as `read` does, from a source that is open already."""
     storage, saved = source.storage, source.catalog
     matched = match_names(saved, names)
     matched.refuse_unreadable(saved)
@@ -191,7 +192,7 @@ def read_from(source: Source, names: Sequence[str] | None = None, *, progress: b
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
-    """Describe a tensor as a whole, with new memory to read it into."""
+    """Describe a whole tensor as one piece, and allocate memory to read it into."""
     index = saved.index(name)
     assert saved.tensors_table.kind[index] == TensorKind.TENSOR
     shape, dtype = saved.shape(index), saved.dtype(index)

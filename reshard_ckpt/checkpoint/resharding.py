@@ -1,4 +1,4 @@
-"""`reshard`: write a checkpoint anew for another topology, offline, in one process or many."""
+"""`reshard`: write a checkpoint again for another topology, offline, in one process or many."""
 
 from __future__ import annotations
 
@@ -41,28 +41,31 @@ _LOCK = "reshard.lock"
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What `reshard` wrote, or with ``dry_run=True`` would write.
+    """The result of `reshard`, or with ``dry_run=True`` the result that it would have.
 
     Attributes
     ----------
     save_id
-        The id of the result.
+        The id of the new checkpoint.
     mesh
-        Its axes and their sizes.
+        The axes of the new mesh and their sizes.
     ranks
-        For each rank of the new topology: its files and bytes, what these are made of, and whose files that is in.
+        For each rank of the new topology: its files and bytes, the number of saved bytes that these are made of, and the saved
+        ranks whose files contain them.
     placements
-        How each tensor lies on the new mesh, axis by axis.
+        The placement of each tensor on the new mesh, axis by axis.
     num_values
-        The number of values in the result.
+        The number of values in the new checkpoint.
     bytes_written, bytes_kept
-        The size of all files of the result; of them, what an attempt that was cut off had finished.
+        The size of all files of the new checkpoint, and the part of it that an interrupted attempt had finished.
     bytes_wanted, bytes_read
-        Bytes of the old checkpoint that the result is made of; what was read for it, since whole blocks are verified.
+        Bytes of the old checkpoint that the new one is made of, and the bytes that were read for them. More are read, because
+        whole blocks are verified.
     idle_axes
-        Axes of the new mesh that the saved one does not have, and along which nothing is divided, so that all their ranks hold
-        the same. A rule divides tensors along them.
+        Axes that the saved mesh does not have and that divide no tensor, so that all ranks along them hold the same bytes. A rule
+        divides tensors along them.
     dry_run
+        True if nothing was written.
         Whether nothing was written.
     """
 
@@ -99,36 +102,36 @@ def reshard(
 ) -> ReshardReport:
     """Write a checkpoint as a job of another topology would have saved it, so that each of its ranks reads few files, in order.
 
-    Memory is bounded at any size. One process does it, or all ranks of a process group together, each some of the files. A
-    reshard that was killed goes on where it was when it is called again in the same way: finished files are kept.
+    Memory is bounded at any size. One process does all of it, or the ranks of a process group each write some of the files. A
+    reshard that was killed continues if it is called again in the same way: finished files are kept.
 
     Parameters
     ----------
     src
         The checkpoint to read.
     dst
-        Where to write; a checkpoint that is there is replaced in the last step. It cannot be `src`.
+        Where to write. A checkpoint there is replaced in the last step. It cannot be `src`.
     mesh
-        Axes and sizes of the new topology, outermost first, as in ``{"dp": 2, "tp": 4}``. The axis ``pp`` holds pipeline stages,
-        ``ep`` experts.
+        Axes and sizes of the new topology, outermost first, as in ``{"dp": 2, "tp": 4}``. The axis ``pp`` is for pipeline stages,
+        ``ep`` for experts.
     rules
-        Name patterns with placements, as a map or a list of maps, or a YAML file of them; see the guide. What no rule matches
-        stays as in the catalog: sharded along the same dim, replicated, or flat, on the new size of the axis.
+        Name patterns with placements, as a map, a list of maps, or the path of a YAML file; see the guide. A tensor that no rule
+        matches stays as in the catalog: sharded along the same dim, replicated, or flat, on the new size of the axis.
     stages
-        The first layer of each pipeline stage but the first; evenly by default.
+        The first layer of each pipeline stage except stage 0; by default layers are divided evenly.
     select, exclude, drop
-        Names, what lies below them, or patterns: what to take (all by default), and what not. `drop` is for whole parts, such as
-        ``"optimizer"``.
+        Names, which also stand for everything below them, or patterns: what to take (by default all), and what to leave out.
+        `drop` is another `exclude`, meant for whole parts such as ``"optimizer"``.
     rename
         As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
-        Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
+        Patterns of names, with the dtype that matching floating-point tensors get: ``{"model.*": "bfloat16"}``.
     dry_run
-        Plan and report; write nothing.
+        Only plan and report; write nothing.
     verify
         Verify every block that is read, and read back every block that was written.
     progress
-        True for a line on stderr, or a function of the step, the bytes done and the bytes in all.
+        True: a line on stderr. A function is called with the step, the bytes done and the bytes in all.
     process_group, timeout_s
         As for `save`.
 
@@ -143,7 +146,7 @@ def reshard(
     CheckpointNotFound, CorruptError
         The source is missing or damaged; nothing at `dst` was replaced.
     StorageError
-        The store refused; what `dst` held is still there.
+        The store refused; the checkpoint that was at `dst` is still there.
     """
     new_mesh = mesh_of("mesh", mesh)
     placement_rules = parse_rules(read_rules(rules), new_mesh)
@@ -169,7 +172,7 @@ def reshard(
 def write_as_one_rank(
     source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, *, verify: bool, report: OnProgress
 ) -> ReshardReport:
-    """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
+    """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh(("dp",), (1,)), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
@@ -189,14 +192,15 @@ def _write(
     before = look(target) if comm.rank == 0 else None
     save_id = agree_on_id(comm, save_id_of(planned, verify=verify))
     if not has_checksums(planned.catalog):
-        # Without checksums nothing shows that the same catalog means the same bytes, so no earlier attempt may be taken up.
+        # The id is normally computed from the catalog, so that a killed attempt continues under the same id. Without checksums an
+        # equal catalog does not prove equal bytes, so a new id keeps earlier attempts apart.
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:
         return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
     with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():
-        comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock against another reshard
+        comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock that keeps other reshards out
         done = write_share(comm, source.storage, target, planned, save_id, verify=verify, report=report)
         done = commit(comm, target, planned, save_id, done, before)
     return _report(planned, save_id, done, dry_run)
@@ -204,15 +208,15 @@ def _write(
 
 @contextmanager
 def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
-    """Keep others from the files of this result: the same command, started twice, would write the same ones."""
+    """Hold a lock on this result: the same command, started twice, would write the same files."""
     key = f"{save_id}/{_LOCK}"
     try:
         lock = target.lock(key, make=True)
     except LocksUnsupported:
-        yield  # a second start fails there on files that exist already
+        yield  # without locks, a second reshard fails when it finds files that exist already
         return
     except MissingKey:
-        lock = None  # its holder was just done
+        lock = None  # the holder has just finished, and deleted the lock's key
     if lock is None:
         raise StorageError(f"{target.url}: the same reshard is under way there; wait for its end, or pass another path")
     with lock:
@@ -223,6 +227,7 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
 
 
 def _check_target(source: Storage, target: Storage) -> None:
+    """Refuse a destination that is the source itself, or a file."""
     same = source.url == target.url
     if os.path.isdir(source.url) and os.path.isdir(target.url):
         same = os.path.samefile(source.url, target.url)
@@ -233,6 +238,7 @@ def _check_target(source: Storage, target: Storage) -> None:
 
 
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
+    """Select the tensors and values to write, and the dtypes of tensors that are converted."""
     unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
     taken = select_names(catalog, select, unwanted or None)
     taken.refuse_unreadable(catalog)
@@ -242,7 +248,7 @@ def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: 
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the parameters of each optimizer in the order of its groups, which are among the values of these names."""
+    """Return the parameters of each optimizer, in order, from the groups that are among the values of these names."""
     groups = [name for name in names if optimizer_of(name) is not None]
     values = open_values(source.storage, catalog, groups, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))

@@ -1,4 +1,4 @@
-"""The public functions that save: `save` at once, `async_save` while training goes on, `prepare` before the first."""
+"""The public functions that save: `save` blocks, `async_save` saves while training goes on, `prepare` goes before the first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(
 ) -> SaveReport:
     """Save a state as one checkpoint, from all ranks of a job together.
 
-    Until the last step the path holds what it held before, and after it the new checkpoint, whole.
+    Until the last step, the path holds the checkpoint that it held before; after it, it holds the whole new one.
 
     Parameters
     ----------
@@ -59,24 +59,24 @@ def save(
     state
         Modules, optimizers, objects with ``state_dict``, tensors, shards and plain values, by name; see the guide.
     mesh
-        A ``DeviceMesh``, or axis names and sizes, outermost first, where the state alone does not show the job's mesh.
+        A ``DeviceMesh``, or axis names and sizes, outermost first; needed if the state alone does not show the job's mesh.
     process_group
-        The ranks that save together; all, by default.
+        The ranks that save together; by default all.
     metadata
         Plain values to keep in the catalog, the same on all ranks.
     timeline
-        Keep how long each step of each rank took beside the checkpoint, for `timeline`.
+        Store beside the checkpoint how long each step of each rank took, for `timeline`.
     sha256
-        Also keep a manifest: the SHA-256 of every file, in a text that ``sha256sum -c`` and `verify` check and any tool can sign.
+        Also write a manifest: the SHA-256 of every file, as text that ``sha256sum -c`` and `verify` check and any tool can sign.
     replicas
-        How ranks that hold the same are compared. ``"verify"``: each hashes all of it, and those that hold it share the writing.
-        ``"sample"``: each hashes 16 blocks of 64 KiB of a replica above 1 MiB, other ones in each save, and one of them writes it
-        whole, so that ranks may write unequal numbers of bytes. The same on all ranks.
+        How ranks that hold the same bytes are compared; the same on all ranks. ``"verify"``: each rank hashes all of its bytes,
+        and the ranks share the writing. ``"sample"``: of a replica above 1 MiB each rank hashes 16 blocks of 64 KiB, other blocks
+        in each save; one of the ranks writes the whole replica, so that ranks may write unequal numbers of bytes.
     progress
-        True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead,
-        with the step ("save"), the bytes done and the bytes in all; what it raises ends the save.
+        True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead, with
+        the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
     timeout_s
-        How long to wait for another rank before giving up, in seconds.
+        Seconds to wait for another rank before giving up.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def save(
     UsageError
         The state cannot be saved as it is; the message says what to change.
     StorageError
-        The store refused; what the path held before is still there.
+        The store refused; the checkpoint that the path held before is still there.
     PeerError
         Another rank failed or did not arrive.
     """
@@ -97,6 +97,7 @@ def save(
 
 
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
+    """Run a whole save: agree with all ranks, write this rank's part, commit."""
     with outside_inference_mode(), ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
         receipt = _written(job)
@@ -105,7 +106,7 @@ def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
 
 
 def _written(job: SaveJob) -> Receipt:
-    """Write this rank's part: from the tensors' own memory, or through pinned memory where some lie on an accelerator."""
+    """Write this rank's part: straight from the tensors' memory, or through pinned memory if some lie on an accelerator."""
     if device_to_pin_for(job.local_shards) is not None:
         return write_staged(job)
     return write_assignment(
@@ -137,40 +138,40 @@ def async_save(
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
-    """Save a state while training goes on.
+    """Save a state while training goes on; returns as soon as the state may change, or before (`staging`).
 
     Parameters
     ----------
     path, state, mesh, process_group, metadata, timeline, sha256, replicas, progress, timeout_s
-        As for `save`; a function is called in the thread that writes.
+        As for `save`; a `progress` function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
-        ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
-        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. Your own code
-        that changes parameters waits for ``staged()``: a change that is found fails the save. What is copied is compared whole
-        with what is there when all is copied; docs/reliability.md says what is found.
-        Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
+        ``staged()`` of the handle returns. The steps of the optimizers in the state wait for that by themselves, so a training
+        loop needs no change. Everything else that may change meanwhile (buffers, other objects) is copied before this returns.
+        Your own code that changes parameters must wait for ``staged()``: if such a change is detected, the save fails. After
+        copying, the copies are compared with the memory they were made from; docs/reliability.md lists the changes that this
+        detects. If the steps of an optimizer cannot be held back (compiled, ``capturable=True``), lazy is eager.
     hold
-        Who holds changes back while a lazy save copies. ``"optimizers"``: those in the state, as above. An optimizer, or a list:
-        these as well, which need not be in the state; what they own need not be copied at once. ``"caller"``: nothing is copied
-        before this returns, and nothing is held back or checked; the caller changes nothing of the state before ``staged()``
-        returns.
+        The objects that hold changes back while a lazy save copies. ``"optimizers"``: the optimizers in the state, as above. An
+        optimizer, or a list: these too, whether or not they are in the state; tensors that they own need not be copied before
+        this returns. ``"caller"``: nothing is copied before this returns, and nothing is held back or checked; the caller must
+        not change anything of the state before ``staged()`` returns.
     host_buffer_bytes
-        Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
-        for the disk.
+        Upper bound of the host memory for staging, at least 16 MiB. If it is less than this rank writes, staging is eager, and
+        waits for the disk.
     when_busy
-        If a save of this process is still under way: ``"wait"`` for it, or ``"error"``.
+        If another save of this process is still running: ``"wait"`` for it, or ``"error"``.
 
     Returns
     -------
     SaveHandle
-        Its ``result()`` returns a `SaveReport` once the checkpoint is committed, or raises what went wrong. An error that nobody
-        asked for is raised by the next save.
+        Its ``result()`` returns a `SaveReport` once the checkpoint is committed, or raises the error of the save. If nobody calls
+        ``result()``, the next save raises that error.
 
     Raises
     ------
     CheckpointError
-        As for `save`, as far as known before this returns; or the previous save failed in the background.
+        As for `save`, for errors that occur before this returns; or the previous save failed in the background.
     """
     options = SaveOptions(
         mesh,
@@ -195,7 +196,7 @@ ChooseTarget = Callable[[SaveJob], SaveTarget | None]
 def begin_save(
     path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget = lambda job: None
 ) -> SaveHandle:
-    """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
+    """Begin a save as `async_save` does, with its options as one value; `choose_target` may send the file images elsewhere."""
     guards = options.staging == "lazy" and not options.caller_holds
     guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
 
@@ -220,23 +221,33 @@ def _begin(
 
 
 Capture = Callable[..., Captured]
-"""Describes what this rank has to save; with `compare_first` called again, with the names of tensors whose replicas differ."""
+"""Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
+differ, with the names of the tensors whose replicas do."""
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
-    """Save what `capture` describes, replicas being compared first; the options are fields of `SaveOptions`."""
+    """Save the state that `capture` describes, comparing replicas first; the options are fields of `SaveOptions`."""
     return _save(path, capture, SaveOptions(compare_first=True, **options))
 
 
 def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
-    """Begin to save as `save_captured` does; what is to be saved is copied before this returns."""
+    """Begin to save as `save_captured` does; the state is copied before this returns."""
     return _begin(path, capture, SaveOptions(compare_first=True, **options))
 
 
 def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveOptions) -> SaveJob:
-    """Meet the other ranks, wait for the save before, capture the state, and agree on what each rank writes."""
+    """Meet the other ranks, capture the state, and agree on the part that each rank writes.
+
+    All ranks go through these steps in the same order:
+
+    1. Meet: open a session. Ranks that call another function, or with another `replicas`, are told so.
+    2. Wait for the previous save of this process.
+    3. Capture the state on this rank, without any collective.
+    4. Agree: rank 0 looks at the path, plans the save, checks the free space, and sends each rank its assignment.
+    5. With `compare_first`, compare replicas, and if some differ, capture and agree again (`_compared`).
+    """
     recorder = Recorder()
-    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in this are told so
+    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in it get an error that says so
     opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
     comm = _observed(session.enter_context(opened), recorder, options.progress)
     with recorder.step("turn"):
@@ -253,7 +264,7 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
 
 
 def _compared(job: SaveJob, capture: Capture) -> SaveJob:
-    """Compare replicas before anything is written; where some differ, capture anew, and agree on what that leaves."""
+    """Compare replicas before anything is written; if some differ, capture again without them as replicas, and agree again."""
     comm, agreed, recorder = job.comm, job.agreed, job.recorder
     with recorder.step("compare"):
         agreed = replace(agreed, values=job.options.checked_values(agreed.values))  # rank 0 has them
@@ -277,10 +288,10 @@ def prepare(
     replicas: str = "verify",
     timeout_s: float = 600.0,
 ) -> None:
-    """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` of it needs both.
+    """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` needs both.
 
-    Call it on all ranks, with the state and the options that `async_save` will be given. What an optimizer does not have yet,
-    before its first step, is not counted.
+    Call it on all ranks, with the state and the options that `async_save` will get. State that an optimizer creates in its first
+    step is not counted if it does not exist yet.
     """
     options = SaveOptions(replicas=replicas)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
@@ -292,7 +303,7 @@ def prepare(
 
 
 def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) -> Comm:
-    """Have the recorder note the calls of a session that was just opened; rank 0 alone shows progress."""
+    """Make the recorder note the calls of a session that was just opened, and rank 0 show progress."""
     recorder.add("meet", recorder.began)
     recorder.log = RankLog(session.rank, None)
     recorder.report = reporter(progress if session.rank == 0 else False)
@@ -300,7 +311,7 @@ def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) ->
 
 
 def _described(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> LocalShards:
-    """Describe what this rank has to save; from here on, log lines can say where on the mesh it is."""
+    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh."""
     with recorder.step("capture"):
         captured = capture()
         for text in captured.warnings if rank == 0 else ():

@@ -1,4 +1,4 @@
-"""The tensors and values that a caller selects by name, by the name of what is above them, or by shell-style pattern."""
+"""Selection of tensors and values by name, by the name of a part of the state that contains them, or by shell-style pattern."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Names = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True)
 class SelectedNames:
-    """The selected names of tensors and of values, and those that are selected but cannot be read."""
+    """The selected names: tensors, values, and names that a foreign checkpoint has but that cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
     def below(self, top: str) -> SelectedNames:
-        """Keep what lies below a name; below ``""`` is everything."""
+        """Keep the names below `top`; ``""`` keeps everything."""
 
         def kept(names: list[str]) -> list[str]:
             return [name for name in names if not top or name.startswith(f"{top}.")]
@@ -38,7 +38,7 @@ class SelectedNames:
 
 
 def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
-    """Return what the caller asks for; None asks for all.
+    """Select the tensors and values of these names; None selects all.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
 
 
 def top_level_keys(saved: Catalog, limit: int = 8) -> str:
-    """List the first parts of all names, for messages."""
+    """List the first parts of all names, as text for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
     if not found:
@@ -71,7 +71,7 @@ def top_level_keys(saved: Catalog, limit: int = 8) -> str:
 
 
 def _matching(known: Sequence[str], name: str) -> list[str]:
-    """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
+    """List the names equal to this one or below it; if there are no such names, use it as a pattern."""
     below = [other for other in known if other == name or other.startswith(f"{name}.")]
     return below or [other for other in known if fnmatchcase(other, name)]
 
@@ -94,17 +94,17 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
 
 
 def as_list(names: Names) -> Sequence[str] | None:
-    """Wrap one name in a list."""
+    """Put a single name into a list."""
     return [names] if isinstance(names, str) else names
 
 
 def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
-    """Map tensors to the dtypes that they shall have; the first pattern that matches a tensor counts.
+    """Map tensors to the dtypes that they are converted to; the first pattern that matches a tensor wins.
 
     Raises
     ------
     UsageError
-        A dtype is none of floating point, or a pattern fits no tensor that is.
+        A dtype is not a floating-point one, or a pattern matches no floating-point tensor.
     """
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():
@@ -119,7 +119,7 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
 
 
 def _floating_code(pattern: str, wanted: Any) -> str:
-    """Return the code of a dtype that is given as torch's, by torch's name, or by the code."""
+    """Return the code of a floating-point dtype, given as torch's dtype, torch's name for it, or the code."""
     name = str(wanted).removeprefix("torch.")
     known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
     for code, spelled in known.items():

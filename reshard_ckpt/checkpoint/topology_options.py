@@ -1,4 +1,4 @@
-"""The options that describe a new topology: a mesh, placement rules, stage boundaries. Each is checked here."""
+"""The options that describe a new topology: a mesh, placement rules, stage boundaries; the functions here check them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..core.words import check_text
 from ..errors import UsageError
 
 MAX_RANKS = 1 << 17
-"""Of a new topology; the plan of each rank takes memory."""
+"""The most ranks of a new topology; the plan of each rank takes memory."""
 
 
 def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
-    """Make a mesh from axes and their sizes; without axes it is one rank.
+    """Make a mesh from axes and their sizes; without axes it is a single rank.
 
     >>> mesh_of("mesh", {"dp": 2, "tp": 4})
     Mesh(axes=('dp', 'tp'), sizes=(2, 4))
@@ -35,7 +35,7 @@ def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
 
 
 def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return the first layer of each pipeline stage but the first; None for stages of about the same number of layers."""
+    """Return the first layer of each pipeline stage except stage 0; None if layers are to be divided evenly."""
     if stages is None:
         return None
     if "pp" not in mesh.axes:
@@ -52,12 +52,12 @@ def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...
 
 
 def read_rules(rules: Any) -> Any:
-    """Return rules as plain data; a path is that of a YAML file.
+    """Return rules as plain data; a path is read as a YAML file.
 
     Raises
     ------
     UsageError
-        It cannot be read, or has a key twice.
+        The file cannot be read, or has a key twice.
     """
     if not isinstance(rules, str | os.PathLike):
         return rules
@@ -89,12 +89,12 @@ def _parsed(text: str, where: str) -> Any:
             else "correct the file"
         )
         raise UsageError(f"{where}: {at}{error.problem}: no YAML; {hint}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: text that looks like a date, but is not valid
         raise UsageError(f"{where}: cannot be read as YAML: {error}; correct the file") from error
 
 
 def _refuse_duplicate_keys(root: Any, where: str) -> None:
-    """Refuse a mapping with two equal keys, of which YAML's own reader silently takes the last."""
+    """Raise UsageError if a mapping has a key twice; YAML's own reader silently takes the last one."""
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
@@ -112,18 +112,18 @@ def _refuse_duplicate_keys(root: Any, where: str) -> None:
 
 
 def check_rename(catalog: Catalog, rename: Any) -> None:
-    """Refuse a mapping of names of which one matches nothing in the checkpoint: surely a slip.
+    """Raise UsageError if a name in a rename mapping matches nothing in the checkpoint, which is surely a mistake.
 
     Raises
     ------
     UsageError
-        There is one.
+        A name matches nothing.
     """
     if not isinstance(rename, Mapping):
         return
     known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
     known |= {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
-    # An optimizer's groups name parameters too, of which some have no state.
+    # A name may also be that of a parameter in an optimizer's groups, even if that parameter has no state.
     optimizers = tuple(state_name(optimizer) for name in catalog.value_names if (optimizer := optimizer_of(name)) is not None)
     for old in rename:
         if old not in known and not old.startswith(optimizers):
@@ -131,7 +131,7 @@ def check_rename(catalog: Catalog, rename: Any) -> None:
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
-    """List the axes of a new mesh that the saved one lacks and that divide nothing: all their ranks hold the same."""
+    """List the axes that the saved mesh lacks and that divide nothing, so that all ranks along them hold the same."""
     known = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
     several = [axis for axis, size in zip(mesh.axes, mesh.sizes, strict=True) if size > 1]

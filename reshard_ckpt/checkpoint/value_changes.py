@@ -1,6 +1,6 @@
-"""Where two values differ, and by how much: dicts and lists are walked together, down to the parts that differ.
+"""Differences between two values: dicts and lists are walked together, down to the parts that differ.
 
-Identical values have identical bytes in a catalog, so that decides: a NaN equals itself, and 3 differs from 3.0.
+Two values are identical if their encoded bytes are, as in a catalog: a NaN equals itself, and 3 differs from 3.0.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 from ..format.values import encode_value
 
 MAX_LEAVES = 16
-"""A value that differs in more places is listed as a whole."""
+"""The most differences that are listed for one value; with more, the whole value is listed as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """A value, or a part of one, that differs.
+    """A value, or a part of a value, that differs.
 
     Attributes
     ----------
     name
-        Of the value.
+        The name of the value.
     where
-        Of the part, as Python reaches it: ``[0]['lr']``; empty for the whole.
+        The part, as a Python expression behind the value: ``[0]['lr']``; empty for the whole value.
     a, b
-        What it is in the first checkpoint, and in the second.
+        The value or part in the first checkpoint, and in the second.
     by, relative
-        Of numbers, ``b - a`` and ``|b - a| / max(|a|, |b|)``; of numpy arrays of one shape, the largest magnitude of either.
-        Otherwise, and where a number is NaN or infinite, None.
+        For numbers, ``b - a`` and ``|b - a| / max(|a|, |b|)``; for numpy arrays of one shape, the largest absolute and the
+        largest relative difference of an element. None for other types, and if a number is NaN or infinite.
     """
 
     name: str
@@ -58,12 +58,12 @@ def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
 
 
 def is_identical(a: Any, b: Any) -> bool:
-    """Return whether two values are identical."""
+    """Tell whether two values are identical."""
     return encode_value(a, "a value") == encode_value(b, "a value")
 
 
 def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the smallest parts that differ."""
+    """Yield the smallest parts that differ, as their expression and both sides."""
     if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
         parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
@@ -71,6 +71,7 @@ def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
     else:
         parts = []
     differing = [part for part in parts if not is_identical(part[1], part[2])]
+    # The parts are equal, or there are none, so this value itself is the smallest part that differs.
     if not differing:
         yield where, a, b
     for at, x, y in differing:
@@ -78,6 +79,7 @@ def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
+    """Return absolute and relative difference of two numbers or arrays; None, None for other types and if not finite."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _array_difference(a, b)
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in (a, b)):
@@ -94,6 +96,7 @@ def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
 
 
 def _array_difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, float | None]:
+    """Return the largest absolute and the largest relative difference of the elements of two arrays."""
     if a.shape != b.shape or a.dtype.kind not in "iuf" or b.dtype.kind not in "iuf" or not a.size:
         return None, None
     x, y = (side.astype(np.float64) for side in (a, b))
