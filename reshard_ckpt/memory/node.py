@@ -203,7 +203,7 @@ def node_id(folder: str) -> str:
         with _explained(path):
             with suppress(FileExistsError):  # another process was first, and its id counts
                 os.symlink(secrets.token_hex(16), path)
-            text = os.readlink(path)
+            text = os.readlink(path) if path.is_symlink() else path.read_text()  # a file is an earlier version's
     except NoRoom:
         return digest128(os.fsencode(f"{machine_id()} {os.path.realpath(folder)}")).hex()
     if not _RUN.fullmatch(text):

@@ -13,7 +13,7 @@ import pytest
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.memory import generations, node
 from reshard_ckpt.memory.generations import find_generations
-from reshard_ckpt.memory.node import node_id, run_folder, run_path, runs
+from reshard_ckpt.memory.node import node_id, run_folder, run_path, runs, user_folder
 from tests.memory.test_manager import assert_is_stored, killed, loaded, state
 from tests.reliability.faults import FaultyOs, fails
 
@@ -89,3 +89,6 @@ def test_the_id_of_a_node_lasts_as_long_as_its_memory(shm: Path):
     assert first == node_id(str(shm)) != stand_in
     shutil.rmtree(shm)
     assert node_id(str(shm)) not in (first, stand_in)
+    (path := user_folder(str(shm)) / "node").unlink()
+    path.write_text(first)  # as an earlier version did
+    assert node_id(str(shm)) == first
