@@ -99,6 +99,7 @@ def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> 
                 f"{len(member.shape)} in another; keep the files of one save in the folder"
             )
     ends = [[low + n for low, n in zip(part.offsets, part.lengths, strict=True)] for _, part in parts]
+    # In reverse, so that of equal boxes the first one stays in the dict.
     distinct = {(part.offsets, part.lengths): part for _, part in reversed(parts) if prod(part.lengths)}
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     return ForeignTensor(f"{ROOT}.{name}", first.dtype, shape, tuple(distinct.values()))

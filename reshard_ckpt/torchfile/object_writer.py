@@ -118,10 +118,13 @@ def _numpy(name: str) -> Global:
 
 def _dtype(value: np.dtype[Any]) -> Built:
     order = value.str[0]
+    # The state that numpy pickles: version 3, byte order, three fields of structured dtypes, item size and alignment (of strings
+    # alone), flags. The arguments: the code without byte order, not aligned, copied.
     state = (3, order, None, None, None, *((-1, -1, 0) if value.kind not in "SU" else (value.itemsize, value.alignment, 8)))
     return Built(FunctionCall(Global("numpy", "dtype"), (value.str[1:], False, True)), state)
 
 
 def _array(value: np.ndarray[Any, Any]) -> Built:
+    # numpy makes an empty array, and then gives it its state: version, shape, dtype, whether in Fortran order, bytes.
     empty = FunctionCall(_numpy("_reconstruct"), (Global("numpy", "ndarray"), (0,), _bytes(b"b")))
     return Built(empty, (1, tuple(value.shape), _dtype(value.dtype), False, _bytes(np.ascontiguousarray(value).tobytes())))

@@ -364,28 +364,35 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 
 
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+    # PROTO and FRAME. The length of a frame is a hint for reading ahead, and not needed here.
     0x80: _protocol,
-    0x95: lambda machine: (machine.number(8), None)[1],  # FRAME: its length is a hint for reading ahead, and not needed here
+    0x95: lambda machine: (machine.number(8), None)[1],
+    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
     0x58: _text(4),
     0x8D: _text(8),
     0x43: _bytes(1),
     0x42: _bytes(4),
     0x8E: _bytes(8),
+    # BININT2, BININT, LONG1, BINFLOAT
     0x4D: _unsigned(2),
     0x4A: lambda machine: machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True)),
     0x8A: _long,
     0x47: lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
+    # NONE, NEWTRUE, NEWFALSE
     0x4E: _constant(None),
     0x88: _constant(True),
     0x89: _constant(False),
+    # EMPTY_LIST, TUPLE3, APPEND, APPENDS, SETITEM
     0x5D: lambda machine: machine.stack.append([]),
     0x87: _tuple3,
     0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
     0x65: lambda machine: _extend(machine, machine.marks.pop()),
     0x73: _set_item,
+    # STACK_GLOBAL, GLOBAL, BINPERSID
     0x93: _stack_global,
     0x63: _global,
     0x51: _persistent,
+    # BINPUT, LONG_BINPUT: set a memo entry, whose index has one byte or four
     0x71: _move_into_place(1),
     0x72: _move_into_place(4),
 }

@@ -78,6 +78,8 @@ class _Emitter:
     def add(self, value: Any) -> None:
         """Write one value."""
         match value:
+            # Operations in the order of the cases: NONE; NEWTRUE, NEWFALSE; BINFLOAT; MARK … TUPLE; EMPTY_LIST MARK … APPENDS;
+            # EMPTY_DICT MARK … SETITEMS; … REDUCE; … EMPTY_TUPLE NEWOBJ, … BUILD; … BUILD; … BINPERSID
             case None:
                 self.out += b"N"
             case bool():
@@ -115,6 +117,7 @@ class _Emitter:
         self.out += after
 
     def _number(self, value: int) -> None:
+        # BININT1, BININT or LONG1
         if 0 <= value < 1 << 8:
             self.out += b"K" + value.to_bytes(1, "little")
         elif -(1 << 31) <= value < 1 << 31:
@@ -127,6 +130,7 @@ class _Emitter:
         """Write a string or a global; if it was written before, write a reference to the memo instead."""
         index = self._memo.get(value)
         if index is not None:
+            # BINGET or LONG_BINGET; below: GLOBAL or BINUNICODE, then BINPUT or LONG_BINPUT, which sets the memo entry
             self.out += b"h" + index.to_bytes(1, "little") if index < 256 else b"j" + index.to_bytes(4, "little")
             return
         if isinstance(value, Global):

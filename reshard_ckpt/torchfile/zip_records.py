@@ -190,7 +190,8 @@ def write_records(write: Callable[[bytes | memoryview], object], records: Iterab
             member = zipfile.ZipInfo(f"archive/{name}")
             member.file_size = size
             is_large = size > zipfile.ZIP64_LIMIT // 2
-            # torch maps storages into memory, so their bytes must begin aligned. An extra field of the header pads them.
+            # torch maps storages into memory, so their bytes must begin aligned. The extra field "FB" of the header pads them:
+            # two bytes of name, two of length, then the padding. zipfile adds its own extra field if the record is large.
             head = out.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + 4 + _ZIP64_BYTES * is_large
             padding = -head % ALIGNMENT
             member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding

@@ -139,6 +139,7 @@ def _pieces(tensor: SavedTensor, chunk: Chunk, part: FlatPart, heads: HeadParser
             f"{name}: its chunk at {first} is described as {layout.dtype} of {layout.shape}; use another checkpoint"
         )
     each = tensor.dtype.itemsize
+    # at: the byte of element `low` of the vector. The boxes lie one after the other from there on.
     at = chunk.extent.offset + layout.at + (low - first) * each
     shape = part.shape or (1,)
     cut = decompose(np.array([shape], np.int64), np.array([low - part.start]), np.array([high - low]))

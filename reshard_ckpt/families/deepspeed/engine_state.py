@@ -323,6 +323,7 @@ class EngineState:
     def update_parameters(self) -> None:
         """Copy loaded master weights to the module's parameters."""
         optimizer = self._optimizer
+        # Optimizers with `update_lp_params` copy by themselves. The others are told apart by the attribute with their masters.
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):

@@ -220,6 +220,7 @@ def _packed(
     _check_lengths(where, num, param_shapes=shapes, partition_count=num_ranks, param_alignment_paddings=gaps)
     groups = []
     params = [group.with_gaps(gap) for group, gap in zip(shapes, gaps, strict=True)]
+    # An elastic checkpoint has a list of states, one for each group, and no hyperparameters.
     is_elastic = isinstance(base, list)
     for i, (group, master, ranks, place) in enumerate(zip(params, masters, num_ranks, places, strict=True)):
         _check_ranks(where, ranks, place)
@@ -241,6 +242,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
     _check_ranks(where, num_ranks, rank)
     groups = []
     for i, (params, master) in enumerate(zip(shapes, masters, strict=True)):
+        # length: elements of this rank's stripes with padding, which all ranks have alike
         length = int((-(-params.numel // num_ranks)).sum())
         own = _state_of(base, i)
         groups.append(_flat_group(params, striped_runs(params, num_ranks, rank), length, master, own, f"{where}: group {i}"))

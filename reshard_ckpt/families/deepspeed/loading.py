@@ -87,7 +87,8 @@ def load_checkpoint(
     Raises
     ------
     MismatchError
-        The checkpoint does not fit the engine; nothing has changed.
+        A tensor does not fit the engine, and no tensor has changed; or the parameters of a group were saved with different
+        hyperparameters, which shows only after tensors are loaded.
     UnsupportedError
         The engine cannot be loaded in place.
     """
@@ -101,6 +102,8 @@ def load_checkpoint(
         return None, None
     saved = found.catalog
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    # The order matters: state must be allocated before tensors are described; the optimizer's values go in once all tensors are
+    # loaded; parameters are copied from the master weights last.
     _around(engine, "checkpoint_event_prologue")
     held = EngineState(engine, loading=True)
     kinds = kinds_of_state(saved)

@@ -122,6 +122,7 @@ class _Tag:
         return file, state
 
     def catalog(self) -> Catalog:
+        # Master weights first: a tensor that has them is not added from the module, from experts or from layers.
         if self._files.universal is not None:
             add_universal(self._reader, self._files.universal, self._models, self._state)
         for mp, model in enumerate(self._models) if self._files.universal is None else ():

@@ -149,7 +149,7 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
     if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
         raise UnsupportedError(f"{name}: a piece of its affine_map is no box of the tensor; save with reshard_ckpt instead")
-    # inner: how many dims of the piece, counted from the last, are consecutive in the shard.
+    # outer: how many leading dims of the piece are cut into single indices. The dims behind them are consecutive in the shard.
     step, outer = 1, len(lengths)
     while outer and (lengths[outer - 1] == 1 or dest_strides[outer - 1] == step):
         outer -= 1

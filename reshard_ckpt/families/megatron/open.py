@@ -63,6 +63,8 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Sour
             storage = stack.enter_context(open_storage(path))
             if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
                 return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
+        # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
+        # with a file for each rank, and metadata.json marks a torch_dist folder.
         if storage.size(CONFIG_KEY) is None and storage.size(METADATA_KEY) is None and is_per_rank(storage):
             catalog = read_ranks(storage, as_saved=as_saved, named=named)
             stack.pop_all()

@@ -61,6 +61,7 @@ class WantedTree:
         CorruptError
             Megatron itself has read ``common.pt``, and that file belongs to another save.
         """
+        # Collectives: `compare_keys` gathers and broadcasts, unless the mode is the default. All else is local.
         if not self._with_common and comm.rank == 0:
             check_common_file(catalog, self._folder)
         node = lower_tree(self._tree, loading=True)

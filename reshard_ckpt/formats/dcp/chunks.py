@@ -142,6 +142,7 @@ def _windows(places: Sequence[Place]) -> Iterator[_Window]:
     for place in places:
         extent = place[1].extent
         end = extent.offset + min(HEAD_BYTES, extent.length)
+        # A head joins the window before it if the gap is small and the window does not get too large.
         near = (
             group and extent.file == group[0][1].extent.file and extent.offset <= high + NEAR_BYTES and end - low <= WINDOW_BYTES
         )

@@ -29,6 +29,8 @@ HEAD_BYTES = 1 << 10
 LONG_HEAD_BYTES = 64 << 10
 """The number of bytes to read if the first ones are not enough."""
 
+# A local header: signature, version, flags, method, time, date, CRC, compressed size, size, lengths of name and extra field.
+# A descriptor: signature, CRC, compressed size, size. A flag says that a descriptor follows the bytes.
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0

@@ -171,6 +171,7 @@ class _Folder:
 
     def catalog(self, *, by_number: bool, more: MoreContents = NO_MORE) -> Catalog:
         """Build the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
+        # Groups first: they give names to numbered parameters, which changes `_paths` for everything below.
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:

@@ -104,6 +104,7 @@ def write_folder(
         places = _write_values(out, layout.values, encoded)
         tensors = _write_tensors(out, catalog, layout, bytes_of, chunk_bytes)
         out.finish()
+        # Readers look for ``.metadata``. It is published last, when all other files are durable.
         storage.sync(out.keys)
         storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=b"")
     except BaseException:
