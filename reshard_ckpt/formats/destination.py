@@ -153,6 +153,7 @@ def _remove_leftovers(path: str, mine: str) -> None:
     folder, name = os.path.split(path)
     ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.(partial|replaced)")
     left = {os.path.join(folder, entry): found[1] for entry in os.listdir(folder) if (found := ours.fullmatch(entry))}
+    # A folder whose lock is free belongs to a dead attempt.
     for entry in (entry for entry, what in left.items() if what == "partial" and entry != mine):
         with suppress(MissingKey):
             lock = _make_and_lock(entry)
@@ -160,6 +161,7 @@ def _remove_leftovers(path: str, mine: str) -> None:
                 raise _busy_error(path)
             with lock:
                 shutil.rmtree(entry, ignore_errors=True)
+    # Old content: remove it if the new one is in place, else put it back.
     for entry in (entry for entry, what in left.items() if what == "replaced"):
         if os.path.lexists(path):
             _remove(entry)

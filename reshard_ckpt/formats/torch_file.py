@@ -204,6 +204,7 @@ def _unnamed(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
         if names is None:
             yield ".".join(map(str, path))
             return
+        # State without a group would get no name at all.
         unknown = [key for key in value["state"] if key not in names]
         if unknown:
             raise CorruptError(

@@ -163,6 +163,7 @@ class _Optimizer:
 
 def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
     """List the optimizers of a state. A parameter with two names counts once, as in torch."""
+    # below: for tied weights of one key of the state, the first name of each second name, without that key
     below = {
         name.partition(".")[2]: source.partition(".")[2]
         for name, source in aliases_of(catalog).items()
@@ -184,6 +185,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
+        # State of an optimizer goes to torch's numbered form, any other tensor below the first part of its name.
         path = _path(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
             _put(root, path, tensor)
@@ -192,6 +194,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
         path = _value_path(entry) if (link := links.get(entry.name)) is None else optimizers[link.optimizer].path(link)
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
             _put(root, path, values[entry.name])
+    # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
     having = {link.optimizer for link in links.values()}
     for one in optimizers.values():
         _put(root, (*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))

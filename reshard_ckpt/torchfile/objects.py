@@ -186,6 +186,7 @@ class _Plain:
         self._spend(1 + (len(value) // 8 if isinstance(value, str | bytes) else 0))
         if depth < 0:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        # Stand-ins before containers; `torch.Size` before tuple, because it is one.
         if isinstance(value, StandInObject):
             return self._object(value, depth)
         if isinstance(value, PickledTensor):
@@ -222,6 +223,7 @@ class _Plain:
         if made.kind.name in _MAKERS:
             return _MAKERS[made.kind.name](self, arguments, made.state, depth - 1)
         module, _, name = made.kind.name.partition(":")
+        # A call of a name outside of `_MAKERS` can only be a member of an enum: one argument, no state.
         if isinstance(made, _Called):
             if len(arguments) != 1 or made.state is not None:
                 raise PicklingError(f"calls {module}.{name} with {len(arguments)} arguments, which no enum takes")

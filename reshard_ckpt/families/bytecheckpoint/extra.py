@@ -53,6 +53,7 @@ def read_extra_state(storage: Storage, format: str) -> tuple[MoreContents, dict[
         common, own = _divided({rank: _load(storage, found[rank]) for rank in range(len(found))})
     except CheckpointError as error:
         return MoreContents(unreadable={EXTRA: error}), {}, {EXTRA: str(error)}
+    # Values that are equal on all ranks go below `EXTRA`, the others below `OF_RANK` and the number of their rank.
     state: dict[str, Any] = {EXTRA: common} if common else {}
     advice = {}
     if own:
@@ -64,6 +65,7 @@ def read_extra_state(storage: Storage, format: str) -> tuple[MoreContents, dict[
         advice = {EXTRA: f"{names} of {EXTRA} differ between ranks; ask for them as {OF_RANK}.<rank>.<name>"}
     kept, unreadable = without_unreadable(state)
     captured = capture(Verbatim(kept))
+    # The tensors become files of their own, which a `StridedStorage` serves: entry i of `captured` is file i.
     strided = {f"{EXTRA}/tensors/{i}": entry.memory.detach() for i, entry in enumerate(captured.tensors)}
     files = [foreign_file(key, tensor.numel() * tensor.itemsize, format) for key, tensor in strided.items()]
     specs = [entry.spec for entry in captured.tensors]

@@ -59,6 +59,7 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
     described = list(zip(names, shapes, strict=True))
     if [not pad for pad in padding].count(True) != len(described):
         raise ValueError("another number of parameters than names")
+    # Walk over the vector: each run is padding, or the next parameter.
     position = 0
     left = iter(described)
     for size, pad in zip(sizes, padding, strict=True):

@@ -195,12 +195,14 @@ class Engine:
     def save(self, state_dict: Any, path: str) -> None:
         """Receive the content of one file. The call for the last file of a rank begins the save of the whole state."""
         folder, name = os.path.split(path)
+        # Not a file of the checkpoint that was begun, such as one of ``save_16bit_model``: DeepSpeed's own engine writes it.
         if self._info is None or os.path.abspath(folder) != os.path.abspath(self._path()):
             self.stock.save(state_dict, path)
             return
         engine = self._of()
         if _LAYER.fullmatch(name):
             return
+        # The optimizer's file, if this rank writes one, comes after the model's.
         if _MODEL.fullmatch(name):
             self._values = {key: copied(value) for key, value in state_dict.items() if key not in NOT_VALUES}
             module = state_dict.get("module")

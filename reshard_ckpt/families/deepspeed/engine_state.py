@@ -159,6 +159,7 @@ class EngineState:
             groups = base_optimizer(self._engine).param_groups
             params = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else [g["params"] for g in groups]
             return [[self.names[param] for param in group] for group in params]
+        # ZeRO-3 has several flat sub-groups for one group of torch's optimizer; otherwise there is one for each.
         homes = getattr(self._optimizer, "sub_group_to_group_id", None)
         found: list[list[str]] = [[] for _ in base_optimizer(self._engine).param_groups]
         for i, params in enumerate(self._flat):
@@ -175,6 +176,7 @@ class EngineState:
         """
         model: dict[str, Any] = {}
         state: dict[str, dict[str, Any]] = {}
+        # Master weights stand for their parameters in the model. Parameters without them come from the module below.
         for entry in self._entries():
             if entry.key == MASTER:
                 model[entry.fqn] = entry.value
@@ -198,6 +200,7 @@ class EngineState:
         for fqn, key, shape, tensor, at, start, count in named_runs(flat):
             if self._parallel.counts(fqn):
                 yield Entry(fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start))
+        # Scalars such as the step belong to the group: repeat them for each of its parameters with elements on this rank.
         for group in flat.groups:
             held = {group.params.names[i] for i in group.runs.param.tolist()}
             for fqn in filter(self._parallel.counts, held):
@@ -228,6 +231,7 @@ class EngineState:
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
         """Yield the parameters without master weights."""
         apart = self._apart() if self._optimizer is not None and self._flat is None else ()
+        # Skip parameters whose master weights are saved.
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
         for local, param in self._engine.module.named_parameters():
             fqn = self.name(local)
@@ -302,6 +306,7 @@ class EngineState:
             The loaded values differ among the parameters of one group.
         """
         base = base_optimizer(self._engine)
+        # A flat group has one value for all of its parameters, so the loaded values of these must agree.
         for names, owner in self._owners():
             state = base.state[owner]
             for key in {key for fqn in names for key in entries.get(fqn, {})}:
@@ -313,6 +318,7 @@ class EngineState:
                             f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in "
                             "one flat group here, which has one value; put them into groups of their own"
                         )
+                # Keep the form that the optimizer has: a tensor stays the same tensor, a number stays a number.
                 if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
                     state[key].copy_(value)
                 elif isinstance(state.get(key), torch.Tensor):
@@ -368,6 +374,7 @@ def _flat_params(engine: Any) -> list[Params] | None:
     optimizer = engine.optimizer
     if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
         return None
+    # ZeRO and BF16_Optimizer give shapes of whole parameters; without ZeRO, parameters are whole on every rank.
     if engine.zero_optimization() or hasattr(optimizer, "bf16_groups"):
         shapes = engine._get_zero_param_shapes()
     else:

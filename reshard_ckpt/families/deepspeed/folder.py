@@ -125,6 +125,7 @@ def tag_files(storage: Storage) -> TagFiles | None:
     where = storage.url
     if not models:
         raise CorruptError(f"{where}: has {optimizers[0][0]}, but no file of model states; copy the rest of it")
+    # A run that changed its precision may leave files with another prefix in the folder: these are of another save.
     prefixes = {m["prefix"] for m in optimizers}
     if len(prefixes) > 1:
         raise CorruptError(

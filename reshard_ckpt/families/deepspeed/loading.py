@@ -148,12 +148,14 @@ def _load_tensors(
     model, state = held.tensors(with_state=with_optimizer)
     model |= held.buffers()
     shared: dict[str, dict[str, Any]] = {}
+    # Scalars are not loaded in place, as a flat group has just one of each: load a saved tensor into a new one, by parameter.
     for fqn, entries in state.items():
         for key in [key for key, value in entries.items() if _is_scalar(value)]:
             del entries[key]
             kind = kinds.get(fqn, {}).get(key)
             if kind is not None and f"{OPTIMIZER}.state.{fqn}.{key}" in saved:
                 entries[key] = shared.setdefault(fqn, {})[key] = torch.zeros((), dtype=kind[1])
+    # numbers: entries of the state that are saved as values, and not as tensors; they are read after the tensors
     numbers = {name: link for name, link in saved.links().items() if name not in saved and link.fqn in state}
     tree: dict[str, Any] = {"model": model} if model else {}
     state = {fqn: entries for fqn, entries in state.items() if entries}
@@ -203,6 +205,7 @@ def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
     scaler, saved = getattr(optimizer, "loss_scaler", None), values.get("loss_scaler")
     if scaler is not None and isinstance(saved, Mapping) and vars(scaler).keys() == saved.keys():
         vars(scaler).update({key: value for key, value in saved.items() if key != "dtype"})
+    # Optimizers with a `loss_scale_config` keep the state of the loss scale there, under the saved keys.
     config = getattr(optimizer, "loss_scale_config", None)
     for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "dynamic_loss_scale"):
         if config is not None and getattr(config, "use_grad_scaling", True) and key in values:

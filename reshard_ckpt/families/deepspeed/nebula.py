@@ -88,6 +88,7 @@ class NebulaRun:
         Return None if ``latest`` names a checkpoint in the folder of the load, which was saved without nebula.
         """
         latest, tags = latest_of(load_dir, timeout_s=self._timeout_s), self._tags(self._manager)
+        # All ranks go the same way from here: `latest` and `tags` are equal on all of them, and each step below is collective.
         step = None if latest is None else _step_of(tags, latest)
         try:
             if step is not None and latest is not None:

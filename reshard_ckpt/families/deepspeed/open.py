@@ -215,6 +215,7 @@ class _Tag:
         else:
             module = model.content["module"] or {}
             found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, PickledTensor)]
+        # Buffers are never parameters. A second name would count one parameter twice.
         buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
         skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
         return [one for one in found if one.fqn not in skipped]
@@ -233,6 +234,7 @@ class _Tag:
         """Add an optimizer that has a tensor for each parameter."""
         base = state.get("optimizer_state_dict", state)
         numbers = numbers_of(base, model.key)
+        # fqns: the name of each parameter by its number; mine: the part of each that this model-parallel rank holds
         fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
         shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
         params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
@@ -240,6 +242,7 @@ class _Tag:
         for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
             if mine[fqn].readable:
                 self._columns.add_shard(model, parameter_name(fqn), master, mine[fqn])
+        # State in the shape of its parameter is a shard of the global state; any other is an entry for the whole parameter.
         for number, entries in base["state"].items():
             fqn = fqns[number]
             for key, value in entries.items() if mine[fqn].readable else ():
@@ -285,6 +288,7 @@ class _Tag:
                 f"{self._where}: the buffer {missing} is in no file of a layer; copy "
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
+        # Skip layers that have master weights. A layer of a tied module becomes an alias; any other is added whole.
         tied = tied_names(self._layers, self._columns.shapes(), self._is_cast)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
@@ -313,6 +317,7 @@ class _Tag:
         tensors = {fqn: view for fqn, view in module.items() if isinstance(view, PickledTensor)}
         aliases = self._aliases(model, tensors)
         frozen = shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
+        # Skip tensors that are there already: master weights, stripes of frozen parameters, and tensors known to be unreadable.
         for fqn, view in tensors.items():
             name = parameter_name(fqn)
             if fqn in aliases:
@@ -354,6 +359,7 @@ class _Tag:
                     raise CorruptError(
                         f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
                     )
+                # One run: elements [start, start + count) of parameter i lie at the begin of the fragment.
                 one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
                 only = Params.of({params.names[i]: params.shapes[i]})
                 names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))

@@ -68,6 +68,7 @@ def tied_names(
     found = {}
     for fqn, layer in layers.items():
         number, _, rest = fqn.partition(".")
+        # The optimizer has the layer under its own name, so it is not tied.
         if number in known:
             continue
         alike = [name for name in tied if name.removeprefix(f"{MODEL}.{TIED}").partition(".")[2] == rest]
@@ -90,6 +91,7 @@ def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor
     if not all(isinstance(of_rank, list) and all(isinstance(group, dict) for group in of_rank) for of_rank in mappings):
         raise CorruptError(f"{where}: has neither param_shapes nor param_slice_mappings; use another copy")
     shapes: list[dict[str, Ints]] = []
+    # sizes: elements of each parameter, summed over the fragments of all ranks
     for groups in zip(*mappings, strict=True):
         sizes: dict[str, int] = {}
         for fragments in groups:

@@ -66,6 +66,7 @@ class TensorParallel:
         self._unsupported = _by_name(info.get("autotp_unsupported_parameter_patterns") or {})
         self._replicated = _by_name(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
         self._rows = _by_name(dict.fromkeys(info.get("parameter_with_row_parallelism_patterns") or ()))
+        # Kinds of Megatron-DeepSpeed; they are only named in the error.
         others = ("parameter_to_average_patterns", "parameter_with_2_sub_params_cat_dim_0")
         self._other_kinds = _by_name({pattern: key for key in others for pattern in info.get(key) or ()})
         for entry in info.get("parameter_with_sub_params") or ():
@@ -107,6 +108,7 @@ def _plain_name(pattern: str) -> str:
 
 def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
     """Return the part of a rank if the tensors of all ranks, joined along `dim`, are the whole."""
+    # The shapes of all ranks may differ only along `dim`.
     if any(len(shape) <= dim for shape in shapes) or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise CorruptError(f"{name}: its tensor-parallel shards have shapes {shapes}, which do not fit along dim {dim}")
     low = sum(shape[dim] for shape in shapes[:rank])

@@ -37,6 +37,7 @@ def add_universal(
     for (fqn, key), path in files.items():
         if fqn in known:
             _add_file(fqn, key, reader.open(path), known[fqn], state)
+    # Each parameter with a shape must have its master weights.
     missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
     if missing is not None:
         raise CorruptError(f"{where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")

@@ -28,6 +28,7 @@ def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
     A step into a list is a tuple of the index. For an unreadable value, its `UnsupportedError` is yielded instead.
     """
+    # An object of DeepSpeed counts as the dict of its attributes.
     if isinstance(value, StandInObject) and isinstance(value.state, dict):
         value = value.state
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value) and len(path) < MAX_DEPTH:

@@ -89,6 +89,7 @@ def name_buckets(
         if is_bucket(tensor.name):
             prefix, _, key = tensor.name.rpartition(".")
             buckets.setdefault(prefix, {})[key] = tensor
+    # buckets[prefix][key]: the tensor of one state, such as ``param`` or ``exp_avg``, in one bucket
     parameters = [tensor for tensor in tensors if tensor.name.startswith(f"{MODEL}.")]
     found = _Found()
     for prefix, states in buckets.items():
@@ -97,6 +98,7 @@ def name_buckets(
     made: list[ForeignTensor] = []
     unreadable: dict[str, UnsupportedError] = {}
     for i, parameter in enumerate(parameters):
+        # A parameter is named only if all of its parts are proved.
         claims = [(i, j) for j in range(len(parameter.parts))]
         proved = claims and all(claim in found.places and claim not in found.unproved for claim in claims)
         homes = [found.places[claim] for claim in claims] if proved else []

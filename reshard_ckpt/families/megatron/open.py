@@ -204,6 +204,7 @@ class _Folder:
         if self.storage.size(COMMON_KEY) is not None:
             extent = Extent(COMMON_KEY, 0, self.storage.size(COMMON_KEY) or 0)
             self._add_common(COMMON_KEY, extent)
+        # The common state is in ``common.pt``, or an object; with both, the file counts. Other objects are values of their own.
         sizes = FileSizes(self.storage)
         for key, extent in self.metadata.saved.values.items():
             problem = sizes.problem(key, extent)
@@ -274,6 +275,7 @@ def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+    # Tell whether `param_state` holds only the steps of parameters.
     def is_step(value: Any) -> bool:
         return isinstance(value, dict) and all(isinstance(one, dict) and one.keys() <= {"step"} for one in value.values())
 

@@ -292,6 +292,7 @@ def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
     wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
     if not wanted:
         return []
+    # kinds: all states that the checkpoint has, such as ``exp_avg``; keys: parameters whose master this rank holds
     kinds = {name.split(".")[2] for name in catalog.names if name.startswith(f"{STATE}.") and name.count(".") > 2}
     keys = {name.removeprefix(_MASTER) for name in wanted if name.startswith(_MASTER)}
     names = (f"{STATE}.{kind}.{key}" for kind in sorted(kinds) for key in sorted(keys))

@@ -136,6 +136,7 @@ def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
         buffers, unreadable[f"{OPTIMIZER}.state"] = [], error
     named = named and bool(buffers)
     values = _values(files, model, as_saved=as_saved, named=named)
+    # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
     if named:
 
         def may_hold(prefix: str, part: FilePart) -> bool:
@@ -155,6 +156,7 @@ def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
     found: list[tuple[ModelChunk, Mapping[str, Any]]] = []
     for number, ((tp, pp, ep), file) in enumerate(files.by_rank.items()):
         keys = [key for key in file.content if isinstance(key, str) and _MODEL.fullmatch(key)]
+        # The keys are "model", or "model0", "model1", … with virtual stages.
         for i, key in enumerate(sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))):
             state = file.content[key]
             if not isinstance(state, dict) or any(isinstance(value, dict) for value in state.values()):
@@ -176,6 +178,7 @@ def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -
         if "rng_state" in file.content:
             place, shape = ((pp, tp), (files.pp, files.tp)) if files.ep == 1 else ((pp, tp, ep), (files.pp, files.tp, files.ep))
             values.add_part("rng_state", place, shape, file, file.content["rng_state"])
+    # The common state is the same in all files, so the first one's is taken.
     first = next(iter(files.by_rank.values()))
     common = {key: value for key, value in first.content.items() if key != "rng_state" and not _MODEL.fullmatch(str(key))}
     optimizer = common.get(OPTIMIZER)
@@ -227,6 +230,7 @@ def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int
             continue
         file = files.open(f"{folder}/{_BUFFERS}", kinds=(dict, list))
         entries.append(foreign_file(file.key, file.size, NAME))
+        # A chain of optimizers is a list. Its buffers get the number of their optimizer in front of their keys.
         chain = file.content if isinstance(file.content, list) else [file.content]
         for i, state in enumerate(chain):
             prefix = f"chained_{i}." if len(chain) > 1 else ""

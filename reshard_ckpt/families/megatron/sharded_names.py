@@ -167,6 +167,7 @@ def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
     """
     found: dict[tuple[str, str], list[str]] = {}
     saved = []
+    # found: by key and shape of its grid, the places of all objects that have a main replica
     for value in values:
         if value.path == _NO_PATH and (mark := _MARK.fullmatch(value.name)):
             found.setdefault((mark[1], mark[2]), [])

@@ -91,10 +91,12 @@ def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
     names = {entry.name: entry.name for entry in entries_of(node)}
     names |= {part.name: key_of_object(part.name) or part.name for part in objects_of(node)}
     own, saved = frozenset(names.values()), saved_keys(catalog)
+    # Two collectives, on every rank: gather the keys on rank 0, and broadcast their union.
     gathered = comm.gather(msgpack.packb(sorted(own)))
     union = None if gathered is None else msgpack.packb(sorted({key for data in gathered for key in msgpack.unpackb(data)}))
     wanted = frozenset(msgpack.unpackb(comm.broadcast(union)))
     missing = saved - wanted if mode.endswith("_all") else frozenset()
+    # From here on, all ranks have the same `wanted` and `missing`, so all raise the same error.
     lines = [f"{key}: not in the checkpoint" for key in sorted(wanted - saved)]
     lines += [f"{key}: in the checkpoint, but in no rank's tree" for key in sorted(missing)]
     if lines and mode.startswith("raise"):

@@ -272,6 +272,7 @@ def merged(common: Any, loaded: Any, at: str = "") -> Any:
     MismatchError
         Two lists have different lengths.
     """
+    # `Instead` replaces, dicts and lists of equal form are merged, anything else replaces too.
     if isinstance(loaded, Instead):
         return loaded.value
     if loaded is NOTHING:

@@ -144,6 +144,7 @@ def _say_reshardable(common: dict[Any, Any]) -> None:
     about = common.get(CONTENT)
     content = dict(about) if isinstance(about, dict) else {}
     distributed = list(_distributed(optimizer))
+    # Megatron's training program reads these keys to make its tree for loading.
     if distributed and content.get(FORM) != FULLY_RESHARDABLE:
         content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, WITHOUT_CHAIN: True}
     if isinstance(optimizer, dict) and any(isinstance(key, int) for key in optimizer):

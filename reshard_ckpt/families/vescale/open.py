@@ -130,6 +130,7 @@ class _Folder:
         read = read_values(self.storage, {str(i): extent for i, extent in enumerate(extents.values())})
         for error in read.unreadable.values():
             raise error
+        # Paths are ``param_group_meta``, number of the group, hyperparameter: build the list of groups from them.
         groups = NestedBuilder()
         for i, path in enumerate(extents):
             groups.put(path[1:], read.values[str(i)])

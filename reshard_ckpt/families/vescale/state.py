@@ -69,6 +69,7 @@ class DistributedState:
             spec.local_tensor = box.reshape(tuple(spec.local_shape))
         for name, entry in self._parameters():
             entry |= {key: value for key, value in self._tree[STATE][name].items() if not is_spec(entry.get(key))}
+        # home: the saved group of each parameter. Groups that have no parameter on this rank stay as they are.
         home = {fqn: group for group in self._tree[GROUPS] for fqn in group["params"]}
         for group, members in zip(self._saved[GROUP_META], self._members(), strict=True):
             if members:

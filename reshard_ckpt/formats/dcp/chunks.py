@@ -68,6 +68,7 @@ class ChunkPlaces:
 def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = NAME) -> ChunkPlaces:
     """Find the bytes of all chunks; `format` is the name of the format, for the list of files."""
     unreadable: dict[str, CheckpointError] = {}
+    # In order of file and offset, so that neighbouring heads are read together.
     places = sorted(
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
         key=lambda place: (place[1].extent.file, place[1].extent.offset),
@@ -76,6 +77,7 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
     readable = [place for place in places if _is_readable(place, sizes, unreadable)]
     files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
     finder = _PartFinder(storage, tensors, files, sizes, unreadable)
+    # Chunks whose heads are in the metadata need no read.
     for fqn, chunk in readable:
         if chunk.head is not None:
             finder.find(fqn, chunk, memoryview(b""))

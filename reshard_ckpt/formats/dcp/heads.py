@@ -101,6 +101,7 @@ def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
     view: PickledTensor | None = None
     order = b"little"
     at = 0
+    # Walk from member to member until the storage begins.
     while True:
         member, begin, size = _member(data, at, name)
         if "/data/" in member:

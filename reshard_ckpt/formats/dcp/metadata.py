@@ -231,6 +231,7 @@ def _tensor(
     shape, chunks = SIZE.make(fields["size"]), fields["chunks"]
     if not isinstance(chunks, list) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError(f"{fqn} has no chunks, or a size that no tensor has")
+    # Several ranks may list the same chunk as replicas. Chunks without elements have no bytes.
     found: dict[Ints, Chunk] = {}
     for chunk in chunks:
         state = _fields(chunk, "ChunkStorageMetadata")

@@ -70,6 +70,7 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
     paths = raw_paths(saved)
     if as_saved:
         return _names(paths)
+    # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
     if any(_is_below_model(path) for path in paths.values()):
@@ -137,6 +138,7 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     owners: dict[int | str, NestedBuilder] = {}
     for fqn, entry in entries.items():
         owners.setdefault(entry.owner, NestedBuilder()).put(entry.key, values[fqn])
+    # Owners are parameters in the flat form, and indices of groups in the nested one; both together are neither.
     flat = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, str)}
     nested = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, int)}
     if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):

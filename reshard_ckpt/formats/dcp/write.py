@@ -228,6 +228,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
             raise NameCollisionError(f"{name}: two things have this name in a folder of DCP; rename one of them")
         flat[name], paths[name] = value, path
 
+    # Values: groups in the chosen form, state of optimizers beside its tensors, any other value at its own path.
     for entry in entries:
         path, value = key_path(entry.path), values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
@@ -240,6 +241,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
             pairs = taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
             add(where, leaf)
+    # dicts: every path that values show to be a dict, so that a tensor below it goes into that dict
     dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
     tensors = {name: catalog.index(name) for name in catalog.names}
     for name in tensors:
