@@ -1,17 +1,18 @@
-"""The agreement on who writes what: rank 0 plans for all, once for each layout; of an unchanged one it gets digests alone.
+"""The agreement of all ranks on who writes which runs: rank 0 plans once for each layout, and reuses the plan.
 
-1. Every rank sends digests of the parts of its metadata (tensors, rows, values, and the user's ``metadata=``), and the id of the
-   plan from which it has kept an assignment for this layout.
-2. Rank 0 looks the layouts of *all* ranks up among the plans that it has kept, and says to everyone: the save's id, the plan's
-   id, and who shall send which parts. Of equal parts, the lowest rank that has one sends it. With a kept plan only values
-   that differ from rank 0's own are asked for; they may have changed, and are merged anew for each save.
-3. Those ranks send them; rank 0 plans, unless it has a plan.
-4. Ranks that lack their assignment from this plan are sent it. If none does, this step is left out.
+The collectives, in order; steps 3 and 4 are left out on all ranks if the answer of step 2 says so:
 
-Nobody but rank 0 decides that a plan holds, and it decides from what all ranks have just said. So a rank whose layout changed
-never meets ranks that use a plan from before: with any other digest, it is another plan, under another id. A plan follows
-from the layouts, in order of rank, and whether replicas may be split, and from nothing else; so process groups that are alike
-may share one.
+1. Gather: every rank sends digests of the parts of its metadata (tensors, rows, values, and the user's ``metadata=``), and the id
+   of the plan from which it has kept an assignment for this layout.
+2. Broadcast: rank 0 looks for a kept plan for the layouts of *all* ranks, and sends the save's id, the plan's id, and which ranks
+   shall send which parts. If several ranks have equal parts, the lowest of them sends it. With a kept plan, rank 0 asks only for
+   values and ``metadata=`` that differ from its own; they may change from save to save, and are merged each time.
+3. Gather: the ranks that were asked send their parts. Rank 0 makes a plan, unless it has kept one.
+4. Scatter: each rank that lacks its assignment from this plan gets it. Left out if no rank lacks it.
+
+Only rank 0 decides whether a kept plan is valid, from the digests that all ranks have just sent. So a rank whose layout changed
+never saves with ranks that use an older plan: another digest means another plan, with another id. A plan depends only on the
+layouts in order of rank, and on whether replicas may be split; so process groups with equal layouts may share a plan.
 """
 
 from __future__ import annotations
@@ -38,13 +39,20 @@ from .messages import Assignment, decode_assignment, decode_metadata, decode_val
 from .values import merge_values
 
 MAX_PLANS = 2
-"""Plans kept on rank 0: enough for jobs that save a model and all of their state by turns."""
+"""Plans kept on rank 0: enough for a job that saves its model and its whole state by turns."""
 
 MAX_ASSIGNMENTS = 8
+"""Assignments kept on each rank."""
 
 _ID_BYTES = 16
+"""Bytes of a digest, and of a plan's id."""
+
 _PARTS = 4
+"""Parts of a rank's metadata: tensors, rows, values, and the user's ``metadata=``."""
+
 _LAYOUT_PARTS = 2
+"""The first parts, tensors and rows, are the layout, on which a plan depends."""
+
 _VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)
 
@@ -53,7 +61,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """The outcome of the agreement: rank 0 alone has the plan and the merged values."""
+    """Outcome of the agreement on one rank. Only rank 0 has the plan and the merged values."""
 
     assignment: Assignment
     plan: SavePlan | None = None
@@ -67,24 +75,32 @@ class _Kept(Generic[Item]):
 
 
 class PlanCache:
-    """What a process keeps of earlier agreements: plans, where it was rank 0, and its own assignments, by layout."""
+    """Results of earlier agreements that a process keeps, by layout: its own assignments, and plans if it was rank 0."""
 
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
-        """Begin with nothing, in a forked child too."""
+        """Empty the cache, also in a forked child."""
         self.plans: Memo[bytes, _Kept[SavePlan]] = Memo(MAX_PLANS)
         self.assignments: Memo[bytes, _Kept[Assignment]] = Memo(MAX_ASSIGNMENTS)
 
 
 PLANS = PlanCache()
-"""The cache of this process: it must outlive a call of `save` to be of use."""
+"""The cache of this process, used by all saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What rank 0 says to all: `asked` (parts, ranks) tells who shall send what, and `assigns` whether assignments follow."""
+    """Rank 0's broadcast to all ranks.
+
+    Attributes
+    ----------
+    asked
+        ``asked[part, rank]``: this rank shall send this part of its metadata.
+    assigns
+        Whether a scatter of assignments follows.
+    """
 
     save_id: str
     plan_id: bytes
@@ -92,6 +108,7 @@ class _Answer:
     assigns: bool
 
     def encode(self) -> bytes:
+        # One bit a rank for each part, most significant bit first; no bytes for a part that no rank is asked for.
         rows = [np.packbits(row).tobytes() if row.any() else b"" for row in self.asked]
         packed: bytes = msgpack.packb([self.save_id, self.plan_id, self.asked.shape[1], rows, self.assigns])
         return packed
@@ -112,7 +129,7 @@ def agree(
     metadata: bytes = b"",
     accept: Callable[[SavePlan], None] = lambda plan: None,
 ) -> AgreedPlan:
-    """Settle with all ranks what each of them writes.
+    """Agree with all ranks on the runs that each of them writes. Collective; the module's docstring lists the messages.
 
     Parameters
     ----------
@@ -121,28 +138,32 @@ def agree(
     metadata
         The user's ``metadata=``, encoded as a value.
     accept
-        Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
+        Called with the plan on rank 0, before any rank gets its assignment. An error that it raises is raised on all ranks.
 
     Raises
     ------
     LayoutError
-        What the ranks hold does not fit together.
+        The tensors or values of the ranks do not fit together.
     UsageError
-        They passed different ``metadata=``.
+        Ranks passed different ``metadata=``.
     """
     parts = (*encode_metadata(local_shards.local_metadata), metadata)
     digests = [digest128(part) for part in parts]
     layout = b"".join((*digests[:_LAYOUT_PARTS], bytes([splits])))
     kept = cache.assignments.find(layout)
+    # 1. Gather: digests, and the id of the plan of the kept assignment.
     states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
     leader = None if states is None else Leader(states, cache, accept, splits=splits)
+    # 2. Broadcast: the answer. Every rank decodes the same one, so all take part in the same collectives from here.
     said = comm.broadcast(None if leader is None else leader.answer.encode())
     answer = _Answer.decode(said)
+    # 3. Gather: the parts that rank 0 asked for.
     sent = None
     if answer.asked.any():
         sent = comm.gather(msgpack.packb([p if a else None for p, a in zip(parts, answer.asked[:, comm.rank], strict=True)]))
     if leader is not None:
         leader.take_parts(parts, sent)
+    # 4. Scatter: assignments; no bytes for a rank that has kept its own.
     data = b""
     if answer.assigns:
         data = comm.scatter(None if leader is None else leader.assignments())
@@ -155,12 +176,14 @@ def agree(
 
 
 class Leader:
-    """Rank 0's side of one agreement, in the order of its steps; it knows nothing of how messages travel.
+    """Rank 0's side of one agreement, without the sending and receiving of messages.
+
+    The order of use is: the constructor (makes `answer`), `take_parts`, `assignments`.
 
     Parameters
     ----------
     states
-        What every rank says first.
+        The first message of every rank, by rank: its digests and the id of its plan.
     """
 
     def __init__(
@@ -171,6 +194,7 @@ class Leader:
         *,
         splits: bool = True,
     ) -> None:
+        # table[rank, i]: digest of part i; table[rank, _PARTS]: id of the plan of the kept assignment
         table = np.frombuffer(b"".join(states), np.uint8).reshape(len(states), _PARTS + 1, _ID_BYTES)
         self._cache = cache
         self._states = states
@@ -182,25 +206,27 @@ class Leader:
         if self._plan is not None:
             accept(self._plan)
         plan_id = secrets.token_bytes(_ID_BYTES) if kept is None else kept.plan_id
+        # _lacks[rank]: whether the rank has no assignment from this plan
         self._lacks = (table[:, _PARTS] != np.frombuffer(plan_id, np.uint8)).any(axis=1)
         self.answer = _Answer(new_save_id(), plan_id, self._asked(kept is None), bool(self._lacks.any()))
         self.values: tuple[ValueEntry, ...] = ()
 
     @property
     def plan(self) -> SavePlan:
-        """The plan, once there is one."""
+        """The plan: a kept one, or that which `take_parts` made."""
         assert self._plan is not None
         return self._plan
 
     def _asked(self, everything: bool) -> NDArray[np.bool_]:
+        """Return which ranks shall send which parts (parts, ranks): all parts, or only those after the layout for a kept plan."""
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):
-            # Rank 0 need not send to itself.
+            # Rank 0 is never asked: it has its own parts.
             asked[part, [rank for rank in self._first_with(part).values() if rank]] = True
         return asked
 
     def _first_with(self, part: int) -> dict[bytes, int]:
-        """The lowest rank with each distinct digest of a part, by rank."""
+        """Return the lowest rank that has each distinct digest of a part, in order of rank."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
         first: dict[bytes, int] = {}
         for rank, state in enumerate(self._states):
@@ -208,13 +234,21 @@ class Leader:
         return first
 
     def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """Return a part of every rank's metadata, each from the rank that sent it for all that have the same."""
+        """Return one part of every rank's metadata, by rank. Of ranks with equal digests, the lowest sent the bytes for all."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
         known = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
         return [known[state[at]] for state in self._states]
 
     def take_parts(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
-        """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
+        """Take the parts that ranks sent; make a plan unless one was kept, check ``metadata=``, and merge the values.
+
+        Parameters
+        ----------
+        own
+            The parts of rank 0.
+        sent
+            The messages of all ranks, by rank, each a packed list of parts; None if no part was asked for.
+        """
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
             metadata = decode_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
@@ -227,13 +261,13 @@ class Leader:
         self.values = merge_values(of_ranks, self.plan.tables)
 
     def assignments(self) -> list[bytes]:
-        """For each rank that lacks its assignment."""
+        """Return the encoded assignment of each rank, by rank; no bytes for a rank that has kept its assignment."""
         encoded = encode_assignments(self.plan)
         return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
 
 
 def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
-    """Raise a `UsageError` if the user's metadata of a rank are not those of rank 0; dicts may differ in order."""
+    """Raise a `UsageError` if a rank's ``metadata=`` differs from rank 0's. The order of keys in dicts may differ."""
     if first == second:
         return
     mine, others = decode_value(first, name="metadata"), decode_value(second, name="metadata")
@@ -251,4 +285,5 @@ def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
 
 
 def _encoded(metadata: dict[Any, Any], key: Any) -> bytes | None:
+    """Return the encoded value of a key, or None if the dict lacks it."""
     return encode_value(metadata[key], "metadata") if key in metadata else None

@@ -1,10 +1,11 @@
 """Saving while training goes on: stage the state, then write and commit it in a thread.
 
-1. In the caller: agree, as every save does. What cannot wait is copied before the call returns.
-2. *Eager*: that is everything. *Lazy*: what only the optimizers change is copied by a thread, while forward and backward run;
-   a guard holds each optimizer's next step back until it is done, or queued to be done before the step on its device. Where the
-   caller holds all changes back, a thread copies everything.
-3. Another thread writes, sends the receipt and commits, over the session that the caller opened: never by the job's collectives.
+1. The caller's thread agrees with all ranks, as in every save, and then copies the tensors that cannot wait.
+2. With *eager* staging these are all tensors. With *lazy* staging, tensors that only the optimizers change are copied by a
+   thread, while forward and backward run. A guard holds back the next step of each optimizer until the copies are made, or are
+   queued on the device ahead of the step. With ``hold="caller"`` nothing changes the state meanwhile, so a thread copies all.
+3. Another thread writes, sends the receipt and commits. It speaks to other ranks over the session that the caller opened, never
+   by collectives of the job's process groups.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from .write import FileLayout, lay_out, write_files
 
 
 class SaveTarget(Protocol):
-    """Where the images of an asynchronous save go."""
+    """Destination of the file images of an asynchronous save: the store, or memory."""
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        """Return the memory to stage in: 1-D uint8, on the host."""
+        """Return host memory to stage in, 1-D uint8."""
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
-        """Take the images from the ring, front to back, and commit; called in the saving thread."""
+        """Take the images from the ring, front to back, commit, and return the report. Called in the saving thread."""
 
     def give_back(self, ring: torch.Tensor) -> None:
-        """Take the ring back; called once nobody reads it any more, also after an error."""
+        """Take the ring back. Called once nothing reads or writes it any more, also after an error."""
 
 
 class StoreTarget:
-    """Writes the images to the store of the save."""
+    """Destination of ordinary saves: writes the images to the store of the save."""
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
@@ -50,7 +51,7 @@ class StoreTarget:
     def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
         staging, fingerprints, sha256 = copy.staging, copy.fingerprints.taken, job.options.sha256
         receipt = write_files(job.storage, copy.layouts, staging.drain, fingerprints, job.recorder, sha256=sha256)
-        # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
+        # A rank without a file drains nothing, so it has not waited for the filling thread, and its fingerprints may be missing.
         total = commit(job, receipt, ready=staging.wait_finished)
         return job.report(receipt.num_bytes, total)
 
@@ -59,7 +60,7 @@ class StoreTarget:
 
 
 class SaveThread:
-    """Carries one save through, once its state is staged or while it is."""
+    """The thread that writes and commits one save, after its state is staged or while it is staged."""
 
     def __init__(
         self, save: RunningSave, session: AbstractContextManager[Any], job: SaveJob, copy: StagedCopy, target: SaveTarget
@@ -69,15 +70,15 @@ class SaveThread:
         self._stages = False
 
     def start(self) -> None:
-        """Write and commit in the session, and then give the ring back; where no thread can be started, leave the session.
+        """Start the thread. It writes and commits in the session, leaves the session, and gives the ring back.
 
         Raises
         ------
         UsageError
-            The system, or an interpreter that is about to end, gives no thread.
+            No thread can be started, or the interpreter is about to end. The session is left with this error.
         """
         try:
-            # No daemon: when the job ends, the interpreter waits for the last save.
+            # Not a daemon thread: when the job ends, the interpreter waits for the last save.
             self._save.threads.append(_thread("reshard-ckpt-save", self._run))
         except RuntimeError as error:
             self._save.finish_staging()
@@ -88,10 +89,13 @@ class SaveThread:
                 ) from error
 
     def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:
-        """Run `fill`, after which the state may change; an error of it fails the save. An interrupt is also the caller's."""
+        """Run `fill`, here or in a thread; after it the state may change. An error in it fails the save.
+
+        An interrupt (Ctrl-C) in it, if it runs here, is raised as well.
+        """
         self._stages = True
         if in_background:
-            with suppress(RuntimeError):  # no thread can be started, so it is done here
+            with suppress(RuntimeError):  # if no thread can be started, `fill` runs here
                 self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._stage(fill)))
                 return
         error = self._stage(fill)
@@ -102,7 +106,7 @@ class SaveThread:
         try:
             fill()
             self._staging.finish()
-        except BaseException as error:  # whatever it is, the writer must not wait for ever
+        except BaseException as error:  # also an interrupt: the writer must not wait for ever
             self._staging.fail(error)
             return error
         finally:
@@ -110,9 +114,9 @@ class SaveThread:
         return None
 
     def give_up(self, error: BaseException) -> None:
-        """Fail the save, and wait until its thread is through."""
+        """Fail the save, and wait until it is over."""
         self._staging.fail(error)
-        if not self._stages:  # nor will it ever, and the thread must not wait for that
+        if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it
             self._save.finish_staging()
         self._save.wait()
 
@@ -126,11 +130,12 @@ class SaveThread:
                 except BaseException as error:
                     self._staging.fail(error)
                     raise
-            # After the vote at the session's end: a rank that has nothing to publish is told there that rank 0 has.
+            # Only after the session has ended: there every rank learns whether rank 0 has published.
             outcome = replace(report, duration_s=recorder.now() - recorder.began)
         except BaseException as error:
             outcome = error if isinstance(error, CheckpointError) else _wrapped(self._save, error)
             recorder.log.error("the save to %s failed: %s", self._save.path, _reason(error))
+        # The filling thread may still copy into the ring: wait for it before the ring goes back.
         self._save.staged.result()
         try:
             self._close()
@@ -155,7 +160,7 @@ def _wrapped(save: RunningSave, error: BaseException) -> CheckpointError:
 
 
 def _reason(error: BaseException) -> str:
-    """Say what failed; the class alone of an error without a text, such as an interrupt."""
+    """Return an error's text for a message, with its class unless it is a `CheckpointError`."""
     text = str(error)
     if isinstance(error, CheckpointError):
         return text
@@ -163,27 +168,27 @@ def _reason(error: BaseException) -> str:
 
 
 def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:
-    """Stage the agreed part of the state and let threads do the rest.
+    """Stage the state as agreed, start the threads that write and commit, and return the handle.
 
     Parameters
     ----------
     session
-        Entered by the caller, who leaves it if this raises; once the saving thread runs, that has taken it over.
+        Entered by the caller. The saving thread takes it over and leaves it; if this raises before that, the caller leaves it.
     guarded
-        The optimizers whose steps can be held back, and what only they change; empty for eager staging.
+        The optimizers whose steps can be held back, and the tensors that only they change; empty for eager staging.
     target
-        Where the images go; the store by default.
+        Destination of the images; the store by default.
     """
     recorder = job.recorder
     layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
     target = target or StoreTarget()
     ring = target.take_ring(job, layouts)
-    # On a device, what staging does comes after all that was queued before: so this comes first.
+    # On a device, work runs in the order in which it is queued: the detector must queue its samples before the copies.
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
     copy = StagedCopy(job, layouts, ring)
     save = RunningSave(job.path, job.save_id)
     thread = SaveThread(save, session.pop_all(), job, copy, target)
-    # Where the ring streams, all is copied before this returns.
+    # A guard needs a ring that holds all images. A ring that streams is filled before this returns.
     guard = None
     if detector is not None and copy.staging.holds_all:
         guard = StepGuard(guarded.optimizers, detector, lambda: save.wait_for(save.queued))
@@ -208,7 +213,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
 def _stage_lazily(
     thread: SaveThread, save: RunningSave, copy: StagedCopy, guard: StepGuard, guarded: Sequence[torch.Tensor]
 ) -> None:
-    """Copy now what forward changes as well (buffers, an average of the weights), and in a thread what optimizers own."""
+    """Copy in this thread the tensors that forward may change (buffers, averaged weights), and in another those of optimizers."""
     copy_streams = copy.staging.copy_streams
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded}
 
@@ -228,6 +233,7 @@ def _stage_lazily(
             with copy_streams.entered():
                 guard.close(has_changed=has_changed)
 
+    # An interrupt during the first copy must reach the caller, but only after the thread has closed the guard.
     interrupt: BaseException | None = None
     try:
         copy.fill(lambda tensor: not is_guarded(tensor), last=False)

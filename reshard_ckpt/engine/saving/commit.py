@@ -1,14 +1,16 @@
-"""The commit of a save, after which the checkpoint exists; and what comes before: what the path holds, and its room.
+"""The commit of a save, and the two checks before it: the checkpoint that the path holds, and the free space there.
 
-1. Rank 0 looks at what the path holds (`look`), before any rank makes a file.
-2. Every rank describes what it holds; rank 0 plans, and assigns (`agreement.agree`).
+A save on all ranks:
+
+1. Rank 0 reads the catalog and the folders that the path holds (`look`), before any rank makes a file.
+2. Every rank describes its tensors and values; rank 0 plans, and sends each rank its assignment (`agreement.agree`).
 3. Every rank writes its part (`write.write_assignment`) and sends a receipt.
-4. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
-   after which the checkpoint exists (`commit`). It takes place only if the catalog there is still the one of step 1.
-5. Only then rank 0 deletes what no longer counts, of what step 1 has seen.
+4. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, and publishes
+   the catalog. After this one step the checkpoint exists. It is refused unless the catalog at the path is still that of step 1.
+5. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
 
-Two jobs that save to one path by mistake cannot break what it holds: whoever has its files deleted by the other looked before the
-other published, so it finds another catalog than it expects, and its save is refused.
+Two jobs that save to one path by mistake cannot break the checkpoint there. If job A deletes files of job B, then B looked (step
+1) before A published. So B finds another catalog than it expects at step 4, and its save is refused.
 """
 
 from __future__ import annotations
@@ -46,26 +48,25 @@ from .write import keys_of, remove
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
-    """What the path holds; for rank 0, before any rank makes a file."""
+    """Return the catalog and the folders that a path holds. Rank 0 calls it before any rank makes a file."""
     folders = frozenset(storage.folders())
     try:
         return PreviousCheckpoint(storage.read(CATALOG_KEY, MAX_CATALOG_BYTES), folders)
     except MissingKey:
         return PreviousCheckpoint(b"", folders)
-    except CorruptError:  # larger than any catalog: whatever it is, no job just published it
+    except CorruptError:  # larger than any catalog, so no job published it
         return PreviousCheckpoint(None, folders)
 
 
 def check_free_space(storage: Storage, plan: SavePlan) -> None:
-    """Refuse a plan that cannot fit, before a byte of it is written; for rank 0, as all ranks share the path.
+    """Refuse a plan that does not fit into the store, before a byte is written. Rank 0 calls it for all ranks.
 
-    Headers, the catalog and what other jobs write meanwhile are not counted: a disk that fills up later is an error all the same,
-    only a later one.
+    Headers, the catalog and writes of other jobs are not counted. If they fill the disk, the save fails later, when it writes.
 
     Raises
     ------
     StorageError
-        What the ranks would write is more than the store has free.
+        The ranks would write more bytes than the store has free.
     """
     free = storage.free_bytes()
     by_rank = [size + digests_file_bytes(size) for size in plan.bytes_by_rank().tolist() if size]
@@ -81,14 +82,18 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
 def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda: None) -> int | None:
     """Gather the receipts, check on rank 0 that all files are there and replicas are alike, and publish the catalog.
 
-    Returns the bytes of all files, on rank 0.
-
-    A save that fails here leaves no file of this rank, unless it may be committed all the same.
+    Collective: one gather of receipts to rank 0. If the save fails here, the files of this rank are deleted, unless the catalog
+    may have been published all the same.
 
     Parameters
     ----------
     ready
-        Waits for what has to be over before this rank's receipt is true.
+        Called before this rank's receipt is sent. It returns once the receipt is true: its files and fingerprints are complete.
+
+    Returns
+    -------
+    int or None
+        On rank 0, the size of all files of the checkpoint in bytes; None on other ranks.
     """
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
     undo = partial(remove, storage, keys_of(receipt.files))
@@ -99,7 +104,8 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
     except BaseException:
         undo()
         raise
-    # If this gather takes place on no rank, rank 0 cannot commit, so every rank may undo. After it, rank 0 alone knows.
+    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`undo`). After the gather only rank 0 knows
+    # whether the catalog was published, so only rank 0 deletes files (`_publish_or_undo`).
     gathered = comm.gather(message, undo=undo)
     recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
     if gathered is None:
@@ -113,7 +119,7 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
             records = [receipt.record for receipt in receipts]
             timeline = make_timeline(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
             keep_timeline(storage, timeline)
-        except Exception as error:  # the checkpoint exists: nothing about a timeline is a reason to say that it does not
+        except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
@@ -121,7 +127,9 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
 
 
 def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
+    """Publish the catalog and the files beside it. If that fails before the commit, delete the files of all ranks."""
     storage, beside = job.storage, job.options.beside
+    # replaced[key]: bytes that the file held before this save, None if there was no file
     replaced: dict[str, bytes | None] = {}
     try:
         for key, data in beside.items():
@@ -132,6 +140,7 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
     except BaseException as error:
         if not isinstance(error, Exception):
             _finish_interrupted(job)
+        # The error may have come after the rename of the catalog: files are deleted only if it surely did not happen.
         if _is_uncommitted(storage, job.save_id):
             files = (file for receipt in receipts for file in receipt.files)
             remove(storage, [*keys_of(files), manifest_key(job.save_id)])
@@ -141,8 +150,8 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
 
 
 def _finish_interrupted(job: SaveJob) -> None:
-    """Delete what a save replaced that was interrupted after its catalog was put in place."""
-    with suppress(CheckpointError):  # the next save deletes it
+    """Delete the files of the replaced checkpoint, if an interrupt (Ctrl-C) came after the new catalog was put in place."""
+    with suppress(CheckpointError):  # the next save deletes those files
         found = look(job.storage).catalog
         if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.before is not None:
             job.storage.sync([CATALOG_KEY])
@@ -150,6 +159,7 @@ def _finish_interrupted(job: SaveJob) -> None:
 
 
 def _held(storage: Storage, key: str) -> bytes | None:
+    """Return the bytes of a file, or None if the file does not exist."""
     try:
         return storage.read(key, MAX_CATALOG_BYTES)
     except MissingKey:
@@ -157,8 +167,8 @@ def _held(storage: Storage, key: str) -> bytes | None:
 
 
 def _put_back(storage: Storage, key: str, data: bytes | None, new: bytes) -> None:
-    """Put back what a file beside the catalog held before a save that failed, unless it is not that save's any more."""
-    with suppress(CheckpointError):  # the caller raises the reason for this, which says more
+    """Put the old bytes back into a file beside the catalog after a failed save, unless another save has written it since."""
+    with suppress(CheckpointError):  # the caller raises the error of the save, which says more
         if data is not None:
             storage.publish(key, data, expected=new)
         elif _held(storage, key) == new:
@@ -166,7 +176,7 @@ def _put_back(storage: Storage, key: str, data: bytes | None, new: bytes) -> Non
 
 
 def _is_uncommitted(storage: Storage, save_id: str) -> bool:
-    """Whether a failed save surely did not get as far as its catalog: an error may come after the rename."""
+    """Whether the catalog at the path is surely not that of a failed save. False if it may be: an error can follow the rename."""
     try:
         catalog = look(storage).catalog
         return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)
@@ -188,16 +198,23 @@ def publish(
     recorder: Recorder | None = None,
     sha256: bool = False,
 ) -> Catalog:
-    """Rank 0's part of the commit.
+    """Check the receipts of all ranks, publish the catalog, delete the replaced files, and return the catalog; on rank 0 only.
+
+    Parameters
+    ----------
+    before
+        The checkpoint that the path held before this save; None publishes over any catalog.
+    sha256
+        Also write a manifest with the SHA-256 of every file.
 
     Raises
     ------
     LayoutError
-        Tensors that claim to be replicas differ.
+        Tensors that are declared to be replicas differ.
     StorageError
-        A file that a rank wrote is not seen from here.
+        Rank 0 does not see a file that a rank wrote.
     PublishConflict
-        Somebody else published at this path since `before`.
+        Another save published at this path since `before`.
     """
     recorder = recorder or Recorder()
     with recorder.step("check"):
@@ -205,27 +222,28 @@ def publish(
         compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts)
         _see_files(storage, receipts, before)
     catalog = catalog_of(contents, receipts)
-    # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
+    # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: every file is durable and seen,
+    # then the catalog is published, then the replaced files are deleted.
     encoded = encode_catalog(catalog)
-    if sha256:  # durable before the catalog of which it speaks
+    if sha256:  # durable before the catalog: a published catalog always has its manifest
         _keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("publish"):
         storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
     try:
         with recorder.step("clean up"):
             clean_up(storage, catalog, before.folders if before else storage.folders())
-    except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
+    except StorageError as error:  # the checkpoint exists: the save must not fail because old files stay
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
 
 
 def _refuse_half_hashed(receipts: Sequence[Receipt], sha256: bool) -> None:
-    """Refuse a save of which rank 0 was asked for a manifest, and other ranks were not, or the other way round.
+    """Refuse a save for which some ranks passed ``sha256=True`` and others ``sha256=False``.
 
     Raises
     ------
     UsageError
-        A manifest of some of the files would be none.
+        A rank passed another `sha256` than rank 0, so the manifest would lack files.
     """
     others = [rank for rank, receipt in enumerate(receipts) if any(bool(file.sha256) != sha256 for file in receipt.files)]
     if others:
@@ -233,7 +251,7 @@ def _refuse_half_hashed(receipts: Sequence[Receipt], sha256: bool) -> None:
 
 
 def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:
-    """Write the manifest of a save whose catalog is about to be published, and make it durable."""
+    """Write the manifest (the SHA-256 of each file and of the catalog) and make it durable, before the catalog is published."""
     digests = {CATALOG_KEY: hashlib.sha256(catalog).digest()}
     for file in (file for receipt in receipts for file in receipt.files):
         digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
@@ -243,7 +261,8 @@ def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Seq
 
 
 def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
-    """Build the catalog of a save from its contents and the receipts of all ranks, whose files are listed in their order."""
+    """Build the catalog of a save from its contents and the receipts of all ranks, by rank; files are listed in that order."""
+    # first[rank]: index in the catalog of the first file of a rank; receipts number the files of each rank from 0
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     return build_catalog(
         contents.plan,
@@ -262,6 +281,7 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
 
 
 def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> None:
+    """Refuse the save if rank 0 does not see each file of the receipts, with the size that its rank wrote."""
     folders = {_folder(file) for receipt in receipts for file in receipt.files}
     sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
     for rank, receipt in enumerate(receipts):
@@ -271,7 +291,7 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                 if seen is None or (size is not None and seen != size):
                     found = look(storage).catalog if before else None
                     if before and before.catalog is not None and found is not None and found != before.catalog:
-                        # Whoever committed meanwhile has deleted it, as a leftover.
+                        # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
                         raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog, found)
                     raise StorageError(
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
@@ -280,20 +300,20 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
 
 
 def _folder(file: WrittenFile) -> str:
-    """The folder of a file: the id of the save, as the rank that wrote it was told."""
+    """Return the folder of a file. Its name is the id of the save."""
     return file.key.partition("/")[0]
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
-    """Delete what earlier and unfinished saves left in these folders; nothing that a catalog refers to, or that is not ours.
+    """Delete the files of earlier and of unfinished saves in these folders.
 
-    Of other checkpoints' catalogs, those of the same run count.
+    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves.
     """
     kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
     stale: list[str] = []
     for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
         stale += [key for key, _ in storage.list(folder) if key not in kept]
-        stale.append(f"{folder}/none")  # deleting removes empty folders, also where a killed save had made no file yet
+        stale.append(f"{folder}/none")  # not a real file: `delete` also removes empty folders, as of a save killed early
     if stale:
         try:
             others = referred_by_others(storage)

@@ -1,8 +1,9 @@
 """A save that is under way: its futures, the handle that a user waits on, and the queue of this process's saves.
 
-1. `RunningSave` holds futures of what the state may do meanwhile, and one of the report. The threads of the save set them.
-2. `SaveHandle` is what `async_save` returns. It counts how long its user waited, and remembers that an error was raised.
-3. `SAVES` lets one save run at a time, and raises an error that nobody asked for when the next save begins.
+1. `RunningSave` holds three futures: steps may go on, the state may change, the save is committed. The threads of the save set
+   them. It counts how long callers waited, and remembers whether its error was raised.
+2. `SaveHandle` is the value that `async_save` returns.
+3. `SAVES` lets one save run at a time. If nobody has asked for the error of a save, it is raised when the next save begins.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ def _running_future() -> Future[Any]:
 
 
 class RunningSave:
-    """One save of this process, for those who carry it out and those who wait for it; every method may be called in any thread.
+    """One save of this process, shared by the threads that carry it out and the callers that wait. All methods are thread-safe.
 
     Attributes
     ----------
     queued
-        The future that is done once steps may go on: what they change is copied, or queued to be before them on its device.
+        Future that is done once optimizer steps may go on: the tensors that they change are copied, or the copies are queued on
+        the device ahead of the steps.
     staged
-        The future that is done once the state may change.
+        Future that is done once the state may change.
     committed
-        The future of the save's report, or of its error.
+        Future of the save's report, or of its error.
     threads
-        Those that carry the save out.
+        The threads that carry out the save.
     """
 
     def __init__(self, path: str, save_id: str) -> None:
@@ -83,7 +85,7 @@ class RunningSave:
 
     def finish(self, outcome: SaveReport | BaseException) -> None:
         """End the save with its report or its error."""
-        self._outcome = outcome  # before the future: a child that is forked in between must not take the save for unfinished
+        self._outcome = outcome  # before the future is set: a child forked between the two must not take the save for unfinished
         if isinstance(outcome, SaveReport):
             self.committed.set_result(outcome)
         else:
@@ -101,12 +103,12 @@ class RunningSave:
             error = self.committed.exception(timeout)
         except FutureTimeout:
             raise TimeoutError(f"the save to {self.path} is not committed after {timeout} s; it goes on") from None
-        if not threading.main_thread().is_alive():  # in an exit function: the interpreter waits for threads no more
+        if not threading.main_thread().is_alive():  # in an exit function, when the interpreter no longer waits for threads
             self._join()
         return error
 
     def _join(self) -> None:
-        """Wait until the threads have ended: one that the interpreter ends in the middle of torch's code aborts the process."""
+        """Wait for the threads to end. The process aborts if the interpreter ends a thread in the middle of torch's code."""
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -122,18 +124,18 @@ class RunningSave:
         return replace(report, stall_s=min(self._stall_s, report.duration_s))
 
     def take_error(self) -> BaseException | None:
-        """Return the error of a failed save, once: None if it was raised or taken before."""
+        """Return the error of a failed save once; None if the save has not failed, or this was called before."""
         error = None if self._error_is_known else self.failure
         self._error_is_known = True
         return error
 
     @property
     def failure(self) -> BaseException | None:
-        """The error, once the save has failed."""
+        """The error of the save if it has failed, else None."""
         return self._outcome if isinstance(self._outcome, BaseException) else None
 
     def after_fork(self) -> None:
-        """In a forked child: no thread carries this save on here, and one that is gone may hold any of the locks."""
+        """End this save in a forked child. Its threads do not exist there, and one of them may have held a lock at the fork."""
         outcome = self._outcome
         if outcome is None:
             outcome = UsageError(
@@ -146,22 +148,22 @@ class RunningSave:
 
 
 _RUNNING: WeakSet[RunningSave] = WeakSet()
-"""For a forked child, which has to end all of them."""
+"""The saves of this process; a forked child ends all of them."""
 
 
 class SaveHandle:
-    """A save that is under way.
+    """A save that is under way, as `async_save` returns it.
 
-    Every method may be called from any thread, any number of times. In a ``with`` block, the save is over when the block is left:
-    its error is raised there. Where the block itself raises, the save is waited for as well, as it may be the last; then the
-    block's error goes on, and that of the save, if it failed too, is for the next save.
+    Every method may be called from any thread, any number of times. Leaving a ``with`` block waits for the save and raises its
+    error. If the block itself raises, leaving it waits too, because this may be the last save. Then the block's error is raised;
+    an error of the save is raised by the next save.
     """
 
     def __init__(self, running: RunningSave) -> None:
         self.running = running
 
     def staged(self) -> None:
-        """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
+        """Wait until the state may change: all of it is copied, or the save has failed (`result` raises its error)."""
         self.running.wait_for(self.running.staged)
 
     def done(self) -> bool:
@@ -169,23 +171,23 @@ class SaveHandle:
         return self.running.committed.done()
 
     def failed(self) -> bool:
-        """Whether the save has failed; `result` says how."""
+        """Whether the save has failed; `result` raises its error."""
         return self.done() and self.running.failure is not None
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is committed; what the save did, for metrics.
+        """Wait until the checkpoint is committed, and return the report of the save.
 
         Parameters
         ----------
         timeout
-            Seconds to wait; None is for ever.
+            Seconds to wait; None waits for ever.
 
         Raises
         ------
         TimeoutError
             The save is still under way.
         CheckpointError
-            The save failed, and why; what the path held before is still there.
+            The save failed; the message says why. The checkpoint that the path held before is still there.
         """
         error = self.running.wait(timeout)
         self.running.take_error()
@@ -210,9 +212,9 @@ class SaveHandle:
         return f"<{type(self).__name__} {self.running.path!r}: {state}>"
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
-        """Call a function with this handle once the save has been committed or has failed, or at once if it has.
+        """Call a function with this handle once the save has been committed or has failed, or at once if it already has.
 
-        It is called in the thread that saves; what it raises is logged.
+        It is called in the thread that saves, or in the caller's if the save is over. An error that it raises is logged.
         """
 
         def call(_: Future[SaveReport]) -> None:
@@ -225,23 +227,23 @@ class SaveHandle:
 
 
 class SaveQueue:
-    """The saves of this process, one after the other: each needs the staging memory, and somebody must see its error."""
+    """The saves of this process, one at a time: they share the staging memory, and each error has to be raised somewhere."""
 
     def __init__(self) -> None:
         self._begun: list[SaveHandle] = []
-        """The saves since the last turn: more than one where several threads began theirs at once."""
+        """The saves that no `wait_turn` has waited for yet; more than one if several threads began saves at once."""
 
     def wait_turn(self, *, when_busy: str) -> None:
         """Wait for the saves before this one, and raise their errors if nobody has seen them.
 
-        Called inside the new save's session, so that what one rank raises here, all ranks raise.
+        Called inside the new save's session, so that an error of one rank is raised on all ranks.
 
         Raises
         ------
         UsageError
             A save is under way and ``when_busy`` is ``"error"``.
         CheckpointError
-            A save before failed in the background.
+            An earlier save failed in the background.
         """
         begun = list(self._begun)
         for save in begun:
@@ -251,7 +253,7 @@ class SaveQueue:
                 )
         for save in begun:
             save.running.wait()
-        # Saves that another thread has begun meanwhile are for the next turn.
+        # A save that another thread has begun meanwhile stays in the list for the next call.
         self._begun = [save for save in self._begun if save not in begun]
         errors = [error for save in begun if (error := save.running.take_error()) is not None]
         if errors:
@@ -260,16 +262,16 @@ class SaveQueue:
             raise CheckpointError(f"{what} before this one failed in the background: {reasons}") from errors[0]
 
     def wait_staged(self) -> None:
-        """Wait until the state of the saves before may change."""
+        """Wait until the state that the earlier saves copy may change."""
         for save in list(self._begun):
             save.staged()
 
     def join(self, handle: SaveHandle) -> None:
-        """Put this save behind the others."""
+        """Add a save that has begun to the queue."""
         self._begun.append(handle)
 
     def forget(self) -> None:
-        """Begin as if there were no save before."""
+        """Drop all saves from the queue, in a forked child."""
         self._begun = []
 
 
@@ -277,7 +279,7 @@ SAVES = SaveQueue()
 
 
 def _after_fork() -> None:
-    """In a forked child (a data loader's worker): the saves under way are the parent's, and their threads are not here."""
+    """End the parent's saves in a forked child (a data loader's worker), where their threads do not exist; empty caches."""
     for save in _RUNNING:
         save.after_fork()
     SAVES.forget()

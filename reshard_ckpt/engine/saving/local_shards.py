@@ -1,4 +1,4 @@
-"""What one rank has to save: the memory of its tensors, piece by piece, and the columns that describe it to the other ranks.
+"""The tensors that one rank has to save: the memory of each piece, and the columns that describe the pieces to other ranks.
 
 1. `local_values` splits values: small ones go into the catalog, large and per-rank ones become blobs, which are saved as tensors.
 2. `describe_local` puts the specs of tensors and blobs into columns, with the memory of each row beside them.
@@ -19,7 +19,7 @@ from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor
 from .messages import RunColumns
 
 INLINE_BYTES = 4096
-"""Larger plain values are kept in the shard files."""
+"""Encoded plain values above this size become blobs, which are kept in the shard files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class LocalShards:
     Attributes
     ----------
     specs
-        Of each tensor and each blob.
+        One spec for each tensor and each blob.
     rows
-        For each row of the metadata, the index of its spec and the memory of its piece.
+        For each row of the metadata (one piece), the index of its spec and the memory of the piece.
     """
 
     specs: Sequence[TensorSpec]
@@ -39,12 +39,12 @@ class LocalShards:
     local_metadata: LocalMetadata
 
     def runs(self, columns: RunColumns) -> list[LocalRun]:
-        """Find the memory of some runs."""
+        """Return the memory of each run in `columns`."""
         return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns]
 
 
 def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:
-    """Put what this rank has to save into columns, with the memory behind each row."""
+    """Put the tensors and values that this rank saves into columns, with the memory behind each row."""
     inline, blobs = local_values(values, rank)
     saved = [(_with_piece(spec), memory) for spec, memory in tensors] + [(blob.spec, blob.tensor) for blob in blobs]
     specs = [spec for spec, _ in saved]
@@ -57,11 +57,11 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
 
 
 _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
-"""Without their values, which change from save to save."""
+"""Cached columns of the last two states, without their values, which change from save to save."""
 
 
 def _with_piece(spec: TensorSpec) -> TensorSpec:
-    """Give an empty tensor a piece of no elements, so that some rank writes its name."""
+    """Give a tensor with no elements and no pieces one empty piece, so that some rank writes its name."""
     if spec.pieces or 0 not in spec.shape:
         return spec
     piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
@@ -69,7 +69,13 @@ def _with_piece(spec: TensorSpec) -> TensorSpec:
 
 
 def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[Blob]]:
-    """Make blobs of values that are each rank's own, or too large for the catalog; the bytes of all others stay with them."""
+    """Make blobs of per-rank values and of values too large for the catalog.
+
+    Returns
+    -------
+    tuple
+        All values, without bytes if the value became a blob; and the blobs.
+    """
     inline: list[ValueSpec] = []
     blobs: list[Blob] = []
     for value in values:

@@ -1,8 +1,8 @@
 """The messages between the ranks of a save: columns as bytes, never pickles.
 
 A rank's *metadata* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. The metadata has three parts:
-the tensors, the rows (this rank's pieces of them), and the values. What many ranks have alike is sent and decoded once
-(`agreement`). Thousands of ranks' rows are one join and one array; so are the assignments.
+the tensors, the rows (this rank's pieces of them), and the values. A part that many ranks have alike is sent and decoded once
+(`agreement`). The rows of all ranks are joined as bytes and decoded as one array; assignments are encoded as one array and cut.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from ...core.planning.save_plan import SavePlan
 from ...format.keys import digests_key
 
 _ARRAY = 1
+"""Code of the msgpack extension type of arrays."""
+
 _ROWS_HEAD = struct.Struct("<BBxxII")
-"""Bytes an item, dims of a box; how many boxes and rows follow."""
+"""Head of the rows part: bytes of an item (4 or 8), dims of a box, two bytes of padding, number of boxes, number of rows."""
 
 _FORMAT_BYTES = 2
+"""The first bytes of the head, item size and dims. Parts that agree in them can be joined."""
+
 _WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
+"""The columns of tensors that are int64 again after decoding; encoding narrows them."""
+
 _ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
+"""Head of an assignment: bytes of an item (4 or 8), three bytes of padding, number of write items."""
 
 
 class EncodedMetadata(NamedTuple):
@@ -55,7 +62,7 @@ class RunColumns:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank does: write these runs, in this order, and fingerprint those of `checks`."""
+    """Work of one rank in a save: write the runs `items` in this order, and fingerprint the runs `checks`."""
 
     save_id: str
     items: RunColumns
@@ -64,7 +71,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file that a rank wrote and made durable, with its digests file; and the SHA-256 of both, where asked for."""
+    """A file that a rank wrote and made durable together with its digests file.
+
+    Attributes
+    ----------
+    size
+        Size of the shard file in bytes.
+    digest
+        The 128-bit digest of the digests file.
+    sha256, digests_sha256
+        The SHA-256 of the shard file and of the digests file; empty unless the save writes a manifest.
+    """
 
     key: str
     size: int
@@ -79,14 +96,17 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one rank did: its files, the file and byte offset of each write item, and the fingerprints asked for."""
+    """Result of one rank's part of a save: its files, and the fingerprints of its checks.
+
+    ``file[i]`` and ``offset[i]`` are the index of the file that holds write item i, and the byte at which the item begins there.
+    """
 
     files: tuple[WrittenFile, ...]
     file: I64
     offset: I64
     fingerprints: NDArray[np.uint64]
     record: bytes = b""
-    """How long what took, as a `recorder.Recorder` sealed it; empty where nobody wants to know."""
+    """Durations of this rank's steps, as `Recorder.sealed` encodes them; empty if no timeline is kept."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +114,7 @@ class Receipt:
 
 
 def _default(value: Any) -> msgpack.ExtType:
+    """Encode an array for msgpack: dtype, shape and little-endian bytes; non-negative int64 in the narrowest unsigned dtype."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"cannot send {type(value).__name__} to another rank")
     if value.dtype == np.int64 and value.size and int(value.min()) >= 0:
@@ -124,7 +145,7 @@ def _wide(array: NDArray[Any]) -> I64:
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
-    """Encode a rank's metadata."""
+    """Encode the metadata of a rank as its three parts."""
     return EncodedMetadata(
         _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), encode_values(local_metadata.values)
     )
@@ -145,14 +166,14 @@ def _decode_tensors(data: bytes) -> TensorColumns:
 
 
 def encode_values(values: Sequence[ValueSpec | ValueEntry]) -> bytes:
-    """Encode values for `decode_values`, without blobs."""
+    """Encode values for `decode_values`, without the indices of their blobs."""
     links = ((None if v.link is None else [v.link.optimizer, v.link.fqn, v.link.key, v.link.parameter]) for v in values)
     packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, link] for v, link in zip(values, links, strict=True)])
     return packed
 
 
 def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
-    """The values that `encode_values` encoded."""
+    """Decode the bytes of `encode_values`."""
     return tuple(
         ValueSpec(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
         for name, path, kind, raw, link in msgpack.unpackb(data)
@@ -168,6 +189,8 @@ def _encode_rows(rows: RowColumns, least_item: int = 4) -> bytes:
 
 
 def _decode_rows(data: bytes) -> RowColumns:
+    """Decode the rows part of one rank."""
+    # boxes[i]: offsets, then lengths of box i. columns[i]: tensor, box, start and count of row i
     item, width, num_boxes, num_rows = _ROWS_HEAD.unpack_from(data)
     boxes = np.frombuffer(data, f"<u{item}", 2 * num_boxes * width, _ROWS_HEAD.size).reshape(num_boxes, 2 * width)
     columns = np.frombuffer(data, f"<u{item}", 4 * num_rows, _ROWS_HEAD.size + boxes.nbytes).reshape(num_rows, 4)
@@ -180,23 +203,25 @@ def _row_columns(boxes: NDArray[Any], columns: NDArray[Any]) -> RowColumns:
 
 
 def _widened(data: bytes, item: int, width: int) -> bytes:
-    """The same rows with wider items, and boxes of more dims."""
+    """Encode rows again with wider items and boxes of more dims, so that they can be joined with those of other ranks."""
     rows = _decode_rows(data)
     offsets, lengths = pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)
     return _encode_rows(replace(rows, box_offsets=offsets, box_lengths=lengths), item)
 
 
 def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetadata:
-    """What all ranks hold, by rank; equal tables are decoded once, and the rows of all ranks as one array."""
+    """Decode the tensors and rows of all ranks, by rank. Equal tensor tables are decoded once, all rows as one array."""
+    # number: index of each distinct tensors part. table[rank]: index of the rank's part
     number: dict[bytes, int] = {}
     table = np.array([number.setdefault(data, len(number)) for data in tensors], np.int64)
     parts = rows
     formats = [part[:_FORMAT_BYTES] for part in parts]
-    if len(set(formats)) > 1:
+    if len(set(formats)) > 1:  # encode all rows with the widest item and the most dims of any rank
         item, width = (max(column) for column in zip(*formats, strict=True))
         parts = [part if part[:_FORMAT_BYTES] == bytes((item, width)) else _widened(part, item, width) for part in parts]
     item, width = parts[0][0], parts[0][1]
     heads = [_ROWS_HEAD.unpack_from(part) for part in parts]
+    # cuts[rank]: byte at which the boxes of a part end and its columns begin
     cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
     boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
     columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
@@ -209,12 +234,13 @@ def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:
 
 
 def _narrowest(*arrays: I64) -> int:
-    """Bytes an item, 4 or 8, for all of these arrays."""
+    """Return the item size in bytes, 4 or 8, that holds every number of these arrays."""
     return 8 if any(array.size and int(array.max()) >> 32 for array in arrays) else 4
 
 
 def encode_assignments(plan: SavePlan) -> list[bytes]:
-    """What each rank is to do, by rank: columns once for all ranks, of which each gets its part."""
+    """Encode the assignment of each rank, by rank: the columns of all ranks are encoded at once, and cut at each rank's range."""
+    # columns[i]: local row, start and count of write item i, sorted by rank. checked_columns: likewise for checks
     columns = np.stack([plan.local, plan.part_start, plan.part_count], axis=1)
     by_rank = lex_order(plan.checks.rank)
     checked_columns = np.stack([plan.checks.local, plan.checks.start, plan.checks.count], axis=1)[by_rank]
@@ -222,6 +248,7 @@ def encode_assignments(plan: SavePlan) -> list[bytes]:
     rows = columns.astype(f"<u{item}").tobytes()
     checks = checked_columns.astype(f"<u{item}").tobytes()
     ranks = np.arange(plan.num_ranks + 1)
+    # Rank r's write items are [first[r], first[r + 1]), its checks [checked[r], checked[r + 1]); each is 3 numbers.
     first = np.searchsorted(plan.rank, ranks).tolist()
     checked = np.searchsorted(plan.checks.rank[by_rank], ranks).tolist()
     return [
@@ -231,7 +258,7 @@ def encode_assignments(plan: SavePlan) -> list[bytes]:
 
 
 def decode_assignment(data: bytes, save_id: str) -> Assignment:
-    """A rank's part of what `encode_assignments` made."""
+    """Decode one rank's assignment, as `encode_assignments` encoded it."""
     item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
     columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
     checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
@@ -239,13 +266,13 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
-    """A receipt as bytes."""
+    """Encode a receipt."""
     columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
     return _pack({"files": [astuple(file) for file in receipt.files], "record": receipt.record, **columns})
 
 
 def decode_receipt(data: bytes) -> Receipt:
-    """The receipt that `encode_receipt` made."""
+    """Decode a receipt, as `encode_receipt` encoded it."""
     m = _unpack(data)
     files = tuple(WrittenFile(*file) for file in m["files"])
     return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"])

@@ -1,4 +1,4 @@
-"""What the caller of a save chose, and one agreed save on one rank."""
+"""The options of a save, and the values that go from step to step: the checkpoint before it, its job, its contents."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .agreement import AgreedPlan
 from .local_shards import LocalShards
 
 Hold = str | Optimizer | Sequence[Optimizer]
-"""Who holds changes back while a lazy save copies."""
+"""The ``hold=`` of a lazy save: ``"optimizers"`` (those in the state), ``"caller"``, or more optimizers to hold back as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the caller of `save` or `async_save` chose; see there."""
+    """The arguments of `save` or `async_save`; see there."""
 
     mesh: Any = None
     process_group: Any = None
@@ -44,12 +44,11 @@ class SaveOptions:
     hold: Hold = "optimizers"
     replicas: str = "verify"
     compare_first: bool = False
-    """Replicas are compared before anything is written, and captured again where they differ."""
+    """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
-    """Files by key that rank 0 puts beside the catalog, just before that is published."""
+    """Files by key that rank 0 publishes just before the catalog."""
     checked_values: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values
-    """Is shown the values of all ranks on rank 0, where replicas are compared, and returns those to be saved; what it raises, all
-    ranks raise."""
+    """Called on rank 0 with the values of all ranks; returns the values to save. Its error is raised on all ranks."""
 
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))
@@ -70,24 +69,24 @@ class SaveOptions:
 
     @property
     def samples_replicas(self) -> bool:
-        """Whether large replicas are compared by samples, so that of each the bytes of one rank alone are written."""
+        """Whether large replicas are compared by samples. Then each replica is written by one rank alone, never in parts."""
         return self.replicas == "sample"
 
     @property
     def caller_holds(self) -> bool:
-        """Whether the caller changes nothing before all is staged, so that nothing need be copied before the call returns."""
+        """Whether the caller promises to change nothing before all is staged, so that the call may return before any copy."""
         return self.hold == "caller"
 
     @property
     def more_held(self) -> list[Optimizer]:
-        """The optimizers to hold back beside those in the state."""
+        """Optimizers to hold back in addition to those in the state."""
         if isinstance(self.hold, str):
             return []
         return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)
 
 
 def sample_shift(save_id: str) -> int:
-    """Choose where the samples of a save's replicas lie: on all ranks in the same places, and in others in each save."""
+    """Return the `shift` of `replicas.looked_at` for a save, below 2^32: the same on all ranks, another in each save."""
     return xxhash.xxh32_intdigest(save_id.encode())
 
 
@@ -98,7 +97,10 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreviousCheckpoint:
-    """What a path held before the first file of a save was made: its catalog's bytes (None: not known), and its folders."""
+    """Contents of a path before the first file of a save was made: the catalog's bytes and the names of folders.
+
+    The catalog is empty if there was none, and None if the file there is too large to be a catalog.
+    """
 
     catalog: bytes | None
     folders: frozenset[str]
@@ -106,14 +108,14 @@ class PreviousCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveContents:
-    """What rank 0 knows of a save before it sees the files: all that the catalog says beside them.
+    """Contents of the catalog of a save except its files; rank 0 has them before any file is written.
 
     Attributes
     ----------
     metadata
-        What the user attached.
+        The user's ``metadata=``.
     created_s
-        When it was made, where that is not now, in seconds since 1970.
+        Time of the save in seconds since 1970; None for the time of the commit.
     """
 
     plan: SavePlan
@@ -130,13 +132,13 @@ class SaveJob:
     Attributes
     ----------
     path
-        Where to, as the caller said it.
+        The path of the checkpoint, as the caller passed it.
     metadata
-        That of the options, encoded.
+        The ``metadata`` of `options`, encoded as a value.
     before
-        On rank 0: what the path held before any rank could make a file of this save.
+        On rank 0, the contents of the path before any rank could make a file of this save; None on other ranks.
     fingerprints
-        Those of `agreed`, where they have been taken.
+        Fingerprints of the checks in `agreed`, if they have been taken already.
     """
 
     path: str
@@ -156,16 +158,24 @@ class SaveJob:
 
     @property
     def shift(self) -> int | None:
-        """The shift of the samples by which replicas are compared, as for `replicas.looked_at`."""
+        """The `shift` of `replicas.looked_at`; None if replicas are compared whole."""
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     @property
     def contents(self) -> SaveContents:
-        """What the catalog will say, on rank 0."""
+        """Contents of the catalog except its files; on rank 0 only."""
         assert self.agreed.plan is not None
         return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, decode_value(self.metadata, name="metadata"))
 
     def report(self, num_bytes: int, total_bytes: int | None) -> SaveReport:
-        """Report the save, as if it ended now, and its caller had waited for all of it."""
+        """Return the report of a save that ends now, and whose caller has waited for all of it.
+
+        Parameters
+        ----------
+        num_bytes
+            Bytes that this rank wrote.
+        total_bytes
+            Size of all files, on rank 0; None on other ranks.
+        """
         seconds = self.recorder.now() - self.recorder.began
         return SaveReport(self.path, self.save_id, num_bytes, total_bytes, seconds, seconds)

@@ -1,16 +1,16 @@
-"""Fingerprints of replicas: how each rank takes those of its pieces, and how rank 0 compares them.
+"""Fingerprints of replicas: each rank takes 64 bits of each of its pieces, and rank 0 compares them.
 
-1. Where all of a rank's state lies in host memory, each piece is hashed (`fingerprint`): all of it, or with ``replicas="sample"``
-   some blocks of a large one, which are others in each save (`looked_at`).
-2. Where some of it lies on a device, the same bytes, packed as 32-bit words, are summed up where they lie (`weighted_sums`), so
-   that 8 bytes of each piece come here. The sum is that of each word times the weight of its place, modulo 2^64. Weights are odd
-   and scattered: one word that differs always shows; several that differ hide each other with a chance of 2^-32 if it is in their
-   highest bits alone, else far less. What lies in host memory beside that is summed up likewise, as other ranks may have it on a
-   device.
-3. On a device all of this is queued, and so is one copy of all sums; nobody waits for it before `Fingerprints.finish`. Whatever
-   the size of the state, it takes 20 MiB there, and one large page of pinned memory.
-4. Rank 0 compares the fingerprints of every replica group (`compare_replicas`). The lowest bit says how one was taken: of two
-   that were taken in different ways nothing can be said.
+1. If all of a rank's state lies in host memory, each piece is hashed (`fingerprint`): the whole piece, or with
+   ``replicas="sample"`` some blocks of a large piece, which are at other places in each save (`looked_at`).
+2. If some of it lies on a device, the same bytes are summed up on that device (`weighted_sums`), so that only 8 bytes of each
+   piece cross the link. The bytes are read as 32-bit words; each word is multiplied by the weight of its position, and the
+   products are added modulo 2^64. Weights are odd and pseudo-random. One differing word always changes the sum. Several differing
+   words cancel with a chance of 2^-32 if only their highest bits differ, else far less. Pieces in host memory are then summed up
+   as well, because other ranks may hold them on a device.
+3. On a device the sums are queued, and so is one copy of all of them to the host; nothing waits before `Fingerprints.finish`.
+   This takes 20 MiB of device memory for a state of any size, and one large page of pinned memory.
+4. Rank 0 compares the fingerprints of every replica group (`compare_replicas`). The lowest bit of a fingerprint is 1 for a sum
+   and 0 for a hash. A sum and a hash cannot be compared, and pass.
 """
 
 from __future__ import annotations
@@ -40,33 +40,41 @@ from .messages import Receipt, RunColumns
 U64 = NDArray[np.uint64]
 
 WHOLE_BYTES = 1 << 20
-"""Pieces up to this size are always looked at whole."""
+"""Pieces up to this size are always fingerprinted whole, never by samples."""
 
 PACKED_BYTES = 4 << 20
-"""Bytes that are summed up at once; on all ranks the same, and a multiple of every element size."""
+"""Bytes that are summed up at once. It must be the same on all ranks, and a multiple of every element size."""
 
 NUM_SAMPLES = 16
+"""Blocks that are sampled of a large piece."""
+
 SAMPLE_BYTES = 64 << 10
+"""Size of one sampled block."""
+
 WORD_BYTES = 4
+"""Size of the words that are weighted and added."""
+
 _FACTOR = 0x2545F4914F6CDD1D
+"""Multiplies the sum so far before the sum of a piece's next pack is added, so that equal packs do not cancel."""
 
 
 class Fingerprints:
-    """The fingerprints of runs of this rank's memory, taken in parts; those on a device are queued.
+    """The fingerprints of runs of this rank's memory. They are taken in several calls, and on a device they are queued.
 
     Parameters
     ----------
     known
-        The fingerprints, where they have been taken before.
+        The fingerprints of these runs, if they have been taken before; None if not.
     shift
         As for `looked_at`.
     between_ranks
-        They are compared with those of other ranks, which may have on a device what lies in host memory here.
+        They are compared with those of other ranks. Then runs in host memory are summed up, not hashed, if any run lies on a
+        device, because another rank may hold its replica on a device.
 
     Attributes
     ----------
     taken
-        One for each run, all there after `finish`.
+        One fingerprint for each run, uint64; complete after `finish`.
     """
 
     def __init__(
@@ -86,9 +94,10 @@ class Fingerprints:
         self._queued: list[Mark] = []
 
     def queue(self, chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Take the fingerprints of the runs of chosen tensors, or queue that; nothing where they are known."""
+        """Take the fingerprints of the runs of chosen tensors (on a device: queue that). If they are known, do nothing."""
         if self._is_known:
             return
+        # by_device[device][i]: chosen run i, on this device
         by_device: dict[torch.device, dict[int, LocalRun]] = defaultdict(dict)
         for i, run in enumerate(self._runs):
             if chosen(run.local.tensor):
@@ -112,11 +121,11 @@ class Fingerprints:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something is queued that may not have come."""
+        """Whether sums are queued that may not have reached the host."""
         return bool(self._queued)
 
     def finish(self) -> None:
-        """Wait for what is queued."""
+        """Wait for the queued sums, and put them into `taken`."""
         self.close()
         for numbers, sums in self._come:
             self.taken[numbers] = with_kind(sums.numpy().view(np.uint64), summed=True)
@@ -129,7 +138,7 @@ class Fingerprints:
         self._queued = []
 
     def _host_memory(self, count: int) -> torch.Tensor:
-        """Return pinned memory for so many sums; at most as many as there are runs are asked for."""
+        """Return pinned memory for `count` sums, int64. All calls together may ask for one sum for each run."""
         if not self._sums.numel():
             self._sums = allocate(8 * len(self._runs), pinned=True).view(torch.int64)
         taken, self._sums = self._sums[:count], self._sums[count:]
@@ -137,7 +146,7 @@ class Fingerprints:
 
 
 def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int | None = None) -> U64:
-    """Take the fingerprints of all checks."""
+    """Return the fingerprints of all runs in `checks`, in their order, and wait for them."""
     streams = CopyStreams(local.tensor for _, local in local_shards.rows)
     fingerprints = Fingerprints(streams, local_shards.runs(checks), shift=shift)
     fingerprints.queue(lambda _: True)
@@ -146,13 +155,13 @@ def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int |
 
 
 def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
-    """Choose the parts of a run that are looked at.
+    """Return the parts of a run that its fingerprint covers: the whole run, or `NUM_SAMPLES` blocks of `SAMPLE_BYTES`.
 
     Parameters
     ----------
     shift
-        None for all of it. Else, of a run above `WHOLE_BYTES`, one block in each of `NUM_SAMPLES` equal parts, at this 2^-32th of
-        the way through the part.
+        None for the whole run. Else a number below 2^32: a run above `WHOLE_BYTES` is divided into `NUM_SAMPLES` equal parts,
+        and one block is taken from each part, ``shift / 2**32`` of the way through it.
     """
     if shift is None or run.num_bytes <= WHOLE_BYTES:
         return [run]
@@ -163,10 +172,10 @@ def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
 
 
 def fingerprint(run: LocalRun, scratch: torch.Tensor, shift: int | None = None) -> int:
-    """Return the XXH3-64 of what is looked at of a run."""
+    """Return the XXH3-64 of the parts of a run that `looked_at` chooses; `scratch` is host memory for copies."""
     each = run.local.tensor.element_size()
     hasher = xxhash.xxh3_64()
-    whole = bytes_in_place(*run)  # one view for all parts: making a view takes longer than hashing what it shows
+    whole = bytes_in_place(*run)  # one view for all parts: making a view takes longer than hashing a block
     for part in looked_at(run, shift):
         if whole is not None:
             begin = (part.start - run.start) * each
@@ -178,12 +187,15 @@ def fingerprint(run: LocalRun, scratch: torch.Tensor, shift: int | None = None) 
 
 
 def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | None = None) -> torch.Tensor:
-    """Sum up what is looked at of runs on one device, on its current stream; 1-D int64.
+    """Return the weighted sum of each run on one device, 1-D int64, computed on its current stream.
 
-    Of a run that is summed up in several packs, each sum is added to a multiple of that before it.
+    A sum covers the parts of its run that `looked_at` chooses. A run of several packs is combined as
+    ``sum = sum * _FACTOR + sum of the next pack``, modulo 2^64.
     """
     sums = torch.zeros(len(runs), dtype=torch.int64, device=device)
+    # packs[i]: the packs of run i; each is a list of parts that are summed up at once
     packs = [list(_packs(run, shift)) for run in runs]
+    # num_words: words in the largest pack; the buffers below are made once for all packs
     num_words = max((-(-sum(part.num_bytes for part in pack) // WORD_BYTES) for of_run in packs for pack in of_run), default=0)
     weights = _weights(num_words, device)
     packed = torch.empty(num_words * WORD_BYTES, dtype=torch.uint8, device=device)
@@ -196,8 +208,9 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
                     copy_run(*part, packed[at : at + part.num_bytes])
                 at += part.num_bytes
             end = -(-at // WORD_BYTES)
-            if at % WORD_BYTES:
+            if at % WORD_BYTES:  # fill the last word with zeros
                 packed[at : end * WORD_BYTES].zero_()
+            # The first pack's sum goes straight into sums[i]; a later one is added to `_FACTOR` times sums[i].
             torch.mul(packed.view(torch.int32)[:end], weights[:end], out=products[:end])
             torch.sum(products[:end], 0, out=pack_sum if number else sums[i])
             if number:
@@ -206,7 +219,7 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
 
 
 def _packs(run: LocalRun, shift: int | None) -> Iterator[list[LocalRun]]:
-    """Divide what is looked at of a run into packs: all samples are one."""
+    """Divide a run into packs of `PACKED_BYTES`. All samples of a run that is sampled make one pack."""
     parts = looked_at(run, shift)
     if len(parts) > 1 or run.num_bytes <= PACKED_BYTES:
         yield parts
@@ -217,7 +230,8 @@ def _packs(run: LocalRun, shift: int | None) -> Iterator[list[LocalRun]]:
 
 
 def _weights(num: int, device: torch.device) -> torch.Tensor:
-    """Make the weights of the first places, as splitmix64 scatters numbers; on every device the same."""
+    """Return the weights of positions 0 to ``num - 1``, odd int64. They are splitmix64's numbers, the same on every device."""
+    # int64 shifts copy the sign bit, splitmix64's do not: the mask clears the copied bits.
     out = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         out.bitwise_xor_((out >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(factor))
@@ -225,35 +239,53 @@ def _weights(num: int, device: torch.device) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
+    """Return the int64 with the same 64 bits as an unsigned number."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def with_kind(fingerprints: U64, *, summed: bool) -> U64:
-    """Say in the lowest bit how fingerprints were taken."""
+    """Return fingerprints with the lowest bit set to 1 if they are sums, to 0 if they are hashes."""
     out: U64 = (fingerprints & ~np.uint64(1)) | np.uint64(summed)
     return out
 
 
 def may_be_alike(ones: U64, others: U64) -> NDArray[np.bool_]:
-    """Tell which fingerprints show no difference; of two that were taken in different ways nothing can be said."""
+    """Return, for each pair of fingerprints, whether they are equal or cannot be compared: one is a sum, the other a hash."""
     out: NDArray[np.bool_] = (ones == others) | ((ones ^ others) & np.uint64(1) == 1)
     return out
 
 
 def differing(checks: Checks, fingerprints: Sequence[U64]) -> tuple[I64, I64]:
-    """Find the rows that differ from the first of their replica group, by the fingerprints of all ranks; and each row's first."""
+    """Find the rows of `checks` that differ from the first row of their replica group.
+
+    Parameters
+    ----------
+    fingerprints
+        For each rank, the fingerprints of its checks in the order in which it was assigned them.
+
+    Returns
+    -------
+    tuple of I64
+        The indices of the rows that differ; and for each row of `checks`, the index of the first row of its group.
+    """
     if not len(checks.group):
         return checks.group, checks.group
+    # by_rank: the rows of `checks` in the order of the joined fingerprints
     by_rank = np.argsort(checks.rank, kind="stable")
+    # of_row[i]: fingerprint of row i
     of_row = np.empty(len(by_rank), np.uint64)
     of_row[by_rank] = np.concatenate(fingerprints)
+    # new[i]: row i begins a group. leader[i]: the first row of row i's group
     new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
     leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
     return np.flatnonzero(~may_be_alike(of_row, of_row[leader])), leader
 
 
 def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> frozenset[str]:
-    """Find on every rank the tensors whose replicas differ, by the fingerprints of all; rank 0 has the plan."""
+    """Return on every rank the names of tensors whose replicas differ.
+
+    Collective: a gather of fingerprints to rank 0, then a broadcast of the names. Only rank 0 needs the plan.
+    """
     gathered = comm.gather(fingerprints.tobytes())
     names: list[str] = []
     if gathered is not None:
@@ -264,17 +296,19 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 
 
 def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
-    """Compare the fingerprints of every replica group, as all ranks have sent them, as `compare_fingerprints` does."""
+    """Compare the fingerprints in the receipts of all ranks, by rank; see `compare_fingerprints`."""
     compare_fingerprints(checks, names, [receipt.fingerprints for receipt in receipts])
 
 
 def compare_fingerprints(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
-    """Compare the fingerprints of every replica group, by rank; buffers under DDP and FSDP may differ, with one warning.
+    """Raise an error if the members of a replica group have different fingerprints; `fingerprints` are by rank.
+
+    Buffers under DDP and FSDP may differ: one warning names all that do.
 
     Raises
     ------
     LayoutError
-        Others differ.
+        Replicas other than such buffers differ.
     """
     differs, leader = differing(checks, fingerprints)
     buffers = differs[checks.replication[differs] == Replication.BUFFER]

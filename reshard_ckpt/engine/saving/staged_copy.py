@@ -1,8 +1,8 @@
-"""The copy of what one rank writes, in host memory: made while it is written, or before the state changes again.
+"""The copy in host memory of the bytes that one rank writes, made while they are written or before the state changes again.
 
-`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way. `write_staged` writes in the caller
-what lies on a device: through a ring of pinned memory, which a thread fills meanwhile. To copy each tensor to where it is written
-would wait for the device every time, and take pageable memory, which is slower.
+`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way. `write_staged` is the synchronous
+save of a state on a device: a thread copies into a ring of pinned memory while the caller writes from it. Copying each tensor
+just before it is written would wait for the device each time, and use pageable memory, which is slower.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .write import FileLayout, lay_out, write_files
 
 RING_BYTES = 64 << 20
-"""Of which a part is copied, a part is written, and a part is free."""
+"""Size of the ring of `write_staged`: one part is being copied into, one part is being written, and one part is free."""
 
 
 class StagedCopy:
-    """What one rank writes in a save: copied into a ring, and fingerprinted."""
+    """The copy of one rank's files in a ring, with the fingerprints of its replicas."""
 
     def __init__(self, job: SaveJob, layouts: Sequence[FileLayout], ring: torch.Tensor) -> None:
         self.layouts, self.ring, self._recorder = layouts, ring, job.recorder
@@ -50,17 +50,19 @@ class StagedCopy:
 
         Parameters
         ----------
+        chosen
+            Whether a tensor is copied by this call.
         last
             As for `Staging.fill`.
         queued
-            Called as soon as all of this is queued on devices, and not yet there.
+            Called once all copies are queued on devices, if some of them may not have ended.
         looks_again
-            Compare what was copied with what the tensors hold then, as `SecondLook` does.
+            Compare the copy with the tensors after copying, as `SecondLook` does.
 
         Returns
         -------
         bool
-            Whether that differs.
+            With `looks_again`, whether a tensor changed while it was copied; else False.
         """
         staging, recorder = self.staging, self._recorder
         look = self._look = SecondLook(staging, chosen) if looks_again else None
@@ -90,13 +92,13 @@ class StagedCopy:
 
 
 class SecondLook:
-    """Tells whether tensors held at one moment all that was copied of them, while their owner may have gone on.
+    """Tells whether the copies of some tensors show them all at one moment, although training went on while they were copied.
 
-    When all is copied, each is looked at again. If all then hold what was copied, there was a moment between the two at which
-    they held it together. Of host memory the copy itself is compared. Of a device the copy is far away, so sums from before the
-    first copy stand for it, and a change that was undone meanwhile is not seen.
+    After the last copy, each tensor is hashed again. If each still equals its copy, no tensor changed in between, so the copies
+    show one moment. In host memory the copy itself is hashed. The copies from a device are slow to read back there, so the
+    tensors' sums from before the first copy stand for them; a change that is undone in between goes unseen.
 
-    To be made before anything is copied, into a ring that holds all.
+    Make it before anything is copied, for a ring that holds all files.
     """
 
     def __init__(self, staging: Staging, chosen: Callable[[torch.Tensor], bool]) -> None:
@@ -109,13 +111,13 @@ class SecondLook:
             self._copied.queue(lambda _: True)
 
     def queue(self) -> None:
-        """Look at all, or queue that, once all copies are made or queued."""
+        """Hash all tensors again (on a device: queue that). Call it once all copies are made or queued."""
         if self._is_host:
             self._copied.queue(lambda _: True)
         self._now.queue(lambda _: True)
 
     def has_changed(self) -> bool:
-        """Wait for what is queued, and compare."""
+        """Wait for the queued hashes, and return whether a tensor differs from its copy."""
         self._copied.finish()
         self._now.finish()
         return not np.array_equal(self._copied.taken, self._now.taken)
@@ -127,14 +129,14 @@ class SecondLook:
 
 
 def write_staged(job: SaveJob) -> Receipt:
-    """Write and make durable all that this rank was assigned; as `write_assignment`.
+    """Write the runs that this rank was assigned, through a pinned ring, and make them durable; like `write_assignment`.
 
     Raises
     ------
     StorageError
-        The store refused; what this rank had written is removed.
+        The store refused a write; the files of this rank are removed.
     UsageError
-        The system gives no thread.
+        No thread can be started.
     """
     layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
     copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
@@ -144,7 +146,7 @@ def write_staged(job: SaveJob) -> Receipt:
         try:
             copy.fill()
             staging.finish()
-        except BaseException as error:  # whatever it is, the writer must not wait for ever
+        except BaseException as error:  # also an interrupt: the writer must not wait for ever
             staging.fail(error)
 
     thread = threading.Thread(target=fill, name="reshard-ckpt-stage")
@@ -167,7 +169,10 @@ def write_staged(job: SaveJob) -> Receipt:
 
 
 def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:
-    """Take memory for the images of these files, or as much of it as the caller allows; pinned for what lies on a device."""
+    """Take a ring for these files from the pool, 1-D uint8: all their bytes, or `host_buffer_bytes` if that is less.
+
+    It is pinned if a tensor lies on a device. It is never smaller than the lesser of all bytes and `MIN_RING_BYTES`.
+    """
     wanted = ring_bytes(layouts)
     if host_buffer_bytes is not None:
         wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
@@ -177,6 +182,6 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
 
 
 def device_to_pin_for(local_shards: LocalShards) -> torch.device | None:
-    """Return a device that something of the state lies on, and that copies faster into pinned memory, if there is one."""
+    """Return the first device of the state's tensors that copies faster into pinned memory; None if all lie on the host."""
     devices = dict.fromkeys(local.tensor.device for _, local in local_shards.rows)
     return next(filter(has_streams, devices), None)

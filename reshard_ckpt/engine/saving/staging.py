@@ -1,14 +1,19 @@
 """Staging: a ring of host memory that holds the images of this rank's files, where training cannot change them.
 
+An *image* is the bytes of one file as it will be written: header and items.
+
 1. The images of all files lie end to end in one address space; the item at address ``a`` is kept at ``a`` modulo the ring's size.
-2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written. From a device it only queues
-   copies, and closes a *batch* every so often: marks, after which all before an address is there. It settles batches in turn.
-3. Another *drains*: it writes what is settled, front to back, and so makes room.
+2. One thread *fills*: it copies items into the ring, and waits while the ring is full of bytes not yet written. From a device it
+   only queues copies. Every so often it closes a *batch*: it records marks on the device's streams, and once they have passed,
+   all bytes before the batch's end are in the ring. To *settle* a batch is to wait for its marks. Batches settle in order.
+3. Another thread *drains*: it writes settled bytes, front to back, and so makes room.
 
-A ring as large as the images never waits, and may be filled in any order; a smaller one (``host_buffer_bytes``) streams.
+A ring as large as all images never waits, and may be filled in any order. A smaller one (``host_buffer_bytes``) streams: it is
+filled in order.
 
-On a device small items, and those that are not in order, are packed into scratch memory, which goes over the link at once. A
-small item of the host between two of them is put into the ring later, as the copy of the whole pack passes over its place.
+Small items on a device, and items whose elements are not in order, are gathered in scratch memory on the device (a *pack*), and
+copied to the host together. If a small item of the host lies between two of them, the copy of the pack overwrites its place in
+the ring; so that item is put there *late*, after the copy.
 """
 
 from __future__ import annotations
@@ -28,17 +33,21 @@ from .messages import Assignment
 from .write import WRITE_BYTES, FileLayout, member_offsets
 
 STEP_BYTES = 4 << 20
-"""Bytes copied at once into a ring that streams; a multiple of every element size."""
+"""Bytes of one copy into a ring that streams; a multiple of every element size."""
 
 BATCH_BYTES = 256 << 20
-"""Bytes queued between two events where the ring never waits, so that writing begins long before all is copied."""
+"""Bytes in one batch of a ring that holds all images; writing begins after the first batch, not after the last."""
 
 MIN_RING_BYTES = 16 << 20
+"""Size of the smallest ring that streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Copies that are queued: once the marks have passed, and `late` is put, the images are whole up to an address."""
+    """Queued copies. Once `marks` have passed and `late` is put into the ring, the images are whole up to the address `end`.
+
+    `late` lists addresses and bytes of host items whose places a pack overwrites.
+    """
 
     end: int
     marks: Sequence[Mark]
@@ -47,7 +56,10 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Pack:
-    """Consecutive items that are gathered on a device: their addresses, and where the address `origin` is in the scratch."""
+    """Consecutive items that are gathered on a device, at addresses ``[begin, end)``; more fit up to `limit`.
+
+    Address `origin` is byte 0 of `scratch`.
+    """
 
     streams: DeviceStreams
     scratch: torch.Tensor
@@ -60,7 +72,7 @@ class _Pack:
 class Staging:
     """The images of one rank's files while they go from the state to the store.
 
-    To be made in the thread that trains: copies from a device come after what its current streams have queued then.
+    Make it in the thread that trains: copies from a device run after the work that its current streams have queued by then.
     """
 
     def __init__(
@@ -74,7 +86,9 @@ class Staging:
         self._written = 0
         self._finished = False
         self._error: BaseException | None = None
+        # _filled: all bytes before this address are in the ring. _written: all before this one are in the store.
         *self._begin, self.num_bytes = image_addresses(layouts)
+        # _item_at[i]: address of write item i
         self._item_at = [
             at + offset for layout, at in zip(layouts, self._begin, strict=True) for offset in member_offsets(layout).tolist()
         ]
@@ -92,7 +106,7 @@ class Staging:
 
     @property
     def holds_all(self) -> bool:
-        """Whether the ring never has to wait."""
+        """Whether the ring has room for all images, so that filling it never waits."""
         return self._capacity >= self.num_bytes
 
     @property
@@ -101,15 +115,17 @@ class Staging:
         return any(batch.marks for batch in self._batches)
 
     def fill(self, chosen: Callable[[torch.Tensor], bool], *, last: bool = True) -> int:
-        """Put headers, and the items of chosen tensors, into the ring, in the order of the files.
+        """Put the headers and the items of chosen tensors into the ring, in the order of the files.
 
-        Once this returns they are there, or queued, where they lie on a device. All at once, unless the ring holds all.
-        Raises whatever stopped the draining thread.
+        When this returns, items of the host are in the ring, and items of a device are there or queued. A ring that streams must
+        be filled by one call for all tensors. An error of the draining thread is raised here.
 
         Parameters
         ----------
+        chosen
+            Whether a tensor's items are copied by this call.
         last
-            With this all have been chosen. Else what was queued is there, too, when this returns.
+            After this call all tensors have been copied. If False, more calls follow, and this one waits for its queued copies.
 
         Returns
         -------
@@ -122,7 +138,7 @@ class Staging:
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
                     if not chosen(self._items[item].local.tensor):
-                        self._send()  # a pack passes over all that lies in it
+                        self._send()  # end the pack: its copy would overwrite this item's place in the ring
                         continue
                     if last and self._item_at[item] - self._batched >= self._batch_bytes:
                         self._close_batch(self._item_at[item])
@@ -133,45 +149,48 @@ class Staging:
         return num_bytes
 
     def copied_runs(self, chosen: Callable[[torch.Tensor], bool]) -> tuple[list[LocalRun], list[LocalRun]]:
-        """Return the items of chosen tensors, and where the copy of each lies in a ring that holds all."""
+        """Return the items of chosen tensors in their own memory, and the copy of each in a ring that holds all images."""
         items = [(run, at) for run, at in zip(self._items, self._item_at, strict=True) if chosen(run.local.tensor)]
         whole = LocalPiece(self._ring, box_piece((0,), (self._ring.numel(),), 0, (1,)))
         return [run for run, _ in items], [LocalRun(whole, at, run.num_bytes) for run, at in items]
 
     def settle(self) -> None:
-        """Wait until all that is queued is there."""
+        """Wait until all queued copies are in the ring."""
         while self._batches:
             self._settle_one()
 
     def finish(self) -> None:
-        """Settle, and let the rest be drained."""
+        """Settle all batches, and let the draining thread write to the end. The filling thread calls it last."""
         self.settle()
         with self._changed:
             self._filled, self._finished = self.num_bytes, True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give scratch memory back; where the save failed, first wait for copies that nobody waits for, into the ring too."""
+        """Free the scratch memory. After a failed save, first wait for queued copies: they write to the ring."""
         if self._batches:
             with self.copy_streams.entered():
                 self.copy_streams.synchronize()
         self._scratch.clear()
 
     def wait_finished(self) -> None:
-        """Wait for `finish`; raises what stopped the filling thread."""
+        """Wait for `finish`; raise the error of the filling thread if it failed."""
         self._wait(lambda: self._finished)
 
     def fail(self, error: BaseException) -> None:
-        """Wake the other side with an error."""
+        """Record an error, and wake the other thread, which raises it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def drain(self, layout: FileLayout) -> Iterator[memoryview]:
-        """The bytes of one file as they are filled; files in order. A chunk is valid until the next is asked for."""
+        """Yield the bytes of one file in chunks, as they are settled. Call it for the files in order.
+
+        A chunk is a view of the ring, valid until the next chunk is asked for.
+        """
         at = self._begin[self._layouts.index(layout)]
         end = at + layout.num_bytes
-        self._advance(written=at)  # what lies between two files is nobody's, and must not keep room
+        self._advance(written=at)  # the padding between two images is not drained, and must not take up room
         view = self._ring.numpy().data
         while at < end:
             filled = self._wait_filled(at)
@@ -187,12 +206,15 @@ class Staging:
         return self._scratch[streams.device]
 
     def _put_item(self, item: int) -> int:
+        """Copy one item into the ring by one of three ways, or queue that; return its size in bytes."""
         run, at = self._items[item], self._item_at[item]
         local, num_bytes = run.local, run.num_bytes
+        # None for an item of the host, and for all items if the ring is not pinned.
         streams = self.copy_streams.by_device.get(local.tensor.device) if self._non_blocking else None
         if streams is not None and (num_bytes < SMALL_BYTES or not is_in_order(local.piece)):
             self._pack_run(streams, run, at)
         elif streams is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
+            # A host item inside an open pack: the pack goes on over its place, and its bytes are put there late.
             self._pack.end = at + num_bytes
             copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             copy_run(*run, copied)
@@ -202,6 +224,7 @@ class Staging:
         return num_bytes
 
     def _put_run(self, run: LocalRun, at: int) -> None:
+        """Copy a run straight into the ring, in parts that neither exceed a step nor wrap around the ring's end."""
         self._send()
         local, start, count = run
         each = local.tensor.element_size()
@@ -214,6 +237,7 @@ class Staging:
             start, count, at = start + num, count - num, at + num * each
 
     def _pack_run(self, streams: DeviceStreams, run: LocalRun, at: int) -> None:
+        """Gather a run of a device in the open pack; begin a new pack when it is full, or is of another device."""
         local, start, count = run
         each = local.tensor.element_size()
         while count:
@@ -229,16 +253,16 @@ class Staging:
 
     def _begin_pack(self, streams: DeviceStreams, at: int) -> _Pack:
         place = at % self._capacity
-        origin = at - place % 64  # aligned there as it is here
+        origin = at - place % 64  # the scratch begins at a multiple of 64 too, so elements are aligned alike in both
         limit = min(origin + min(PACK_BYTES, STEP_BYTES), at - place + self._capacity)
         return _Pack(streams, self._scratch_of(streams).begin(), origin, at, at, limit)
 
     def _send(self) -> None:
-        """Queue the copy of what is packed, if anything is."""
+        """Queue the copy of the open pack into the ring, and close it. Without an open pack, do nothing."""
         pack, self._pack = self._pack, None
         if pack is None:
             return
-        late, self._late = self._late, []  # not before this pack
+        late, self._late = self._late, []  # they must come after this pack, but `_reserve` may close a batch before it
         self._reserve(pack.begin, pack.end - pack.begin)
         place = pack.begin % self._capacity
         part = slice(pack.begin - pack.origin, pack.end - pack.origin)
@@ -256,11 +280,12 @@ class Staging:
             data, at = data[size:], at + size
 
     def _reserve(self, at: int, size: int) -> None:
-        """Wait for room; where the ring streams, what lies before is queued, since it fills in order."""
+        """Wait for room for `size` bytes at address `at`, if the ring streams; all bytes before `at` have been queued by then."""
         if self.holds_all:
             return
         self._close_batch(at)
-        # One batch may be under way while the next is queued, but one that the writer waits for must be settled.
+        # One batch may be under way while the next is queued. But without room it is settled here: the writer may be waiting for
+        # just that batch, and only this thread settles it.
         while self._batches and not (self._batches[0].marks and len(self._batches) == 1 and self._has_room(at + size)):
             self._settle_one()
         self._wait(lambda: self._has_room(at + size))
@@ -269,9 +294,9 @@ class Staging:
         return end <= self._written + self._capacity
 
     def _close_batch(self, end: int) -> None:
-        """Mark all that is queued so far; after that the images are whole up to `end`."""
+        """Close the batch of all copies queued so far. Once it is settled, the images are whole up to address `end`."""
         self._send()
-        # Where nothing was queued, a mark would only wait for the work of the job.
+        # Without queued copies, a mark would only wait for the training job's own work.
         marks = self.copy_streams.record() if self._queues else ()
         self._queues = False
         late, self._late = self._late, []
@@ -304,12 +329,12 @@ class Staging:
 
 
 def ring_bytes(layouts: Sequence[FileLayout]) -> int:
-    """The size of a ring that holds these files whole."""
+    """Return the size in bytes of a ring that holds all of these files, rounded up to `STEP_BYTES`."""
     return -(-image_addresses(layouts)[-1] // STEP_BYTES) * STEP_BYTES
 
 
 def image_addresses(layouts: Sequence[FileLayout]) -> list[int]:
-    """Where the image of each file begins in a ring that holds all, aligned for every element; and where the last one ends."""
+    """Return the address at which the image of each file begins (a multiple of 64), and last the end of the last image."""
     addresses, end = [], 0
     for layout in layouts:
         begin = -(-end // 64) * 64

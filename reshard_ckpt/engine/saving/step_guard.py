@@ -1,14 +1,15 @@
-"""Holding an optimizer's steps back until what they change is copied, and proof that none came through.
+"""Holding an optimizer's steps back until the tensors that they change are copied, and a check that no step came through.
 
-1. One check stands in the way of every step, and does nothing while no guard holds the optimizer. It stands in two places:
-   first of all hooks that torch runs in any optimizer's step, and in front of whatever ``optimizer.step`` is when a guard takes
-   that optimizer. The one meets a step that was bound earlier, the other a step that runs no hooks, or changes something before
-   it does. Both stay for good: to remove a hook while torch iterates over them, in the thread that trains, would raise there.
-2. Not all code that changes parameters is a step that can be met: compiled code, a replayed graph, a user's own line. So a
-   guard compares version counters and some of the values with those of its beginning, and gives the save up if they differ. What
-   was copied is compared whole with what is there at the end (`staged_copy.SecondLook`).
-3. Of a device, all may be queued long before it is copied. Then a step goes on at once, but on its device behind the copies; what
-   the guard compares is looked at just before the first such step, in the thread that steps.
+1. `_hold_back` runs before every step. It returns at once if no guard holds the optimizer. It is called from two places: the
+   first of the hooks that torch runs in every optimizer's step, and a wrapper around ``optimizer.step`` (`GuardedStep`), put
+   there when a guard takes that optimizer. The hook catches a step that was bound before the wrapper. The wrapper catches a step
+   that runs no hooks, or changes something before it runs them. Neither is removed later: the training thread may be iterating
+   over torch's hooks, and removing one then would raise there.
+2. Some code changes parameters without a step that can be caught: compiled code, a replayed graph, a user's own line. So a guard
+   compares version counters and sampled values with those from when it was made, and gives the save up if they differ. The
+   copied bytes are compared as a whole with the tensors at the end (`staged_copy.SecondLook`).
+3. On a device, all copies may be queued long before they run. Then a step goes on at once, but its device runs it after the
+   copies. The guard takes the snapshot that it compares just before the first such step, in the thread that steps.
 """
 
 from __future__ import annotations
@@ -29,37 +30,38 @@ from ...errors import UsageError
 from ..common.copy_streams import Mark, has_streams
 
 _HELD: dict[int, StepGuard] = {}
-"""Guards by the `id` of the optimizers that they hold, and keep alive."""
+"""``_HELD[id(optimizer)]``: the guard that holds this optimizer. A guard keeps its optimizers alive, so no `id` is reused."""
 
 MAX_SAMPLED = 64
-"""Tensors of one optimizer whose values are compared; a step changes nearly all of them."""
+"""At most so many tensors have some of their values compared; a step changes nearly all tensors, so a sample shows it."""
 
 MAX_SCALARS = 1024
-"""Tensors without dims, such as the numbers of steps, that are compared: all of them, but where there are very many."""
+"""At most so many 0-dim tensors, such as step counters, are compared; nearly always all of them."""
 
 SAMPLE_ELEMENTS = 16
+"""Elements that are compared of each sampled tensor."""
 
 WHOLE_BYTES = 4 << 20
-"""Tensors of no more bytes together are compared whole."""
+"""If all tensors together have at most so many bytes, all their elements are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedState:
-    """Optimizers whose steps can be held back, and the local tensors that nothing but those steps changes."""
+    """Optimizers whose steps can be held back, and the local tensors that only those steps change."""
 
     optimizers: Sequence[Optimizer] = ()
     tensors: Sequence[torch.Tensor] = ()
 
 
 class StepGuard:
-    """Holds every step of some optimizers back until what they change is copied.
+    """Holds back the steps of some optimizers until the tensors that they change are copied.
 
     Parameters
     ----------
     detector
-        Of changes to what these optimizers own, made in the thread that makes this.
+        Detects changes of the optimizers' tensors. It must have been made in the thread that makes the guard.
     wait
-        Waits until it is copied, or `let_through` was called.
+        Returns once the tensors are copied, or `let_through` was called.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], detector: ChangeDetector, wait: Callable[[], None]) -> None:
@@ -73,16 +75,17 @@ class StepGuard:
             _HELD[id(optimizer)] = self
 
     def let_through(self, follow: Callable[[], None]) -> None:
-        """All is copied, or queued to be: a step need only come after that on its device, which `follow` sees to."""
+        """Let steps go on from now: all copies are made or queued. Each step calls `follow`, which queues it after the copies."""
         with self._lock:
             self._follow = follow
 
     def hold_back(self) -> None:
-        """Wait, in the thread that steps, until it may."""
+        """Block the thread that steps until the step may run."""
         self.wait()
         with self._lock:
             if self._follow is not None:
                 self._follow()
+                # Before the first step only: later steps change the tensors, and may.
                 self._seen = self._seen or self._detector.look()
 
     def release(self) -> None:
@@ -92,20 +95,20 @@ class StepGuard:
                 del _HELD[id(optimizer)]
 
     def close(self, *, has_changed: bool = False) -> None:
-        """All is copied: let go, and make sure that no step came through.
+        """Release the optimizers once all is copied, and raise if their tensors changed meanwhile.
 
         Parameters
         ----------
         has_changed
-            What the optimizers own is known to have changed while it was copied.
+            The caller already knows that a tensor of the optimizers changed while it was copied.
 
         Raises
         ------
         UsageError
-            What the optimizers own has changed, so what was copied may be a mixture.
+            A tensor of the optimizers changed, so the copy may mix values from before and after a step.
         """
         try:
-            # Held until this is known: a step that comes now must still wait, or it would count as one that came through.
+            # Release only after the comparison: a step that begins now must wait, or it would count as one that came through.
             with self._lock:
                 has_changed |= self._seen is None and self._detector.has_changed()
                 seen, self._follow = self._seen, None
@@ -124,7 +127,7 @@ class StepGuard:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a detector sees at one moment: version counters, and samples, which a device may still have to take."""
+    """Version counters and samples of a detector's tensors at one moment; samples on a device are valid after `taken` pass."""
 
     versions: list[int]
     samples: list[torch.Tensor]
@@ -132,9 +135,10 @@ class Snapshot:
 
 
 class ChangeDetector:
-    """Tells whether tensors have changed since it was made: by version counters of all, and some values of some, or all of few.
+    """Tells whether tensors have changed since it was made, by the version counters of all tensors and sampled values.
 
-    Version counters alone do not show it: fused kernels, what goes through ``.data``, and kernels outside of torch leave them.
+    If the tensors are small together (`WHOLE_BYTES`), all their values are compared. Version counters alone do not suffice:
+    fused kernels, writes through ``.data``, and kernels outside of torch do not advance them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -142,12 +146,12 @@ class ChangeDetector:
         sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
         self._is_whole = sum(tensor.nbytes for tensor in sizeable) <= WHOLE_BYTES
         scalars = [tensor for tensor in self._tensors if not tensor.ndim]
-        # Numbers of steps lie on the device where the optimizer is fused; a step may change nothing else that is sampled.
+        # Step counters are always among the samples: a step may change no other sampled value.
         self._sampled = [*_spread(sizeable, len(sizeable) if self._is_whole else MAX_SAMPLED), *_spread(scalars, MAX_SCALARS)]
         self._before = self.look()
 
     def look(self) -> Snapshot:
-        """Take a snapshot; on a device it is queued, behind what the current streams of this thread have."""
+        """Take a snapshot. On a device it is queued on this thread's current stream, after the work that is queued there."""
         versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         samples = self._sample()
         devices = {sample.device for sample in samples}
@@ -155,7 +159,7 @@ class ChangeDetector:
         return Snapshot(versions, samples, taken)
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:
-        """Whether one of the tensors has been written to, by now or by when `seen` was taken."""
+        """Whether one of the tensors was written to before `seen` was taken, or before now without `seen`."""
         now = seen or self.look()
         if self._before.versions != now.versions:
             return True
@@ -164,10 +168,14 @@ class ChangeDetector:
         return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:
-        """Elements from the middle of each sampled tensor, or all of it, as bytes, together by device and dtype."""
+        """Return `SAMPLE_ELEMENTS` elements from the middle of each sampled tensor, or all of them, as bytes.
+
+        There is one tensor of bytes for each device and dtype.
+        """
         parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in self._sampled:
+                # The middle row of the last dim, and in it the middle elements.
                 *outer, last = tensor.shape or (1,)
                 low = max((last - SAMPLE_ELEMENTS) // 2, 0)
                 where: tuple[int | slice, ...] = (*(size // 2 for size in outer), slice(low, low + SAMPLE_ELEMENTS))
@@ -178,19 +186,20 @@ class ChangeDetector:
 
 
 def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor]:
-    """Choose at most so many, spread over all."""
+    """Choose at most `most` tensors at even distances in the list."""
     return tensors[:: max(-(-len(tensors) // max(most, 1)), 1)]
 
 
 class GuardedStep:
-    """An optimizer's ``step`` with the check in front of it.
+    """Wrapper of an optimizer's ``step`` that calls `_hold_back` first.
 
-    It looks like the step that it stands for: `LRScheduler` wraps it in turn, `GradScaler` asks for its signature.
+    It has the attributes and the signature of the wrapped step, because `LRScheduler` wraps it in turn, and `GradScaler` inspects
+    its signature.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         self._optimizer = ref(optimizer)
-        # To keep the bound method would keep the optimizer alive, which has this in its `__dict__`.
+        # Keep the function, not the bound method: that would refer to the optimizer, whose `__dict__` has this wrapper.
         self._is_bound = getattr(step, "__self__", None) is optimizer
         self._step: Callable[..., Any] = step.__func__ if self._is_bound else step  # type: ignore[attr-defined]
 
@@ -217,7 +226,7 @@ class GuardedStep:
         return getattr(self.__wrapped__, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled as the step of the optimizer's copy."""
+        """Copy and pickle the wrapper so that it wraps the step of the optimizer's copy."""
         return _rebuild, (self._optimizer(), self._step, self._is_bound)
 
 
@@ -226,15 +235,15 @@ def _rebuild(optimizer: Optimizer, step: Callable[..., Any], is_bound: bool) -> 
 
 
 def _put_in_front(optimizer: Optimizer) -> None:
-    """Have the check stand before what ``optimizer.step`` is now; in `vars`, as a class may have its own ideas of attributes."""
+    """Wrap the current ``optimizer.step`` in a `GuardedStep`. Set in `vars`, because a class may override ``__setattr__``."""
     step = vars(optimizer).get("step", optimizer.step)
     if not isinstance(step, GuardedStep):
         vars(optimizer)["step"] = GuardedStep(optimizer, step)
 
 
 def _hold_back(optimizer: object, *_: object) -> None:
-    """The check: wait, where a guard holds this optimizer."""
-    if torch.compiler.is_compiling():  # what is traced is no step; whether the compiled one was met, the detector shows
+    """Wait if a guard holds this optimizer. Called before every step."""
+    if torch.compiler.is_compiling():  # tracing runs no step; a compiled step that comes through is found by the detector
         return
     guard = _HELD.get(id(optimizer))
     if guard is not None:
@@ -242,13 +251,13 @@ def _hold_back(optimizer: object, *_: object) -> None:
 
 
 def _stand_first() -> None:
-    """Put the check before all hooks that torch runs in steps; those of users come after it, whenever they are registered."""
+    """Register `_hold_back` as the first of the hooks that torch runs before each step; hooks of users run after it."""
     handle = register_optimizer_step_pre_hook(_hold_back)
     hooks = handle.hooks_dict_ref()
     if hooks is not None:
         hooks.move_to_end(handle.id, last=False)
 
 
-# In a forked child no thread copies anything, so nothing is waited for.
+# In a forked child no thread copies anything, so no step may wait.
 os.register_at_fork(after_in_child=_HELD.clear)
 _stand_first()

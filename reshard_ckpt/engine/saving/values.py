@@ -22,13 +22,16 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
     Parameters
     ----------
     of_ranks
-        Values, and the rank that has them; ranks that have the same need be given only once, and the lowest ranks first. The
-        table has them in this order, so that dicts keep theirs.
+        Pairs of a rank and its values, lowest ranks first. Ranks with equal values may be given once, by the lowest of them. The
+        table keeps this order of values, so that dicts keep their order of keys.
+    tables
+        The merged tensors of the save, whose names are sorted; blobs of values are among them.
 
     Raises
     ------
     LayoutError
-        Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter.
+        Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter; or a
+        rank has no value of a `PerRank` name.
     """
     by_name: dict[str, list[tuple[int, ValueSpec]]] = {}
     for rank, values in of_ranks:
@@ -43,6 +46,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
 
 
 def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTables, problems: list[str]) -> ValueEntry:
+    """Merge the values that ranks have under one name into one entry, and append to `problems` where they disagree."""
     first_rank, first = found[0]
     at = bisect_left(tables.names, name)
     if at < len(tables.names) and tables.names[at] == name:
@@ -53,6 +57,7 @@ def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTabl
         elif first.kind is ValueKind.PLAIN and value.data != first.data:
             problems.append(f"{name}: rank {first_rank} has {_show(first)}, rank {rank} has {_show(value)}")
     if first.kind is ValueKind.PARAM_GROUPS:
+        # Distinct encoded groups and the lowest rank of each: reversed, so that lower ranks overwrite higher ones.
         distinct = {v.data: f"rank {rank}" for rank, v in reversed(found) if v.data is not None}
         groups = [(rank_name, decode_value(data, name=name)) for data, rank_name in reversed(distinct.items())]
         return ValueEntry(name, first.path, first.kind, encode_value(param_groups.merge(groups, name=name), name))
@@ -64,12 +69,12 @@ def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTabl
         return ValueEntry(name, first.path, first.kind, None, tuple(blobs.tolist()))
     if first.data is not None:
         return ValueEntry(name, first.path, first.kind, first.data, link=_link(found))
-    # The names are sorted, and that of the blob is among them.
+    # The value is a blob, whose tensor is found by its name in the sorted names.
     return ValueEntry(name, first.path, first.kind, None, (bisect_left(tables.names, blob_name(name, None)),), _link(found))
 
 
 def _link(held: Sequence[tuple[int, ValueSpec]]) -> StateLink | None:
-    """What the value is state of; a rank may have that without the parameter."""
+    """Return the link of a value of optimizer state; None for other values. A link that names the parameter is preferred."""
     links = [value.link for _, value in held if value.link is not None]
     return next((link for link in links if link.parameter is not None), links[0] if links else None)
 

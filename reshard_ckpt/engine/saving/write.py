@@ -1,9 +1,9 @@
-"""Writing a rank's part of a checkpoint: lay out its files, write them front to back, and report what was written.
+"""Writing a rank's part of a checkpoint: lay out its files, write them front to back, and report them in a receipt.
 
-1. Items come sorted by element size, so members are aligned without holes.
-2. A new file begins where the header would grow too large.
-3. Bytes go from the tensors' own memory through one small buffer to the file, and are hashed in that buffer: what is written is
-   what was hashed, even where somebody changes a tensor meanwhile.
+1. Write items come sorted by element size, so the members of a file are aligned without holes.
+2. A new file begins when the header of the current one would grow too large.
+3. Bytes are copied from a tensor's memory into one small buffer, hashed there, and written from there. So the digest fits the
+   written bytes even if another thread changes the tensor meanwhile.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .messages import Assignment, Receipt, WrittenFile
 from .replicas import all_fingerprints
 
 WRITE_BYTES = 1 << 20
-"""Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
+"""Bytes hashed and written at once: few enough to be still in the processor's cache when they are written."""
 
 HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
-"""``format`` is what loaders of Hugging Face models look for: which framework's tensors these are."""
+"""Metadata in each file's header. Loaders of Hugging Face models read ``format``: the framework of the tensors."""
 
 HEADER_BYTES = 48 << 20
-"""A file's header is kept below this; safetensors refuses 100 MB."""
+"""The header of a file stays below this; safetensors refuses a header above 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One file to be: the items in it, as a range of the assignment's, and its members."""
+    """One file to be written: its key, members and header, and the range of the assignment's items that it holds."""
 
     key: str
     items: slice
@@ -56,12 +56,12 @@ class FileLayout:
 
     @property
     def num_bytes(self) -> int:
-        """The size that the file will have."""
+        """Size of the file in bytes."""
         return len(self.header) + sum(member.num_bytes for member in self.members)
 
 
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
-    """Divide the assigned items into files."""
+    """Divide the assigned items into files. The layouts of the last two states are cached."""
     items = assignment.items
     pieces = [(index, local.piece) for index, local in local_shards.rows]
     key = (
@@ -80,11 +80,11 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header
 
 
 _FILES: Memo[Any, list[FileLayout]] = Memo(2)
-"""Their keys here are of no save: a real one has the id of its save in it."""
+"""Cached layouts. Their keys have no save's id in them; `lay_out` replaces each by a real key."""
 
 
 def lay_out_members(members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
-    """Divide members, in their order, into files."""
+    """Divide members, in their order, into files whose headers stay below `header_bytes`."""
     files: list[FileLayout] = []
     begin = used = 0
     for i, member in enumerate(members):
@@ -105,7 +105,7 @@ def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> F
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
-    """Describe a run as a member of a shard file; a blob's member is the blob."""
+    """Return the member of a shard file for a run of one row; the member of a blob is the whole blob."""
     index, local = local_shards.rows[row]
     spec, piece = local_shards.specs[index], local.piece
     if local_shards.local_metadata.tensors.kind[index] == TensorKind.BLOB:
@@ -125,21 +125,21 @@ def write_assignment(
     fingerprints: NDArray[np.uint64] | None = None,
     shift: int | None = None,
 ) -> Receipt:
-    """Write and make durable all that this rank was assigned, from the tensors' own memory.
+    """Write the runs that this rank was assigned, from the tensors' own memory, and make them durable.
 
     Parameters
     ----------
     sha256
-        Hash the files for a manifest as well.
+        Also take the SHA-256 of the files, for a manifest.
     fingerprints
-        The fingerprints of the assignment's checks, where they are known.
+        The fingerprints of the assignment's checks; None takes them here.
     shift
         As for `replicas.looked_at`.
 
     Raises
     ------
     StorageError
-        The store refused; what this rank had written is removed.
+        The store refused a write; the files of this rank are removed.
     """
     recorder = recorder or Recorder()
     if fingerprints is None:
@@ -159,7 +159,15 @@ def write_files(
     *,
     sha256: bool = False,
 ) -> Receipt:
-    """Write files from chunks of their bytes, hashed on the way, and make them durable."""
+    """Write files, hash them on the way, and make them durable; on an error delete them all. Return the receipt.
+
+    Parameters
+    ----------
+    chunks_of
+        Returns the bytes of one file in chunks, front to back.
+    fingerprints
+        Of the assignment's checks; they go into the receipt.
+    """
     written: list[WrittenFile] = []
     try:
         tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
@@ -175,7 +183,8 @@ def write_files(
 
 
 def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fingerprints: NDArray[np.uint64]) -> Receipt:
-    """Report the files of these layouts, and where in them each item lies."""
+    """Return a receipt for written files: their sizes and digests, and the file and byte offset of each write item."""
+    # file[i], offset[i]: index of the file that holds write item i, and the byte in it at which the item begins
     num_items = sum(len(layout.members) for layout in layouts)
     file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
     for part, layout in enumerate(layouts):
@@ -184,27 +193,27 @@ def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fi
 
 
 def remove(storage: Storage, keys: Iterable[str]) -> None:
-    """Delete what can be deleted of a save that failed; the next save deletes the rest, and the user must hear why it failed."""
+    """Delete files of a failed save, and ignore errors: the next save deletes the rest, and the caller raises its own error."""
     for key in keys:
         with suppress(StorageError):
             storage.delete([key])
 
 
 def keys_of(files: Iterable[WrittenFile]) -> list[str]:
-    """The keys of shard files and of their digests."""
+    """Return the keys of shard files and of their digests files."""
     return [key for file in files for key in (file.key, file.digests_key)]
 
 
 def member_offsets(layout: FileLayout) -> I64:
-    """Return where the bytes of each member begin in the file."""
+    """Return the byte offset of each member in the file."""
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
     return len(layout.header) + np.cumsum(sizes) - sizes
 
 
 class ShardFileWriter:
-    """One shard file, written front to back and hashed on the way; its digests file follows.
+    """Writer of one shard file, front to back, hashed on the way; `finish` writes its digests file.
 
-    Leaving its ``with`` block by an error removes the file. With `sha256`, its SHA-256 and that of its digests are taken as well.
+    If an error leaves its ``with`` block, the file is removed. With `sha256`, the SHA-256 of both files is taken as well.
     """
 
     def __init__(self, storage: Storage, layout: FileLayout, *, sha256: bool = False) -> None:
@@ -219,7 +228,7 @@ class ShardFileWriter:
 
     @property
     def digests(self) -> Sequence[int]:
-        """The digests of all blocks that are full."""
+        """The digests of all full blocks so far."""
         return self._hasher.values
 
     def write(self, chunk: memoryview) -> None:
@@ -230,11 +239,17 @@ class ShardFileWriter:
         self._writer.write(chunk)
 
     def sync(self) -> None:
-        """Make the bytes durable; there are no more."""
+        """Make the file durable. No bytes may be written after this."""
         self._writer.finish()
 
     def finish(self) -> WrittenFile:
-        """Make all durable, the digests too."""
+        """Make the file durable, write its digests file, and return the entry for the receipt.
+
+        Raises
+        ------
+        UsageError
+            Another number of bytes was written than the layout says: a tensor was resized while it was saved.
+        """
         self.sync()
         size, digests = self._hasher.num_bytes, self._hasher.finish()
         if size != self.layout.num_bytes:
@@ -247,7 +262,7 @@ class ShardFileWriter:
         return WrittenFile(self.layout.key, size, digest128(digests), *hashes)
 
     def abort(self) -> None:
-        """Remove the file, unless it is durable."""
+        """Remove the file, unless it is already durable."""
         self._writer.abort()
 
     def __enter__(self) -> ShardFileWriter:
@@ -277,15 +292,15 @@ def _write_file(
 
 
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
-    """The bytes of a file, front to back; each chunk is a copy, which the next one overwrites.
+    """Yield the bytes of a file, front to back; each chunk is a copy, which the next one overwrites.
 
-    Were a chunk the tensor's own memory, and another thread or process changed that between hashing and writing (a replay
-    buffer, a counter in shared memory), the checkpoint would be committed, and refused as damaged by every load.
+    A chunk must not be the tensor's own memory. If another thread or process changed that between hashing and writing (a replay
+    buffer, a counter in shared memory), the checkpoint would be committed, and every load would refuse it as damaged.
     """
     yield memoryview(layout.header)
     scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
     own = scratch.numpy().data
-    # Views before any writing, which empties the processor's caches: between writes they would take ten times as long.
+    # All views are made before the first write: writing empties the processor's caches, so that a view takes ten times as long.
     for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
         if data is None:
             yield from chunks(*run, scratch)
