@@ -246,7 +246,7 @@ def _is_occupied(path: str) -> bool:
 
 
 def _move_into_place(made: str, path: str) -> None:
-    """Move the result to its place. The old content of the place is deleted, at the latest with the folder `made` lies in."""
+    """Move the result to its place. The old content is deleted, at the latest with the folder that `made` lies in."""
     _refuse_referred(path)  # again, because it may have taken hours to make the result
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None

@@ -104,7 +104,7 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
 
 
 def together(parts: Iterable[Metadata]) -> Metadata:
-    """Merge metadata whose names are different."""
+    """Merge several metadata into one; no name may occur in two of them."""
     known = list(parts)
     return Metadata(
         {name: tensor for part in known for name, tensor in part.tensors.items()},

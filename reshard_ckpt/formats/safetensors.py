@@ -51,7 +51,7 @@ def _look(storage: Storage, key: str | None) -> Source | None:
 
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
-    """Build the catalog of these files; of each file, only the listed tensors count."""
+    """Build the catalog of these files; of each file, take only the tensors in `weights`."""
     tensors: list[ForeignTensor] = []
     sharded: dict[str, list[tuple[Member, FilePart]]] = {}
     files, metadata = [], {}

@@ -126,7 +126,7 @@ def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Return whether tensors are at the top of a state, with no dicts beside them but a module's extra state."""
+    """Return whether a state has tensors at the top, and beside them no dict except a module's extra state."""
     nested = any(isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE) for key, value in state.items())
     return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
 

@@ -229,7 +229,7 @@ def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse by name a value that torch would not load again: it would make the whole file unloadable."""
+    """Refuse values that torch would not load again, by name: one of them would make the whole file unloadable."""
     if _is_loadable(values):
         return
     refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")

@@ -112,9 +112,9 @@ _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 
 
 class Globals(dict[tuple[str, str], Any]):
-    """A table with a stand-in for every name: those in the list have their own, and any other is a class.
+    """A table with a stand-in for every global: `_TABLE` has some, and any other becomes a class.
 
-    A pickle that calls any other name is refused. If `lenient`, the call makes an `Opaque` object, which `PlainValues` refuses
+    A pickle that calls such a class is refused. If `lenient`, the call makes an `Opaque` object, which `PlainValues` refuses
     only if it is converted.
     """
 

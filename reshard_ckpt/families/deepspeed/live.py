@@ -27,13 +27,13 @@ Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def declared(tensor: torch.Tensor, shard: Shard, start: int) -> FlatShard:
-    """Declare a run of a shard of a parameter; `start` counts elements of the flattened shard."""
+    """Return a `FlatShard` over a run of a shard of a parameter; `start` counts elements of the flattened shard."""
     pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
     return FlatShard(tensor, shard.shape, start, pieces=pieces)
 
 
 def declared_whole(tensor: torch.Tensor) -> LocalShard:
-    """Declare a tensor that this rank holds whole, with any strides."""
+    """Return a `LocalShard` over a tensor that this rank holds whole, with any strides."""
     return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 

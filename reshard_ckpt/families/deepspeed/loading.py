@@ -135,7 +135,7 @@ def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
 
 
 def _around(engine: Any, method: str) -> None:
-    """Call a method of ZeRO-3: before a load it divides its parameters, after a load it gathers the small ones."""
+    """Call a hook of ZeRO-3, if there is one: the prologue divides parameters, the epilogue gathers the small ones."""
     if engine.optimizer is not None and hasattr(engine.optimizer, method):
         getattr(engine.optimizer, method)()
 

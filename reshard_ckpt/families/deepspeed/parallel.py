@@ -54,11 +54,11 @@ class Parallel:
         return self._known[fqn]
 
     def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
-        """Declare a run of a flattened local tensor, which begins at element `start` of it."""
+        """Return a `FlatShard` over `tensor`: a run of a flattened local tensor of shape `local`, from element `start` on."""
         return declared(tensor, self.shard(fqn, local), start)
 
     def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
-        """Declare a whole local tensor."""
+        """Return a shard over a whole local tensor: a `FlatShard`, or a `LocalShard` if it is not row-major."""
         if tensor.is_contiguous() or self._map is not None:
             return self.part(fqn, tuple(tensor.shape), tensor, 0)
         return declared_whole(tensor)

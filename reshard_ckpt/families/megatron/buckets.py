@@ -64,7 +64,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class NamedBuckets:
-    """The state of all parameters that was found, and the errors of those whose state was not, by name of the state's tensor."""
+    """The state that was proved, as tensors; and errors for all other state of parameters, by name of the tensor."""
 
     tensors: Sequence[ForeignTensor]
     unreadable: Mapping[str, UnsupportedError]

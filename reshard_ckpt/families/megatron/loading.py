@@ -102,7 +102,7 @@ def _warn_of_casts(path: str, report: LoadReport) -> None:
 
 @megatron_compatible
 def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
-    """Load the common state, which is not sharded, in one process; ``megatron.core.dist_checkpointing.load_common_state_dict``.
+    """Load the common state, which is not sharded, in one process, as Megatron's function of this name does.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
 
 @megatron_compatible
 def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, common_strategy: Any = None) -> dict[str, Any]:
-    """Describe the tensors and the objects of a checkpoint; ``megatron.core.dist_checkpointing.load_sharded_metadata``."""
+    """Describe the tensors and the objects of a checkpoint, by key, as Megatron's function of this name does."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     found = catalog(checkpoint_dir)
@@ -162,7 +162,7 @@ def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, com
 
 
 def load_plain_tensors(checkpoint_dir: str) -> Any:
-    """Load all tensors whole, without the common state; ``megatron.core.dist_checkpointing.load_plain_tensors``."""
+    """Load all tensors whole, by key, without the common state, as Megatron's function of this name does."""
     found = load_tensors_metadata(checkpoint_dir)
     loaded = load(found, checkpoint_dir)
     return {key: loaded[key] for key in found}

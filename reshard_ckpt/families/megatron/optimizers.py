@@ -59,7 +59,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def lower_tree(tree: Any, *, loading: bool) -> Node:
-    """Lower a tree that may hold optimizer objects.
+    """Lower a tree, as `tree.lower` does, in which optimizer objects may stand.
 
     Raises
     ------
@@ -212,7 +212,7 @@ class ChainLeaf(Leaf):
 
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:
-    """Return the common state of each saved optimizer of a chain, or of the one optimizer that was not in a chain."""
+    """Return the common state of each saved optimizer of a chain, or of a single one; empty if any lacks its groups."""
     parts = [common] if isinstance(common, dict) and "optimizer" in common else _numbered(common)
     return parts if all(isinstance(part, dict) and _groups(part) is not None for part in parts) else []
 
@@ -246,7 +246,7 @@ def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int, own_groups
 
 
 def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved group for each group of an optimizer. If the groups cannot be told apart, return all as they were saved.
+    """Return the saved group for each group of an optimizer. If groups cannot be told apart, return all in the saved order.
 
     The order of groups depends on which parameters a rank has. Newer versions of Megatron therefore find groups by their
     multipliers and flags (`_KIND`); 0.13 takes them by position.

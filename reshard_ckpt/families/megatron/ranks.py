@@ -48,7 +48,7 @@ def is_per_rank(storage: Storage) -> bool:
 
 
 def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Catalog:
-    """Build the catalog of a folder; `open_path` of `open` has the meaning of the options.
+    """Build the catalog of a folder; the options are those of `megatron.open.open_path`.
 
     Raises
     ------

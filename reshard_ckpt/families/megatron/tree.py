@@ -151,7 +151,7 @@ def is_local(value: object) -> bool:
 
 
 def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambda value: None) -> Node:
-    """Lower a tree.
+    """Replace each leaf of a tree by a node that holds its shards, objects or common state; dicts and lists stay.
 
     Parameters
     ----------

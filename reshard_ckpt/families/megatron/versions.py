@@ -22,7 +22,7 @@ def warn_if_untested() -> None:
 
 @lru_cache(maxsize=8)
 def _judge(version: str) -> None:
-    """Warn about an untested version, on rank 0, and on the first call for that version."""
+    """Warn about an untested version, once for each version, on rank 0."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:

@@ -90,7 +90,7 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
 
 
 def _writer_of(file: str) -> int:
-    """Return the rank that wrote a file, which is in its name; 0 where it is not."""
+    """Return the rank that wrote a file, from the file's name; 0 if the name has none."""
     named = _OF_RANK.search(file)
     return int(named[1]) if named else 0
 

@@ -257,7 +257,7 @@ def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterabl
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
-    """Return the path of a tensor, whose catalog entry has only a name: the key of the state, then the rest as one key.
+    """Return the path of a tensor, given its name: the key of the state, then the rest of the name as one key.
 
     An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts on the way, their keys come
     before the rest.
