@@ -145,7 +145,7 @@ def key_of_object(name: str) -> str | None:
 
 
 def replica_mark(name: str) -> NamedValue:
-    """Return a value that says that an object exists; a rank saves it in place of a replica that is not the main one."""
+    """Return a value that says that an object exists; a rank offers it in place of a replica that is not the main one."""
     key, _, place = name.rpartition("/shard_")
     return NamedValue(f"{key}/replica_{place.rpartition('_')[2]}", [], ValueKind.PLAIN, None)
 
