@@ -169,9 +169,10 @@ class Job:
         return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
-        """Move the state as it is now. The ranks open no session, unless values have changed or something fails.
+        """Move the state as it is now, in most cases without opening a session.
 
-        Collective: `Turn.meet`, then the exchanges. If any rank's flags are set, all skip the exchanges and open a session: there
+        Collective. If replicas are compared, or if no rank sends anything, all ranks open a session. Otherwise they call
+        `Turn.meet`, and then run the exchanges. If any rank's flags are set, all skip the exchanges and open a session: there
         they share values and start over, or `settle` raises the failure on all ranks.
         """
         self._first = None

@@ -1,6 +1,6 @@
 """The command line, ``reshard-ckpt COMMAND``; each command has a module of its own here.
 
-A command parses, calls the public function of the same name, and prints what that returns; see `app` for what they share.
+A command parses its arguments, calls the public function of the same name, and prints the result. `app` has the common parts.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import io
 import sys
 
 COMMANDS = ("inspect", "verify", "diff", "reshard", "convert", "compact", "plot", "goodput", "sizes", "memory")
-"""In the order of the help; each module adds one command to the application."""
+"""The commands in the order of the help; each module adds one of them to the application."""
 
 NEEDED = ("rich", "typer")
 
 
 def main() -> None:
-    """Run the command that the arguments name, and leave with its exit code.
+    """Run the command that the arguments name, and exit with its exit code.
 
-    0: fine. 1: a problem was found, such as damage, or a difference. 2: wrong use.
+    0: fine. 1: a problem was found, such as damage or a difference. 2: wrong use.
     """
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
@@ -29,7 +29,7 @@ def main() -> None:
         raise SystemExit(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # where the locale lacks ×, or a name cannot be written
+            stream.reconfigure(errors="backslashreplace")  # the locale may lack ×, and a name may have unencodable characters
     from .app import app
 
     for name in COMMANDS:

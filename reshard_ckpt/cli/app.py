@@ -1,15 +1,15 @@
-"""What all commands share: the application, printing, progress bars, and exit codes.
+"""The common parts of all commands: the application, printing, progress bars, and exit codes.
 
-A command is a function under ``@command(example)`` that returns its exit code (None is 0). It prints by these alone:
+A command is a function under ``@command(example)`` that returns its exit code (None is 0). It prints only by these functions:
 
 - `print_text` prints text and `Columns` for people, on stdout;
-- `print_json` prints JSON on stdout; with ``--json`` nothing else may print there;
+- `print_json` prints JSON on stdout; with ``--json`` nothing else may be printed there;
 - `print_note` prints on stderr;
-- ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
-  no terminal.
+- ``with progress() as on_progress:`` gives the function to which long work reports. It draws a bar on stderr, or nothing if
+  stderr is not a terminal.
 
-A `CheckpointError` becomes its message, with options as people type them (`spelling`), and exit code 1, or 2 if the call was
-wrong. On several ranks only rank 0 prints.
+A `CheckpointError` is printed as its message, with options as people type them (`spelling`). The exit code is then 1, or 2 if the
+call was wrong. On several ranks only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from .spelling import options_of, spelled
 
 PROBLEM, WRONG_USE = 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
-"""What shells report of a program that SIGINT or SIGPIPE ended."""
+"""The exit codes by which shells report that SIGINT or SIGPIPE ended a program."""
 
 PLAIN_WIDTH = 100_000
-"""Away from a terminal no line is broken, so that grep finds whole names."""
+"""The width of output that does not go to a terminal: lines are never broken, so that grep finds whole names."""
 
 app = typer.Typer(
     name="reshard-ckpt",
@@ -77,7 +77,7 @@ def _options(
 
 
 def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Add a function to the application, under its own name; its exit code is what it returns."""
+    """Add a function to the application, as a command with its name; the function returns the exit code."""
 
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -94,9 +94,10 @@ def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..
 
 
 def _run_guarded(call: Callable[[], int | None], command: Callable[..., Any], *, as_json: bool) -> int:
+    """Run a command; print its errors and turn them into exit codes."""
     try:
         code = call() or 0
-        sys.stdout.flush()  # not at exit, where a pipe that is gone could only be complained about
+        sys.stdout.flush()  # at exit it would be too late: a closed pipe could then only cause an error message
     except CheckpointError as error:
         options = options_of(command)
         message, problems = spelled(str(error), options), [spelled(line, options) for line in getattr(error, "problems", ())]
@@ -109,14 +110,14 @@ def _run_guarded(call: Callable[[], int | None], command: Callable[..., Any], *,
         print_note("stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        # Its reader has left: what is still buffered goes nowhere.
+        # The reader of the pipe has gone: send the bytes that are still buffered nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return code
 
 
 class _Console(Console):
-    """Prints names as they are: brackets are no markup, and numbers get no colours."""
+    """A console that prints names as they are: brackets are not markup, and numbers get no colours."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False)
@@ -124,7 +125,7 @@ class _Console(Console):
             self.width = PLAIN_WIDTH
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise instead of leaving with exit code 1, as rich would: that code means that a problem was found."""
+        """Raise BrokenPipeError; rich would exit with code 1, which means that a problem was found."""
         raise BrokenPipeError
 
 
@@ -133,12 +134,12 @@ def _is_rank_0() -> bool:
 
 
 def refuse_ranks(name: str) -> None:
-    """Refuse to write the same files from every rank of a job.
+    """Raise an error on a job of several ranks, because every rank would write the same files.
 
     Raises
     ------
     UsageError
-        There are several ranks.
+        The job has several ranks.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1":
@@ -146,7 +147,7 @@ def refuse_ranks(name: str) -> None:
 
 
 def print_text(*things: str | Columns) -> None:
-    """Print for people, on stdout: text as it is, and tables."""
+    """Print text and tables for people, on stdout."""
     if not _is_rank_0():
         return
     console = _Console()
@@ -158,19 +159,19 @@ def print_text(*things: str | Columns) -> None:
 
 
 def print_note(text: str, *, every_rank: bool = False) -> None:
-    """Print on stderr what is no part of the answer."""
+    """Print a note for people on stderr, apart from the answer on stdout."""
     if every_rank or _is_rank_0():
         _Console(stderr=True).print(visible(text), soft_wrap=True)
 
 
 def print_json(thing: Any) -> None:
-    """Print JSON on stdout: dataclasses as objects, numbers that JSON does not have as text (``"NaN"``, ``"Infinity"``)."""
+    """Print JSON on stdout: dataclasses as objects; numbers that JSON lacks as text (``"NaN"``, ``"Infinity"``)."""
     if _is_rank_0():
         sys.stdout.write(json.dumps(as_plain(thing), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def as_plain(thing: Any) -> Any:
-    """Convert a value to what JSON has; what JSON cannot hold is spelled as Python would."""
+    """Convert a value to types that JSON has; other values become the text of their ``repr``."""
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: as_plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
     if isinstance(thing, Mapping):
@@ -188,7 +189,7 @@ def as_plain(thing: Any) -> Any:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
+    """Yield a function of a step, the bytes done and the bytes in all, which draws a bar with rate and time left on stderr."""
     console = _Console(stderr=True)
     if not (console.is_terminal and _is_rank_0()):
         yield lambda step, done, total: None

@@ -1,9 +1,9 @@
-"""Tables of any length: drawn by rich on a terminal, plain text elsewhere.
+"""Tables of any length: rich draws them on a terminal; elsewhere they are plain text.
 
-On a screen that is too narrow for a table:
+If the screen is too narrow for a table:
 
-1. Cells fold between words, and paths behind a slash: no number and no file name is broken. The name column folds at dots.
-2. Where the longest words are still too wide, each row becomes a paragraph: its name, and below it the other cells behind their
+1. Cells fold between words, and paths behind a slash, so that no number and no file name is broken. Names fold at dots.
+2. If the longest words are still too wide, each row becomes a paragraph: its name, and below it the other cells with their
    headings. Only a tree stays a table, and its cells are cut.
 """
 
@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 MAX_DRAWN = 300
-"""Rows that rich draws, folding cells that are too wide for the screen; it takes milliseconds for each."""
+"""The most rows that rich draws and folds; it takes milliseconds for each. Longer tables are printed as plain text."""
 
 SHORT, MIN_NAME = 12, 16
-"""Cells that are no wider than the first are folded last; names get the second at least."""
+"""Cells up to the first width are folded last; names keep at least the second width."""
 
 _GUIDES = re.compile("[│ ]*(?:[├└]─ )?")
 _WORD = re.compile(r"[^\s/]*/+|[^\s/]+")
@@ -31,11 +31,11 @@ _HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in 
 
 
 class Preview(str):
-    """A cell that is cut, and not folded, where its column is narrower."""
+    """A cell that is cut, not folded, if its column is narrower."""
 
 
 def visible(text: str) -> str:
-    r"""Escape what would steer a terminal, or could not be written there: names come from anywhere.
+    r"""Escape characters that control a terminal or cannot be written to it, because names may come from anywhere.
 
     >>> visible("\x1b[2Jmodel")
     '\\x1b[2Jmodel'
@@ -44,15 +44,16 @@ def visible(text: str) -> str:
 
 
 def _guide(name: str) -> str:
-    """Return the guides of a tree that pass above a line of it."""
+    """Return the vertical lines of the tree that continue above a line of it."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
-    """Fold a name that is too wide over several lines, with the guides of the tree down to the height of its row."""
+    """Fold a name over several lines, and continue the vertical lines of the tree down to the height of its row."""
     indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_NAME // 2), "")
     lines = []
+    # Break at the last blank, dot, slash or underscore in the second half of the line, or else at the edge.
     while cell_len(name) > width:
         end = next(end for end in range(width, 0, -1) if cell_len(name[:end]) <= width)
         ends = (name.rfind(between, len(indent) + 1, end) + 1 for between in (" ", ".", "/", "_"))
@@ -63,7 +64,7 @@ def _folded(name: str, width: int, guide: str, height: int) -> str:
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """Wrap a cell between words and behind slashes; cut what is wider all the same, and a preview to one line.
+    """Wrap a cell between words and behind slashes; cut lines that are still too wide, and cut a preview to one line.
 
     >>> _wrapped("4096 × 64", 6), _wrapped("run/rank00000-0.safetensors", 25), _wrapped("shard(0)", 6)
     (['4096 ×', '64'], ['run/', 'rank00000-0.safetensors'], ['shard…'])
@@ -79,17 +80,18 @@ def _wrapped(cell: str, width: int) -> list[str]:
 
 
 def _words(cell: str) -> Iterator[str]:
-    """Yield the words of a cell, each with the blanks behind it."""
+    """Yield the words of a cell, each with the blanks that follow it."""
     ends = [found.start() for found in _WORD.finditer(cell)] + [len(cell)]
     yield from (cell[a:b] for a, b in pairwise(ends))
 
 
 def _on_one_line(cell: str) -> str:
+    """Escape a cell, with its newlines and tabs."""
     return type(cell)(visible(cell).replace("\n", "\\n").replace("\t", "\\t"))
 
 
 class Columns:
-    """Rows under headings; a heading after ``>`` stands over numbers, flush right. Without headings, just the rows."""
+    """A table: rows under headings. A heading that begins with ``>`` stands over numbers, aligned right. All may be empty."""
 
     def __init__(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.headings = [heading.removeprefix(">") for heading in headings]
@@ -98,7 +100,7 @@ class Columns:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether rich may draw it, on a screen."""
+        """Whether rich may draw the table on a terminal; it may not if there are too many rows."""
         return len(self.rows) <= MAX_DRAWN
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -116,7 +118,7 @@ class Columns:
         yield table
 
     def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
-        """Write a row as lines: all up to its name, and below that the other cells behind their headings."""
+        """Write a row as lines: the cells up to the name, and below them the other cells with their headings."""
         first = self._name_column + 1
         said = (
             cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False)
@@ -136,11 +138,15 @@ class Columns:
 
     @property
     def _name_column(self) -> int:
-        """The column of names: the first with a heading, or of all."""
+        """The index of the column of names: the first one with a heading, or 0."""
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
     def _widths(self, room: int) -> list[int]:
-        """Compute the column widths. On a narrow screen the other columns shrink before the names do, the widest first."""
+        """Compute the column widths. On a narrow screen the other columns shrink before the names do, the widest first.
+
+        The columns shrink in two rounds, until the table fits: first down to `SHORT` and twice `MIN_NAME`, then down to their
+        longest word and `MIN_NAME`. A tree shrinks further, because it is not turned into paragraphs.
+        """
         columns = [list(column) for column in zip(self.headings, *self.rows, strict=True)]
         widths, names = [max(map(cell_len, column)) for column in columns], self._name_column
         longest = [
@@ -158,7 +164,7 @@ class Columns:
             fewer = max(0, min(excess, widths[names] - whole_name))
             widths[names] -= fewer
             excess -= fewer
-        if self._is_tree:  # as much of each as the screen has room for
+        if self._is_tree:  # its cells are cut to the width that is left
             for i in others:
                 fewer = max(0, min(excess, widths[i] - SHORT // 2))
                 widths[i] -= fewer
@@ -166,7 +172,7 @@ class Columns:
         return widths
 
     def text(self) -> str:
-        """Format every cell whole, on one line a row."""
+        """Format every cell whole, with one line for each row."""
         rows = [self.headings, *self.rows] if any(self.headings) else self.rows
         widths = [max(map(cell_len, column), default=0) for column in zip(*rows, strict=True)]
         return "\n".join(self._line(row, widths) for row in rows)

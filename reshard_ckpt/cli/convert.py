@@ -1,4 +1,4 @@
-"""``reshard-ckpt convert``: a checkpoint in another format."""
+"""``reshard-ckpt convert``: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def convert(
 
 
 def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
-    """List what was left out; long lists by top-level keys."""
+    """List the names that were left out; if there are many, count them by top-level key."""
     if len(names) <= limit:
         return ", ".join(names)
     tops: dict[str, int] = {}

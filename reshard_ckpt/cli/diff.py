@@ -30,9 +30,9 @@ def diff(
     values: Annotated[bool, typer.Option("--values", help="Compare every tensor bit by bit, and every value.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints: names, shapes, dtypes, placements and small values, and with --values all that is in them.
+    """Compare two checkpoints: names, shapes, dtypes, placements and small values; with --values all of their contents.
 
-    Exit code 1 if they differ. Another placement is listed, but is no difference: equal values under different layouts are equal.
+    The exit code is 1 if they differ. Different placements are listed, but do not count: equal values in other layouts are equal.
     """
     from ..checkpoint import diff as diff_checkpoints
 
@@ -46,6 +46,7 @@ def diff(
 
 
 def _print(found: Diff, values: bool) -> None:
+    """Print the changes, the tensors that differ, and the verdict."""
     rows = [
         *_names("only in A", found.removed),
         *_names("only in B", found.added),
@@ -66,7 +67,7 @@ def _print(found: Diff, values: bool) -> None:
 
 
 def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
-    """Make a row for each tensor that differs; layers of one size share a row, with counts added up and the largest distance."""
+    """Make a row for each tensor that differs; equal layers share a row, with the sum of counts and the largest differences."""
     lines: list[tuple[str, ...]] = []
     for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
         group = [tensors[i] for i in leaves]
@@ -78,11 +79,12 @@ def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
 
 
 def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Make a row for each name that only one side has; equal layers share one."""
     return [(what, f"{label}{_count_suffix(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """Make a row for each change; layers that changed alike share one."""
+    """Make a row for each change; layers with the same change share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
     rows: list[tuple[str, ...]] = []
@@ -93,7 +95,7 @@ def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) 
 
 
 def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
-    """Make a row for each part of a value that differs; numbers also have their distance."""
+    """Make a row for each part of a value that differs; for numbers it also has the difference."""
     return [("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in changes]
 
 
@@ -106,6 +108,7 @@ def _relative(of: ValueChange) -> str:
 
 
 def _count_suffix(leaves: Sequence[int]) -> str:
+    """Spell the number of names that share a row, if there are several."""
     return f" ×{len(leaves):,}" if len(leaves) > 1 else ""
 
 
@@ -116,6 +119,7 @@ def _placement(of: Any) -> str:
 
 
 def _verdict(found: Diff, values: bool) -> str:
+    """Make the sentence of the result."""
     if found.equal:
         layout = " under different layouts" if found.placement else ""
         if values:

@@ -10,7 +10,7 @@ from ..core.words import plural as plural
 
 
 def short(value: object, limit: int = 60) -> str:
-    """Write a value as Python does, on one line, cut where it is long.
+    """Write a value as Python does, on one line, cut if it is long.
 
     >>> short([1, 2]), short("x" * 100, 8)
     ('[1, 2]', "'xxxxxx…")
@@ -20,7 +20,7 @@ def short(value: object, limit: int = 60) -> str:
 
 
 def shape(lengths: Sequence[int]) -> str:
-    """Write a shape; that of a scalar is empty.
+    """Spell a shape; that of a scalar is ``scalar``.
 
     >>> shape((4, 3)), shape(())
     ('4 × 3', 'scalar')
@@ -29,7 +29,7 @@ def shape(lengths: Sequence[int]) -> str:
 
 
 def mesh(of: Mesh | None) -> str:
-    """Write a mesh, outermost axis first.
+    """Spell a mesh, outermost axis first.
 
     >>> mesh(Mesh(("pp", "tp"), (2, 4)))
     'pp=2, tp=4'
@@ -40,9 +40,9 @@ def mesh(of: Mesh | None) -> str:
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:
-    """Spell a placement axis by axis, as torch names placements; ``on`` lists the coordinates that hold it.
+    """Spell a placement axis by axis, in torch's terms; ``on`` lists the coordinates that hold the tensor.
 
-    Axes that cut one dim do so in the order that is shown; none is shown where the inner ones cut first, as FSDP2 does over tp.
+    If several axes cut one dim, ``order`` lists them from first to last, unless the inner ones cut first, as in FSDP2 over tp.
 
     >>> placement([AxisPlacement("pp", "resident", coords=(0, 1, 3)), AxisPlacement("tp", "shard", dim=0)])
     'pp=on(0-1,3) tp=shard(0)'
@@ -53,6 +53,7 @@ def placement(of: Sequence[AxisPlacement] | None) -> str:
 
 
 def _order(of: Sequence[AxisPlacement]) -> Iterator[str]:
+    """Yield the order of the axes that cut each dim, if inner ones do not cut first."""
     by_dim: dict[int | None, list[AxisPlacement]] = {}
     for p in reversed(of):
         if p.turn is not None:

@@ -1,4 +1,4 @@
-"""``reshard-ckpt goodput``: how often to save, what is lost with that, and what a faster tier would buy."""
+"""``reshard-ckpt goodput``: the best intervals between saves, the time lost with them, and the gain from a faster tier."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def goodput(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute how often to save, and what is lost to saves, repeated steps and restarts."""
+    """Compute how often to save, and the time that is lost to saves, repeated steps and restarts."""
     from ..checkpoint import goodput as compute
 
     report = compute(
@@ -82,6 +82,7 @@ def goodput(
 
 
 def _row(tier: str, interval_s: float, lost: Lost) -> list[str]:
+    """Make the row of one tier."""
     return [tier, duration_text(interval_s), *_shares(lost)]
 
 
@@ -90,6 +91,7 @@ def _shares(lost: Lost) -> list[str]:
 
 
 def _plain(best: Goodput) -> dict[str, object]:
+    """Convert the intervals and shares to plain data."""
     lost = best.lost
     return {
         "goodput": best.goodput,

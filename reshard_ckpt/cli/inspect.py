@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..checkpoint.listing import StepLine
 
 MAX_SHARDS = 64
-"""Shards of one tensor that are listed, unless all are asked for."""
+"""The most shards of one tensor that are listed without ``--all``."""
 
 Names = Annotated[
     list[str] | None,
@@ -47,9 +47,9 @@ def inspect(
     all_shards: Annotated[bool, typer.Option("--all", help=f"List every shard, also past {MAX_SHARDS}.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds: a summary, a tree of names that folds layers that are alike, or single tensors in detail.
+    """Show the contents of a checkpoint: a summary, a tree of names that folds equal layers, or single tensors in detail.
 
-    No tensor is read, unless --stats asks for it; then in bounded memory. Of a folder that holds several, list them.
+    No tensor is read, unless --stats asks for it; then in bounded memory. For a folder of several checkpoints, list them.
     """
     from ..checkpoint import inspect as inspect_checkpoint
     from ..checkpoint.listing import list_run
@@ -71,6 +71,7 @@ def inspect(
 
 
 def _steps(lines: Sequence[StepLine]) -> Columns:
+    """Make the table of the steps of a run."""
     rows = [
         (
             "" if line.step is None else str(line.step),
@@ -85,7 +86,7 @@ def _steps(lines: Sequence[StepLine]) -> Columns:
 
 
 def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = False) -> list[list[str | Columns]]:
-    """Lay out an inspection as paragraphs to print."""
+    """Turn an inspection into paragraphs to print: summary, tree, single tensors, values, statistics."""
     detailed = {tensor.name for tensor in found.tensors} | set(found.values)
     chosen: list[list[str | Columns]] = [
         [_summary(found)] if whole else [],
@@ -98,6 +99,7 @@ def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = Fals
 
 
 def _summary(found: Inspection) -> Columns:
+    """Make the table of the summary."""
     of = found.summary
     aliases = f" ({plural(of.num_aliases, 'of them a second name', 'of them second names')})" if of.num_aliases else ""
     by = "" if of.num_ranks <= 1 else f", written by {plural(of.num_ranks, 'rank')}"
@@ -120,10 +122,12 @@ def _summary(found: Inspection) -> Columns:
 
 
 def _when(seconds: float) -> str:
+    """Spell a time, given in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _tree(found: Inspection) -> Columns:
+    """Make the table of the tree of names."""
     rows: list[tuple[str, ...]] = []
     for guide, node in walk(found.tree):
         leaves = [found.lines[i] for i in node.leaves]
@@ -133,7 +137,7 @@ def _tree(found: Inspection) -> Columns:
 
 
 def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[str, ...]:
-    """Make the cells of a row of leaves that look the same: dtype, shape, placement, shards, size."""
+    """Make the cells of one row, whose leaves look the same: dtype, shape, placement, shards, size."""
     from ..checkpoint.inspecting import ValueLine
 
     if not leaves:
@@ -152,6 +156,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
 
 
 def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str | Columns]:
+    """Make the paragraph of one tensor, with a table of its shards."""
     head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {size_text(tensor.num_bytes)}"
     where = placement(tensor.placement)
     head += f", {where}" if where else ""
@@ -166,6 +171,7 @@ def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str 
 
 
 def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
+    """Make the row of one shard."""
     return (
         str(list(shard.offsets)),
         str(list(shard.lengths)),
@@ -179,10 +185,12 @@ def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
 
 
 def _is_flat(shard: ShardView) -> bool:
+    """Tell whether a shard is only a part of its box."""
     return (shard.start, shard.count) != (0, prod(shard.lengths))
 
 
 def _rank(catalog: Catalog, file: FileEntry) -> str:
+    """Spell the rank that wrote a file, with its coordinates if the mesh is known."""
     mesh = catalog.mesh
     if mesh is None or not mesh.axes or file.rank >= mesh.size:
         return str(file.rank)
@@ -191,10 +199,12 @@ def _rank(catalog: Catalog, file: FileEntry) -> str:
 
 
 def _key(file: FileEntry) -> str:
+    """Return the path of a file relative to the checkpoint's folder."""
     return f"{file.checkpoint}/{file.key}" if file.checkpoint else file.key
 
 
 def _stats(found: Inspection) -> Columns:
+    """Make the table of statistics."""
     rows = []
     for of in found.stats:
         numbers = ("" if n is None else f"{n:.6g}" for n in (of.min, of.max, of.mean))
@@ -203,7 +213,7 @@ def _stats(found: Inspection) -> Columns:
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
-    """Convert an inspection to plain data; `shards` only of tensors that were named."""
+    """Convert an inspection to plain data; only tensors given by their full name have `shards`."""
     from ..checkpoint.inspecting import ValueLine
 
     of = found.summary
@@ -232,6 +242,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
 
 def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:
+    """Convert one shard to plain data."""
     mesh, rank = catalog.mesh, shard.file.rank
     known = mesh is not None and rank < mesh.size
     return {

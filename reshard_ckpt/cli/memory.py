@@ -1,4 +1,4 @@
-"""``reshard-ckpt memory``: what the memory of this node holds of runs whose jobs are gone."""
+"""``reshard-ckpt memory``: the checkpoints that jobs keep, and leave behind, in this node's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Action(str, Enum):
-    """What to do."""
+    """The action of the command."""
 
     list = "list"
     persist = "persist"
@@ -37,9 +37,10 @@ def memory(
     step: Annotated[int | None, typer.Option("--step", help="persist: this step, not the newest.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """List what this node's memory holds of runs whose jobs are gone, write it to the store, or drop it.
+    """List the checkpoints in this node's memory; once a job has ended, write one to the store, or drop all of a run.
 
-    Run persist on every node of the job: each writes the files that it holds, and whoever finds all of them there publishes.
+    Run persist on every node of the job: each node writes the files that it holds, and the one that finds them complete
+    publishes.
     """
     from ..memory.offline import drop_held, held_runs, persist_held
 
@@ -77,7 +78,7 @@ def memory(
 
 
 def _rows(found: Sequence[HeldRun]) -> Iterator[list[str]]:
-    """Yield a row for each checkpoint, and one for a run that has none."""
+    """Yield a row for each checkpoint, and one row for a run without any."""
     now = time.time()
     for run in found:
         alive = "alive" if run.is_alive else ""

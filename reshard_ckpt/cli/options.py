@@ -1,4 +1,4 @@
-"""Options that several commands take, under the same names, and the parsing of what people type."""
+"""Options that several commands take, under the same names, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Cast = Annotated[
 
 
 def refuse_memory(dst: str) -> None:
-    """Refuse a destination that does not outlive the command.
+    """Raise an error if a destination does not outlive the command.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def parse_mesh(option: str, text: str) -> dict[str, int]:
     Raises
     ------
     UsageError
-        It is none.
+        The text is not a mesh.
     """
     axes: dict[str, int] = {}
     for part in text.split(","):
@@ -70,7 +70,7 @@ def parse_mesh(option: str, text: str) -> dict[str, int]:
 
 
 def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``OLD=NEW`` options; of several equals signs the last counts, as names may hold some.
+    """Parse ``OLD=NEW`` options; if a text has several equals signs, the last one counts, because names may contain some.
 
     >>> parse_pairs("--rename", ["model=weights", "a=b=c"])
     {'model': 'weights', 'a=b': 'c'}
@@ -78,7 +78,7 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | No
     Raises
     ------
     UsageError
-        There is no equals sign, or nothing on one side of it, or one thing on the left twice.
+        A text has no equals sign, or nothing on one side of it, or two texts have the same left side.
     """
     pairs: dict[str, str] = {}
     for text in texts or ():
@@ -100,7 +100,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
     Raises
     ------
     UsageError
-        One of them is none.
+        A part is not a number.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):

@@ -1,4 +1,4 @@
-"""``reshard-ckpt reshard``: a checkpoint for another topology, without a job."""
+"""``reshard-ckpt reshard``: write a checkpoint for another topology, without a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..checkpoint import ReshardReport
 
 MAX_RANKS = 64
-"""Ranks that are listed."""
+"""The most ranks that are listed."""
 
 
 @command(
@@ -65,7 +65,7 @@ def reshard(
     ] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a job of another topology would have saved it. Run again after a kill, it goes on.
+    """Write a checkpoint as a job of another topology would have saved it. If it was killed, run it again to continue.
 
     Under torchrun all processes share the work.
     """
@@ -104,6 +104,7 @@ def reshard(
 
 
 def _text(report: ReshardReport, dst: str) -> list[str | Columns]:
+    """Make the text and the table of a report."""
     would = "would write" if report.dry_run else "wrote"
     kept = f", {size_text(report.bytes_kept)} of it by an earlier attempt" if report.bytes_kept else ""
     tensors = plural(len(report.placements), "tensor")

@@ -1,4 +1,4 @@
-"""``reshard-ckpt sizes``: how much disk and host memory the checkpoints of a job take."""
+"""``reshard-ckpt sizes``: the disk space and host memory that the checkpoints of a job take."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sizes(
     generations: Annotated[int, typer.Option("--generations", help="Saves that the memory tier keeps.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Compute how much disk and host memory the checkpoints of a job take."""
+    """Compute the disk space and host memory that the checkpoints of a job take."""
     from ..checkpoint import Memory
     from ..checkpoint import sizes as compute
 

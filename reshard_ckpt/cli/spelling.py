@@ -1,8 +1,8 @@
 """Errors in the words of the command line: ``overwrite=True`` of a function is ``--overwrite`` of its command.
 
-1. The options of a command are read from the annotations of its function, which typer reads too.
-2. Each ``name=value`` of such a name in a message is spelled as people type it. A name of another function stays as it is: inside
-   of a call, as in ``convert(..., to='dcp')``, and behind "save with".
+1. Read the options of a command from the annotations of its function, which typer reads too.
+2. Spell each ``name=value`` of such an option in a message as people type it. A name that belongs to another function stays: one
+   inside a call, as in ``convert(..., to='dcp')``, or behind "save with".
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _ELSEWHERE = re.compile(r"(?:\w\([^)]*|\b(?:save|saved|load) with(?:out)? )$")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """An option as people type it; `repeats` once for each of several values, `opposite` turns off what it is named after."""
+    """An option as people type it.
+
+    With `repeats`, the option is given once for each of several values. With `opposite`, it is a switch that turns off the
+    parameter that it is named after, as ``--no-verify`` does.
+    """
 
     text: str
     repeats: bool = False
@@ -30,9 +34,9 @@ class Typed:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Typed]:
-    """Map the names of a command's parameters to what people type, by the declarations that typer gets.
+    """Map the names of a command's parameters to the options that people type, as declared for typer.
 
-    A switch that is declared as ``no_verify`` also gives ``verify``; an argument is its metavar.
+    A switch that is declared as ``no_verify`` also gives ``verify``. An argument is spelled as its metavar.
     """
     found: dict[str, Typed] = {}
     for name, hint in get_type_hints(function, include_extras=True).items():
@@ -48,7 +52,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Typed]:
 
 
 def spelled(message: str, options: Mapping[str, Typed]) -> str:
-    """Spell the options of a message as the command line does.
+    """Replace the options in a message by those of the command line.
 
     >>> options = {"to": Typed("--to"), "cast": Typed("--cast", repeats=True), "verify": Typed("--no-verify", opposite=True)}
     >>> print(spelled("to={'dp': 2, 'tp': 4}, cast={'a': 'F32', '*.b': …} or verify=False", options))
@@ -65,6 +69,7 @@ def spelled(message: str, options: Mapping[str, Typed]) -> str:
 
 
 def _option(option: Typed, value: str | None) -> str:
+    """Spell one option with its value; a switch that is off is spelled ``no --option``."""
     if value in (None, "True", "False", "None"):
         given = value in (None, "False") if option.opposite else value in (None, "True")
         return option.text if given else f"no {option.text}"
@@ -73,7 +78,7 @@ def _option(option: Typed, value: str | None) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    """Spell a value of Python as arguments: text as it is, the parts of lists and dicts, each quoted where a shell needs that."""
+    """Spell a Python value as arguments: a text, or the parts of a list or dict, each quoted if a shell needs that."""
     try:
         plain = ast.literal_eval(value.replace("…", "'…'"))
     except (ValueError, SyntaxError):

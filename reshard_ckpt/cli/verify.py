@@ -19,7 +19,7 @@ def verify(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> int:
-    """Read a whole checkpoint and verify every byte of it. Exit code 1 where anything is wrong."""
+    """Read a whole checkpoint and verify every byte of it. The exit code is 1 if anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
 
     with progress() as on_progress:

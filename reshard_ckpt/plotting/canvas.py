@@ -1,7 +1,7 @@
-"""What all pictures share: their style, boxes with tips, labels that fit, and how a figure becomes a file.
+"""The common parts of all pictures: style, boxes with tips, labels that fit, and the conversion of a figure to a file.
 
-A tip is what SVG and HTML show of a box when it is pointed at. matplotlib can hang a link on each box of a collection;
-`svg_bytes` turns those links into SVG titles.
+A tip is the text that SVG and HTML show when the pointer is on a box. matplotlib can attach a link to each box of a collection;
+`svg_bytes` turns these links into SVG titles, which browsers show as tips.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from matplotlib.text import Text
 INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-"""Okabe and Ito's, which can be told apart with any colour vision."""
+"""Okabe and Ito's palette, whose colours can be told apart with any colour vision."""
 
 _SHADES = ((0.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.55))
-"""What is mixed into the palette for each eight ranks more, white or black, and how much of it."""
+"""For each eight ranks the grey level that is mixed into the palette (1.0 is white, 0.0 black), and its share."""
 
 MAX_BOXES = 3000
-"""A collection of more boxes is an image inside of an SVG, without edges and tips."""
+"""A collection with more boxes becomes an image inside the SVG, without edges and tips."""
 
 _STYLE = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # equally wide
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # both have the same widths
     "text.color": INK,
-    "text.parse_math": False,  # a `$` in a tensor's name is a dollar
+    "text.parse_math": False,  # a `$` in a tensor's name is just a dollar sign
     "axes.edgecolor": SOFT,
     "axes.linewidth": 0.8,
     "xtick.color": SOFT,
@@ -49,8 +49,8 @@ _STYLE = {
     "ytick.labelsize": 8,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "reshard_ckpt",  # the same picture has the same ids
+    "svg.fonttype": "none",  # write text as text, not as paths
+    "svg.hashsalt": "reshard_ckpt",  # equal pictures get equal ids
 }
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 _UNDRAWABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\ud800-\udfff]")
@@ -60,19 +60,19 @@ ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in this package's style, whatever the user's own; letters that the font lacks are drawn as boxes, silently."""
+    """Draw in this package's style, independent of the user's; letters that the font lacks become boxes, without a warning."""
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph |Matplotlib currently does not support")
         yield
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure; sizes are in points of 1/72 inch, here and below."""
+    """Make an empty figure; all sizes in this module are in points of 1/72 inch."""
     return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
 
 
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Add axes at a place that is counted from the top left corner."""
+    """Add axes at a place counted from the top left corner of the figure."""
     across, down = figure.get_size_inches() * 72
     axes = figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
     axes.tick_params(length=2)
@@ -82,17 +82,18 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
 def draw_boxes(
     axes: Axes, boxes: Any, colours: Any, tips: Sequence[str] = (), *, edge: str = "white", width: float = 0.8
 ) -> PolyCollection:
-    """Draw boxes, rows of ``x, y, width, height``, as one collection."""
+    """Draw boxes as one collection; `boxes` has rows of ``x, y, width, height``, and `tips` a text for each."""
     x, y, w, h = np.asarray(boxes, float).reshape(-1, 4).T
     corners = np.stack([np.stack([x, x + w, x + w, x], 1), np.stack([y, y, y + h, y + h], 1)], 2)
     extent, (left, right), (bottom, top) = axes.get_window_extent(), axes.get_xlim(), axes.get_ylim()
+    # short: the shorter side of each box, in points.
     short = np.minimum(w * extent.width / (right - left), h * extent.height / abs(top - bottom))
     many = len(corners) > MAX_BOXES
     drawn = PolyCollection(
         list(corners),
         facecolors=colours,
         edgecolors=edge,
-        # The edges of small boxes must not cover them.
+        # Edges must not cover small boxes, so they get thinner, down to none.
         linewidths=np.where(short < 2, 0, np.minimum(width, short / 5)).tolist() or [0],
         rasterized=many,
         clip_on=False,
@@ -106,7 +107,7 @@ def draw_boxes(
 def write_in(
     axes: Axes, x: float, y: float, texts: Sequence[str], width: float, height: float, size: float = 9, **style: Any
 ) -> None:
-    """Write the first of several texts that fits into a place of this size around a point, if need be in smaller letters."""
+    """Write the first text that fits into a place of this size around a point, in smaller letters if necessary, or none."""
     for text in texts:
         lines = text.split("\n")
         for letters in (size, size - 2):
@@ -116,9 +117,10 @@ def write_in(
 
 
 def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
-    """Set as many of these rising ticks as can be read, the last and the first before others."""
+    """Set as many of these ascending ticks as can be read; the last and the first take precedence over the others."""
     span, extent = axes.get_ylim()[0] if vertical else axes.get_xlim()[1], axes.get_window_extent()
     unit = (extent.height if vertical else extent.width) / max(span, 1e-9)
+    # needs: points that each label takes along the axis; kept: ticks that do not overlap the ones before.
     needs = [12.0 if vertical else text_width(label, 8) + 6 for label in labels]
     kept: list[int] = []
     last = len(labels) - 1
@@ -130,7 +132,7 @@ def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> 
 
 
 def rank_colour(rank: int) -> str:
-    """Choose the colour of a rank, the same in every picture: of the palette, its lighter and darker shades, then any hue.
+    """Choose the colour of a rank: from the palette, then lighter and darker shades of it, then any hue; always the same.
 
     >>> rank_colour(0) == PALETTE[0], rank_colour(8)
     (True, '#59a3cd')
@@ -145,7 +147,7 @@ def rank_colour(rank: int) -> str:
 
 
 def on(fill: str) -> str:
-    """Choose the colour of text that can be read on this one.
+    """Choose a colour for text that is readable on this one.
 
     >>> on("#ffffff"), on("#102030")
     ('#1f2430', '#ffffff')
@@ -155,12 +157,12 @@ def on(fill: str) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimate how wide a line of text is."""
+    """Estimate the width of a line of text."""
     return size * sum(1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.62 for letter in text)
 
 
 def fitted(text: str, size: float, width: float) -> str:
-    """Return the text, or as much of its beginning and end as fits; nothing where hardly anything does.
+    """Return the text, or as much of its beginning and end as fits; empty if hardly anything fits.
 
     >>> fitted("layers.0-31", 10, 100), fitted("layers.0-31", 10, 40), fitted("layers", 10, 8)
     ('layers.0-31', 'lay…31', '')
@@ -172,20 +174,21 @@ def fitted(text: str, size: float, width: float) -> str:
 
 
 def drawable(text: str) -> str:
-    """Return text without what no font can draw and no XML file can hold."""
+    """Replace the characters that no font can draw or no XML file can contain."""
     return _UNDRAWABLE.sub("\ufffd", text)
 
 
 @styled()
 def png_bytes(figure: Figure) -> bytes:
-    """Write the figure as a PNG, sharp on today's screens."""
+    """Write the figure as a PNG, at twice the usual resolution."""
     return _saved(figure, "png", {"Software": None})
 
 
 @styled()
 def svg_bytes(figure: Figure, title: str) -> bytes:
-    """Write the figure as SVG without a date; `title` says what it shows to those who cannot see it."""
+    """Write the figure as SVG, without a date; `title` describes it for people who cannot see it."""
     root = ElementTree.fromstring(_saved(figure, "svg", dict.fromkeys(("Date", "Creator", "Format", "Type"))))
+    # Turn each link into a group with a title, which browsers show as a tip.
     for box in list(root.iter(f"{_SVG}a")):
         tip = ElementTree.Element(f"{_SVG}title")
         tip.text = box.get(_LINK)
@@ -199,16 +202,16 @@ def svg_bytes(figure: Figure, title: str) -> bytes:
 
 
 def write_head(figure: Figure, title: str, below: str = "") -> None:
-    """Write a title, as much of it as fits, and a line below it, into the top left corner."""
+    """Write a title into the top left corner, shortened to fit, and a line below it."""
     width, height = figure.get_size_inches() * 72
-    # Bold letters are wider.
+    # Bold letters are wider, so measure the title at a larger size.
     bold = fitted(title, 15, width - 32)
     figure.text(16 / width, 1 - 18 / height, bold, size=12, weight="bold", va="center_baseline")
     figure.text(16 / width, 1 - 38 / height, below, color=SOFT, va="center_baseline")
 
 
 def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: float, columns: int) -> None:
-    """Add a swatch for each name; its upper left corner is counted from the figure's."""
+    """Add a legend with a swatch for each name; `left` and `top` count from the figure's upper left corner."""
     width, height = figure.get_size_inches() * 72
     swatches = [Patch(color=colour, label=fitted(name, 9, 180)) for name, colour in colours.items()]
     place = (left / width, 1 - top / height)
@@ -218,6 +221,7 @@ def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: flo
 
 
 def _saved(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:
+    """Write the figure into bytes, with all its text made drawable."""
     for text in figure.findobj(Text):
         text.set_text(drawable(text.get_text()))
     buffer = BytesIO()

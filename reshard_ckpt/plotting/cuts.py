@@ -1,8 +1,8 @@
-"""One tensor's cuts over ranks, and which saved shard feeds which rank of another layout.
+"""One tensor's cuts over ranks, and the saved ranks that feed each rank of another layout.
 
 1. *Saved*: a table of the tensor, with a colour for each rank that wrote a part of it.
-2. *Wanted*: the same table, outlined as the new ranks hold it; the colours still say which rank wrote what.
-3. *Who feeds whom*: for each new rank, a row: how many bytes come from each saved one.
+2. *Wanted*: the same table with an outline around the part of each new rank; the colours still show which rank wrote it.
+3. *Who feeds whom*: a matrix with a row for each new rank: the bytes that come from each saved rank.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ from .feeds import Fed, Run, WantedPart, boxes_of, feeds
 from .table import CellTable, lay_out
 
 MAX_WIDTH, MAX_HEIGHT = 420.0, 320.0
-"""Of a table, in points, unless it has more cells than fit there with a number in each."""
+"""The largest size of a table in points, unless it has more cells than fit into that with a number in each."""
 
 MAX_GROUPS = 64
-"""Rows and columns of who feeds whom; more ranks share one. Tables give so many cells room for a label."""
+"""The most rows, and columns, of the matrix "who feeds whom". Several ranks share one if there are more. Tables get room for
+labels in at most so many cells along a side."""
 
 CELL_WIDTH, CELL_HEIGHT = 24.0, 14.0
 SMALL_WIDTH, SMALL_HEIGHT = 120.0, 48.0
-"""Of a scalar; a vector is as high, and as wide for each of its parts."""
+"""The size of a scalar in points; a vector is as high, and as wide for each of its parts."""
 
 MAX_LABEL = 130.0
-"""Width of a label beside who feeds whom, at most."""
+"""The largest width of a row's label in the matrix "who feeds whom"."""
 
 MAX_LEGEND = 40
-"""Ranks that the legend lists, all of them; of more it lists a few."""
+"""The legend lists all ranks up to this number; of more it lists a few."""
 
 MAX_MESH = 4096
-"""Ranks of a mesh of which it is worked out who holds a copy of what."""
+"""The largest mesh for which the ranks that hold copies of a part are computed."""
 
 HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 46.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A table, and of each of its parts the colour and the tip."""
+    """A table, with the colour and the tip of each of its parts."""
 
     table: CellTable
     colours: list[str]
     tips: list[str]
 
     def size(self, ndim: int) -> tuple[float, float]:
-        """Return width and height on paper: in proportion, but neither a thread nor larger than its place; vectors are small."""
+        """Return width and height in points: in proportion, within a range of ratios and sizes; vectors are small."""
         rows, columns = (min(len(edges) - 1, MAX_GROUPS) for edges in (self.table.rows, self.table.columns))
         if ndim < 2:
             return max(min(SMALL_WIDTH * columns, MAX_WIDTH), CELL_WIDTH * columns), SMALL_HEIGHT
@@ -89,20 +90,24 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor on other ranks: the table in the colours of those that wrote it, the same by who wants it, and the amounts."""
+    """A tensor on other ranks.
+
+    ``shown`` is its table, coloured by the ranks that wrote it; ``parts`` the same table by the index of the new rank. ``fed``
+    are the boxes that go from rank to rank, and ``amounts`` their bytes.
+    """
 
     shown: Shown
     parts: CellTable
     names: list[str]
     labels: list[str]
-    """Names with coordinates, where they are of one rank."""
+    """The name of each part's ranks; with mesh coordinates if it is a single rank."""
     fed: Fed
     amounts: I64
 
 
 @styled()
 def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), mesh: Mesh | None = None) -> Figure:
-    """Draw one tensor; with `wanted`, which the ranks of `mesh` hold, also who feeds whom."""
+    """Draw one tensor; with `wanted`, its parts on the ranks of `mesh`, also draw these and the matrix "who feeds whom"."""
     view = catalog.tensor(name)
     shape, ranks = view.shape, [shard.file.rank for shard in view.shards]
     known = sorted(set(ranks))
@@ -126,7 +131,7 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), me
     heat_width = max(min(max(44.0 * columns, 180.0), 320.0), 18.0 * columns)
     right = LEFT + sum(wide) + (max(labels, 0.0) + heat_width + 24 if mesh is not None else -20)
     tall = height if mesh is None else max(height, 120.0, CELL_HEIGHT * rows)
-    right = max(right, 400.0)  # at least room for some of the name
+    right = max(right, 400.0)  # leave room for at least a part of the name
     legend = _legend(known, catalog.mesh)
     in_a_row = max(int((right - LEFT) / (max(text_width(text, 9) for text in legend) + 36)), 1) if legend else 1
     figure = new_figure(right, HEAD + tall + FOOT + 15.0 * -(-len(legend) // in_a_row))
@@ -145,12 +150,13 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), me
 
 
 def copies_of(view: TensorView, mesh: Mesh | None) -> list[Ints]:
-    """List of each shard the other ranks that held the same when it was saved, as far as its placement says."""
+    """List for each shard the other ranks that held the same bytes when it was saved, as far as the placement tells."""
     placement = view.placement
     if mesh is None or placement is None or mesh.size > MAX_MESH or len(placement) != len(mesh.axes):
         return [()] * len(view.shards)
     if any(axis.kind not in KINDS for axis in placement):
         return [()] * len(view.shards)
+    # holders: the ranks that hold each region.
     regions = [local_region(view.shape, placement, mesh.sizes, mesh.coordinates(rank)) for rank in range(mesh.size)]
     holders: dict[LocalRegion | None, list[int]] = {}
     for rank, region in enumerate(regions):
@@ -165,7 +171,9 @@ def copies_of(view: TensorView, mesh: Mesh | None) -> list[Ints]:
 
 
 def _holds(region: LocalRegion | None, shard: ShardView) -> bool:
-    """Tell whether the first element of a shard is in a region: where ranks of another placement wrote it, it may not be."""
+    """Tell whether a region contains the first element of a shard; it may not, if the catalog's placement is not that of the
+    ranks that wrote.
+    """
     if region is None or not shard.count:
         return False
     at = [o + i for o, i in zip(shard.offsets, unravel(shard.start, shard.lengths), strict=True)]
@@ -178,7 +186,7 @@ def _holds(region: LocalRegion | None, shard: ShardView) -> bool:
 
 
 def _copies_text(copies: Sequence[Ints]) -> str:
-    """Say how many ranks held each part, if several did."""
+    """Say how many ranks held each part, if several ranks did."""
     counts = sorted({len(others) + 1 for others in copies})
     if counts in ([], [1]):
         return ""
@@ -186,11 +194,12 @@ def _copies_text(copies: Sequence[Ints]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Spell ranks, as in ``ranks 0-3,5``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
 
 
 def _words_of(rank: int, others: Sequence[int], mesh: Mesh | None) -> list[str]:
-    """List what a part may be labelled with, the longest first, which all say which rank wrote it."""
+    """List possible labels of a part, the longest first; each of them names the rank that wrote the part."""
     full = rank_label(rank, mesh)
     where = full.removeprefix(f"rank {rank}").strip()
     also = f"also on {_ranks(others)}" if others else ""
@@ -201,6 +210,7 @@ def _words_of(rank: int, others: Sequence[int], mesh: Mesh | None) -> list[str]:
 
 
 def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
+    """Map the names of ranks to their colours; if there are too many ranks, only of as many as the palette has colours."""
     listed = known
     if len(known) > MAX_LEGEND:
         listed = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, len(PALETTE)).astype(int))]
@@ -208,11 +218,12 @@ def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
 
 
 def _mesh(mesh: Mesh) -> str:
+    """Spell a mesh, as in ``dp=2, tp=4``."""
     return ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:
-    """Spell a run as people write it.
+    """Spell a run as a region of the tensor.
 
     >>> _region(((0, 8), (4, 8), 0, 32)), _region(((0, 0), (8, 10), 26, 27))
     ('[0:4, 8:16]', 'elements 26 to 52 of [0:8, 0:10]')
@@ -223,7 +234,7 @@ def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:
 
 
 def _draw_table(axes: Axes, shown: Shown, shape: Ints, title: str, below: str) -> None:
-    """Draw the parts in their colours, with the places of the cuts along the sides."""
+    """Draw the parts in their colours, and write the coordinates of the cuts along the sides."""
     table = shown.table
     axes.set(xlim=(0, table.columns[-1]), ylim=(table.rows[-1], 0), facecolor=FAINT)
     boxes, parts = table.boxes()
@@ -239,13 +250,14 @@ def _draw_table(axes: Axes, shown: Shown, shape: Ints, title: str, below: str) -
 
 
 def _title(axes: Axes, title: str, below: str, last: str = "") -> None:
+    """Write a title above the axes, with two smaller lines below it."""
     soft: dict[str, Any] = {"size": 8.5, "color": SOFT}
     for lift, text, style in ((36, title, {"size": 10.5, "weight": "bold"}), (22, below, soft), (6, last, soft)):
         axes.annotate(text, (0, 1), (0, lift), xycoords="axes fraction", textcoords="offset points", **style)
 
 
 def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], colours: Sequence[str], **style: Any) -> None:
-    """Write on the largest rectangle of each label its words, where they fit."""
+    """Label each part once, on its largest rectangle, with the longest of its words that fit."""
     boxes, parts = table.boxes()
     across = axes.get_window_extent().width / table.columns[-1]
     down = axes.get_window_extent().height / table.rows[-1]
@@ -260,7 +272,7 @@ def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], c
 
 
 def _wanted(catalog: Catalog, name: str, wanted: Sequence[WantedPart], mesh: Mesh) -> Wanted:
-    """Plan who feeds whom."""
+    """Find the saved ranks that feed each wanted part."""
     shape, names = catalog.shape(catalog.index(name)), [f"rank {spans(of.ranks)}" for of in wanted]
     fed = feeds(catalog, catalog.index(name), wanted)
     amounts = volumes(fed.lengths) * ITEM_BYTES[catalog.dtype(catalog.index(name))]
@@ -271,14 +283,14 @@ def _wanted(catalog: Catalog, name: str, wanted: Sequence[WantedPart], mesh: Mes
         )
     ]
     table = lay_out(shape, fed.offsets, fed.lengths, np.arange(len(tips)))
-    # The same cells, by who wants them: where neighbours differ is an outline.
+    # The same cells by the part that wants them, whose borders become the outlines.
     parts = CellTable(table.rows, table.columns, table.row_dims, np.append(fed.wanted, -1)[table.parts])
     full = [rank_label(of.ranks[0], mesh) if len(of.ranks) == 1 else text for of, text in zip(wanted, names, strict=True)]
     return Wanted(Shown(table, [rank_colour(rank) for rank in fed.saved.tolist()], tips), parts, names, full, fed, amounts)
 
 
 def _draw_wanted(axes: Axes, of: Wanted, shape: Ints, titles: tuple[str, str]) -> None:
-    """Draw the wanted table over the saved colours, with an outline and a plate for each new rank."""
+    """Draw the wanted table in the colours of the saved ranks, with an outline and a label for each new rank."""
     _draw_table(axes, of.shown, shape, *titles)
     draw_boxes(axes, of.parts.boxes()[0], "none", edge=INK, width=1.5)
     plate = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": INK, "linewidth": 0.6}
@@ -287,9 +299,10 @@ def _draw_wanted(axes: Axes, of: Wanted, shape: Ints, titles: tuple[str, str]) -
 
 
 def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
-    """Draw a row for each of the wanted, a column for each saved rank: the share of its bytes that comes from there."""
+    """Draw a row for each new rank and a column for each saved rank; the shade is the share of the new rank's bytes."""
     names, amounts, wanted, saved = of_wanted.names, of_wanted.amounts, of_wanted.fed.wanted, of_wanted.fed.saved
     rows, columns = min(len(names), MAX_GROUPS), min(len(known), MAX_GROUPS)
+    # size[i, j]: bytes that the ranks of row i take from the ranks of column j; shares: the same as a share of the row.
     size = np.zeros((rows, columns), np.int64)
     np.add.at(size, (wanted * rows // len(names), np.searchsorted(known, saved) * columns // len(known)), amounts)
     shares = size / np.maximum(size.sum(axis=1, keepdims=True), 1)
@@ -314,6 +327,6 @@ def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
 
 
 def _group(at: int, groups: int, names: Sequence[str]) -> str:
-    """Say what a row or column stands for: one name, or the first and the last of several."""
+    """Name a row or column: by one name, or by the first and the last of several."""
     first, last = -(-at * len(names) // groups), -(-(at + 1) * len(names) // groups) - 1
     return names[first] if first == last else f"{names[first]} … {names[last].removeprefix('rank ')}"

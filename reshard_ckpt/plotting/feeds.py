@@ -1,4 +1,4 @@
-"""What the ranks of another mesh would hold of one tensor, as `reshard` lays it out, and which saved rank feeds which of them."""
+"""The parts of one tensor on the ranks of another mesh, as `reshard` lays it out, and the saved ranks that feed each part."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..core.planning.target_pieces import target_rows
 from ..core.planning.target_placement import TargetPlacement, TargetTopology, place
 
 Run: TypeAlias = tuple[Ints, Ints, int, int]
-"""Offsets and lengths of a box, and which of its elements: the first, and how many."""
+"""Offsets and lengths of a box, and the first element and the number of elements of a run of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedPart:
-    """What some ranks of another layout hold of a tensor, all of them the same."""
+    """The runs of a tensor that each of some ranks of another layout holds; all of these ranks hold the same ones."""
 
     ranks: Ints
     runs: tuple[Run, ...]
@@ -30,7 +30,7 @@ class WantedPart:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Boxes of which each comes from one saved rank to one of the `WantedPart`s, by its number."""
+    """Boxes of a tensor; box i goes from saved rank ``saved[i]`` to the `WantedPart` with index ``wanted[i]``."""
 
     offsets: I64
     lengths: I64
@@ -44,15 +44,15 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     Parameters
     ----------
     groups
-        For each optimizer the FQNs of its parameters, in its order.
+        For each optimizer the FQNs of its parameters, in the order of the optimizer.
 
     Raises
     ------
     UsageError
-        The topology cannot be told from the catalog.
+        The catalog does not tell how to lay the tensors out on this mesh.
     """
     placed = place(catalog, catalog.names, TargetTopology(mesh, groups=groups))
-    # Tensors that are cut together, as one vector, say where each of them is cut.
+    # Tensors of one vector are cut together, so where this tensor is cut depends on all of them.
     names = [name, *(other for other in catalog.names if other != name and _is_cut_with(placed[name], placed, other))]
     shapes = [catalog.shape(catalog.index(n)) for n in names]
     held, boxes = target_rows(shapes, [placed[n] for n in names], names, mesh, {})
@@ -61,6 +61,7 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     runs: dict[int, list[Run]] = {}
     for rank, box, start, count in zip(*(column.tolist() for column in columns), strict=True):
         runs.setdefault(rank, []).append((*boxes[box], start, count))
+    # alike: the ranks that hold the same runs.
     alike: dict[tuple[Run, ...], list[int]] = {}
     for rank, held_by_it in runs.items():
         alike.setdefault(tuple(held_by_it), []).append(rank)
@@ -68,13 +69,14 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
 
 
 def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
+    """Tell whether the cuts of a tensor depend on another one: it follows that tensor, or both are in one vector."""
     leader = placed[of.follows] if of.follows is not None else of
     vector, its = leader.vector, placed[other].vector
     return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])
 
 
 def boxes_of(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64]:
-    """Cut runs into boxes: offsets, lengths, and the number of the run that each is of."""
+    """Cut runs into boxes; returns offsets, lengths, and the index of the run of each box."""
     offsets, lengths, start, count = _columns(runs, ndim)
     if ndim == 0:
         return offsets, lengths, np.arange(len(runs))
@@ -83,13 +85,14 @@ def boxes_of(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64]:
 
 
 def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
+    """Return offsets, lengths, start and count of runs as columns."""
     offsets, lengths = (np.array([run[i] for run in runs], np.int64).reshape(len(runs), ndim) for i in (0, 1))
     start, count = (np.array([run[i] for run in runs], np.int64) for i in (2, 3))
     return offsets, lengths, start, count
 
 
 def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
-    """Plan the load of all wanted parts of a tensor: which boxes go from which saved rank to which of them."""
+    """Plan the load of all wanted parts of a tensor, to find the boxes that go from each saved rank to each part."""
     shape = catalog.shape(tensor)
     whole = np.array([shape or (1,)], np.int64)
     ndim, strides = whole.shape[1], strides_of(whole)
@@ -101,7 +104,8 @@ def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
         lengths=lengths,
         start=start,
         count=count,
-        # As if each piece lay where it lies in the whole tensor: so an item's place there is its place in the tensor.
+        # Each piece is placed in memory as if that were the whole tensor, so an item's place in memory is its place in the
+        # tensor.
         base=(offsets * strides).sum(axis=1),
         strides=np.repeat(strides, len(runs), axis=0),
     )

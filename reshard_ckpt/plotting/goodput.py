@@ -18,7 +18,7 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 
 @styled()
 def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
-    """Draw the share of time lost to saves and failures over the interval, for each tier and for the store alone."""
+    """Draw the share of time lost over the interval, for saves to memory and for the store alone, or only for the store."""
     memory, store, _ = tiers(job)
     figure = new_figure(WIDTH, HEIGHT)
     axes = add_axes(figure, 70, 56, WIDTH - 100, HEIGHT - 110)
@@ -36,7 +36,7 @@ def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
     for i, ((label, tier, at), colour) in enumerate(zip(curves, PALETTE, strict=False)):
         axes.plot(intervals, [tier.lost(float(t)).total for t in intervals], color=colour, label=label)
         axes.plot([at], [tier.lost(at).total], "o", color=colour)
-        # The lowest mark is labelled below its curve, others above theirs: nearby marks do not cover each other's labels.
+        # The lowest mark is labelled below its curve, all others above, so that nearby marks do not cover each other's labels.
         lift = -14 if i == lowest else 8
         axes.annotate(
             duration_text(at), (at, tier.lost(at).total), (0, lift), textcoords="offset points", ha="center", size=9, color=colour

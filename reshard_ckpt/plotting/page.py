@@ -1,6 +1,6 @@
-"""HTML pages: one picture, or a whole checkpoint: summary, bytes by rank, tensors by size, and the save's timeline.
+"""HTML pages: one picture, or a whole checkpoint with summary, bytes by rank, tensors by size, and the save's timeline.
 
-A page is one file that needs no network and runs no script. It may load nothing but itself, and says so to the browser.
+A page is one file that needs no network and runs no script. Its content security policy forbids the browser to load anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, rank
 from .times import draw_timeline, timeline_words
 
 MAX_RANKS, MAX_CHILDREN = 256, 100
-"""Bars of ranks, and lines below one line of the tree, at most."""
+"""The most bars of ranks, and the most lines below one line of the tree."""
 
 _STYLE = f"""
 body{{margin:0;background:#fff;color:{INK};font:15px/1.5 system-ui,"DejaVu Sans",sans-serif}}
@@ -42,7 +42,7 @@ details>*{{margin-left:18px}}
 def report_page(
     title: str, catalog: Catalog, summary: Summary, tree: Sequence[Node], sizes: Sequence[int], timeline: Timeline | None
 ) -> str:
-    """Make the page of a whole checkpoint; `sizes` are the bytes of each leaf of its tree of names."""
+    """Make the page of a whole checkpoint; `sizes` has the bytes of each leaf of `tree`."""
     alike = "Layers that are alike share a line. A line opens to show what is below it."
     sections = [
         _section("Bytes by rank", _balance(catalog), _rank_bars(catalog)),
@@ -55,14 +55,15 @@ def report_page(
 
 
 def rendered(figure: Figure, title: str, suffix: str) -> bytes:
-    """Render a figure as a file: ``.png``, ``.svg``, or ``.html``, a page with one picture."""
+    """Render a figure as the bytes of a file: ``.png``, ``.svg``, or ``.html``, a page with this one picture."""
     if suffix == ".png":
         return png_bytes(figure)
     return svg_bytes(figure, title) if suffix == ".svg" else _page(title, _element(figure, title)).encode()
 
 
 def _page(title: str, body: str) -> str:
-    # The pixels of a crowded picture are data of the page itself.
+    """Make a page from the HTML of its body."""
+    # Images may come from data: URLs, because svg_bytes embeds the pixels of a crowded picture that way.
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_words(title)}</title>'
@@ -73,20 +74,22 @@ def _page(title: str, body: str) -> str:
 
 
 def _section(title: str, below: str, content: str) -> str:
+    """Make a section from a heading, a sentence below it, and HTML."""
     return f"<section><h2>{title}</h2><p>{_words(below)}</p>{content}</section>\n"
 
 
 def _element(figure: Figure, title: str) -> str:
-    """Return the figure's SVG without the line that a file of its own begins with."""
+    """Return the figure's SVG without the XML declaration in its first line."""
     return svg_bytes(figure, title).decode().partition("\n")[2]
 
 
 def _words(text: str) -> str:
+    """Escape text for HTML."""
     return escape(drawable(text))
 
 
 def bytes_by_rank(catalog: Catalog) -> dict[int, int]:
-    """Sum the bytes of the shard files of each rank, also of ranks of the mesh that wrote none."""
+    """Sum the bytes of the shard files of each rank; a rank of the mesh that wrote no file has 0."""
     held = dict.fromkeys(range(catalog.mesh.size if catalog.mesh else 0), 0)
     for file in catalog.files:
         held[file.rank] = held.get(file.rank, 0) + file.size
@@ -94,7 +97,7 @@ def bytes_by_rank(catalog: Catalog) -> dict[int, int]:
 
 
 def _balance(catalog: Catalog) -> str:
-    """Say in a sentence what ranks wrote, and on which mesh."""
+    """Make a sentence of the number of ranks, their mesh, and the least and the most bytes that one wrote."""
     sizes = list(bytes_by_rank(catalog).values())
     if not sum(sizes):
         return "No rank wrote any bytes."
@@ -108,7 +111,7 @@ def _balance(catalog: Catalog) -> str:
 
 
 def _rank_bars(catalog: Catalog) -> str:
-    """Draw a bar for each rank; of too many ranks, those that wrote most."""
+    """Draw a bar for each rank; if there are too many ranks, for the ranks that wrote the most."""
     held = bytes_by_rank(catalog)
     most = max(held.values(), default=0) or 1
     shown = sorted(sorted(held, key=lambda rank: -held[rank])[:MAX_RANKS])
@@ -118,7 +121,7 @@ def _rank_bars(catalog: Catalog) -> str:
 
 
 def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: str = "") -> str:
-    """Draw a bar for each node, the largest first, which opens to show those below it."""
+    """Draw a bar for each node, the largest first; a bar with children opens to show theirs."""
     totals = sorted(((_total(node, sizes), i) for i, node in enumerate(nodes)), key=lambda item: (-item[0], item[1]))
     lines = []
     for total, i in totals[:MAX_CHILDREN]:
@@ -134,15 +137,18 @@ def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: s
 
 
 def _total(node: Node, sizes: Sequence[int]) -> int:
+    """Sum the bytes of a node and of everything below it."""
     return sum(sizes[leaf] for leaf in node.leaves) + sum(_total(child, sizes) for child in node.children)
 
 
 def _bar(label: str, size: int, most: int, colour: str = PALETTE[0]) -> str:
+    """Draw a bar with a label and its bytes; one of `most` bytes is 500 pixels long."""
     bar = f'<i style="background:{colour};width:{500 * size / most:.1f}px"></i>'
     return f'<span class="bar">{bar}{_words(label)}: {size_text(size)}</span>'
 
 
 def _facts(of: Summary) -> str:
+    """Make the list of the numbers of a summary; unknown ones are left out."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(of.created_s)) if of.created_s > 0 else None
     facts = {
         "step": None if of.step is None else f"{of.step:,}",

@@ -1,4 +1,4 @@
-"""Where the time of a save went: ranks down, time across, a colour for each step; a slow rank or step stands out."""
+"""Timeline of a save: a row for each thread of each rank, time from left to right, a colour for each step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _COLOURS = {
     "meet": "#c4c9d1", "turn": "#d6cfc2", "capture": "#0072b2", "agree": "#e69f00", "compare": "#cc79a7", "stage": "#56b4e9",
     "write": "#009e73", "sync": "#8a8a3c", "receipts": "#dcd3e6", "check": "#d55e00", "publish": "#882255", "clean up": "#7f5539",
 }  # fmt: skip
-"""Waiting is pale."""
+"""The colour of each step, in the order of a save; steps that wait for others are pale."""
 
 
 @styled()
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Draw a row for each thread of each rank, its steps along it; of too many ranks those that were busy for longest."""
+    """Draw a row for each thread of each rank, with its steps; if there are too many ranks, the busiest ones."""
     rows, hidden = _rows(timeline)
     labels = [fitted(timeline.label(rank) + ("" if thread == "caller" else f" {thread}"), 8, 200) for rank, thread in rows]
     left = max((text_width(label, 8) for label in labels), default=20.0) + 24
@@ -54,7 +54,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     at = {row: i for i, row in enumerate(rows)}
     steps = [step for step in timeline.steps if (step.rank, step.thread) in at]
-    least = 0.6 * seconds / (WIDTH - left - 24)  # what is shorter can still be seen
+    least = 0.6 * seconds / (WIDTH - left - 24)  # shorter steps are drawn this long, so that they can still be seen
     boxes = [(s.start_s, at[s.rank, s.thread] + 0.08, max(s.end_s - s.start_s, least), 0.84) for s in steps]
     draw_boxes(axes, boxes, [colour_of(step.name) for step in steps], [_tip(step, timeline) for step in steps], edge="none")
     for step, (x, y, width, height) in zip(steps, boxes, strict=True):
@@ -62,7 +62,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
         write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=on(colour_of(step.name)))
     more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
     write_head(figure, f"{timeline_title(timeline)}{more}")
-    # In the order of a save, whichever rank was first with one; steps that are unknown here by their start.
+    # The legend has known steps in the order of a save, then unknown steps in the order of their first start.
     begun = dict.fromkeys(step.name for step in sorted(timeline.steps, key=lambda step: step.start_s))
     names = [*(name for name in _COLOURS if name in begun), *(name for name in begun if name not in _COLOURS)][:MAX_LEGEND]
     add_legend(figure, {name: colour_of(name) for name in names}, 10, 28, 12 if len(names) <= 12 else 8)
@@ -70,12 +70,12 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
 
 def timeline_title(timeline: Timeline) -> str:
-    """Say what the picture shows."""
+    """Return the title of the picture: the length of the save and the number of ranks."""
     return f"A save of {timeline.seconds:.3g} s on {plural(timeline.num_ranks, 'rank')}"
 
 
 def timeline_words(timeline: Timeline) -> str:
-    """Say which step of which rank took longest, but for those that wait."""
+    """Make a sentence that names the longest step and its rank; steps that wait for others do not count."""
     steps = [step for step in timeline.steps if step.name not in WAITS]
     if not steps:
         return "No step took any time."
@@ -86,12 +86,12 @@ def timeline_words(timeline: Timeline) -> str:
 
 
 def colour_of(step: str) -> str:
-    """Choose the colour of a step, the same in every picture."""
+    """Choose the colour of a step; it is the same in every picture."""
     return _COLOURS.get(step, PALETTE[sum(step.encode(errors="replace")) % len(PALETTE)])
 
 
 def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
-    """List the ranks' threads to draw, in order, and how many ranks are left out: those that were busy for the shortest."""
+    """List the ranks' threads to draw, in order, and the number of ranks left out, which are the least busy ones."""
     busy: dict[int, float] = {}
     for step in timeline.steps:
         took = 0.0 if step.name in WAITS else step.end_s - step.start_s
@@ -102,6 +102,7 @@ def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
 
 
 def _tip(step: Step, timeline: Timeline) -> str:
+    """Return the tip of a step: rank, step, thread, times, bytes."""
     took = step.end_s - step.start_s
     size = f", {size_text(step.num_bytes)}, {size_text(round(step.num_bytes / max(took, 1e-9)))}/s" if step.num_bytes else ""
     return f"{timeline.label(step.rank)} {step.name} ({step.thread}): {took:.3g} s from {step.start_s:.3g} s{size}"
