@@ -36,6 +36,9 @@ from .protocol import ALONE
 
 _ADDRESS_BYTES = 256
 
+MAX_TIMEOUT_S = 100_000_000
+"""Three years: the clocks and locks that wait overflow beyond some hundred."""
+
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 _LOCK = threading.Lock()
@@ -126,9 +129,12 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
 
     Raises
     ------
+    UsageError
+        `timeout_s` is no time.
     PeerError
         The job's store, or another rank where the job has none, did not answer in time.
     """
+    _refuse_no_time(timeout_s)
     if process_group is ALONE:
         return None
     if not dist.is_available() or not dist.is_initialized():
@@ -153,15 +159,24 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
     return known
 
 
+def _refuse_no_time(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(f"timeout_s={timeout_s!r}: pass seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
+
+
 @contextmanager
 def launched_group(timeout_s: float = 600) -> Iterator[None]:
     """Join a process group of all processes that ``torchrun`` started; nothing where this one is alone, or is in one already.
 
     Raises
     ------
+    UsageError
+        `timeout_s` is no time.
     PeerError
         They did not all come in time.
     """
+    _refuse_no_time(timeout_s)
     size = os.environ.get("WORLD_SIZE", "")
     if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
         yield
@@ -189,7 +204,7 @@ def _refuse_forgotten_init(process_group: object) -> None:
 
 def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
-    line = _shared_line(timeout_s)
+    line = _shared_line()
     if line is None:
         device = torch.empty(0, device=device_of(group)).device  # with its number: that of another thread is another
         begin = partial(_own_store, group, device)
@@ -213,7 +228,7 @@ def _prefix(group: dist.ProcessGroup) -> str:
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
-def _shared_line(timeout_s: float) -> Line | None:
+def _shared_line() -> Line | None:
     """Return the line to the job's own store, one for all groups; None where that store cannot append."""
     world = dist.group.WORLD
     assert world is not None

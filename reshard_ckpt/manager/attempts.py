@@ -98,10 +98,10 @@ def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
 
 
 def read_attempts(storage: Storage) -> list[Attempt]:
-    """Read the attempts so far; none, with a warning, where the log is damaged."""
+    """Read the attempts so far; none, with a warning, where the log is damaged or cannot be read."""
     try:
         return ATTEMPTS.read(storage) or []
-    except CorruptError as error:
+    except (CorruptError, StorageError) as error:
         warnings.warn(f"{error}; pass mtbf= until it has seen some failures", stacklevel=3)
         return []
 

@@ -107,6 +107,7 @@ class StoredSteps:
         """Note that a step was committed, maybe anew."""
         self.note_good(step)
         self._damaged.discard(step)
+        self._foreign.discard(step)
         self._infos.pop(step, None)
 
     def note_damaged(self, step: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from reshard_ckpt.comm import Comm, SoloComm, open_session
+from reshard_ckpt.comm import Comm, SoloComm, launched_group, open_session, open_session_by_name, open_turn, shared_store
 from reshard_ckpt.errors import UsageError
 from tests.comm.contract import CommContract, Run
 
@@ -45,3 +47,16 @@ def test_a_world_without_a_process_group_is_an_error(monkeypatch: pytest.MonkeyP
 def test_a_process_group_without_torch_distributed_is_an_error():
     with pytest.raises(UsageError, match="not initialized"):
         open_session("save", "/ckpt", process_group=object())
+
+
+@pytest.mark.parametrize("timeout_s", ["10", 0, -1, True, float("nan"), float("inf"), None])
+def test_what_is_no_time_is_refused(timeout_s: Any):
+    for begin in (
+        lambda: open_session("save", "/ckpt", timeout_s=timeout_s),
+        lambda: open_turn("save", "/ckpt", timeout_s=timeout_s),
+        lambda: open_session_by_name("save", "/ckpt", timeout_s=timeout_s),
+        lambda: shared_store("name", timeout_s=timeout_s),
+        launched_group(timeout_s).__enter__,
+    ):
+        with pytest.raises(UsageError, match=r"timeout_s=.*: pass seconds, more than 0"):
+            begin()

@@ -70,3 +70,12 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path: Path):
         pytest.raises(CorruptError, match="no checkpoint can be loaded"),
     ):
         manager.load_latest({"model": {"w": torch.zeros(1000)}})
+
+
+def test_one_that_is_saved_anew_is_kept_for_its_metric(tmp_path: Path):
+    foreign(tmp_path, "safetensors", 100)
+    with Manager(tmp_path, keep_last=1, keep_best=1) as manager:
+        manager.load_latest({"model": {"w": torch.zeros(1000)}})
+        for step, metric in ((100, 2.0), (110, 1.0), (120, 0.5)):
+            manager.save(step, state(step), metric=metric)
+        assert (manager.steps(), manager.best()) == ([100, 120], 100)

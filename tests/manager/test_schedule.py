@@ -306,6 +306,12 @@ def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path):
         assert len(read_attempts(storage)) == 1
 
 
+def test_a_log_that_cannot_be_read_stops_no_job(tmp_path: Path):
+    (tmp_path / ATTEMPTS.key).symlink_to(ATTEMPTS.key)
+    with pytest.warns(UserWarning, match=rf"{ATTEMPTS.key}.*pass mtbf="):
+        Manager(tmp_path, interval="auto").close()
+
+
 def test_the_log_stays_small(tmp_path: Path):
     clock: Callable[[], float] = Clock()
     with open_storage(tmp_path) as storage:
