@@ -1,4 +1,4 @@
-"""Checkpoints of distributed PyTorch training that any other layout can load.
+"""Checkpoints of distributed PyTorch training, which load into any other layout: world size, mesh or way of sharding.
 
 >>> import torch
 >>> from reshard_ckpt import checkpoint

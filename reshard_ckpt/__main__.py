@@ -1,4 +1,4 @@
-"""The command line without its script: ``python -m reshard_ckpt``; ``torchrun … -m reshard_ckpt`` on ranks."""
+"""The command line as a module: ``python -m reshard_ckpt``, or ``torchrun … -m reshard_ckpt`` on several ranks."""
 
 from __future__ import annotations
 

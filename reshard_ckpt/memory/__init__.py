@@ -1,1 +1,1 @@
-"""The memory tier: checkpoints in the memory of this node and of others, as the files that they would be on disk."""
+"""The memory tier: keep checkpoints in the memory of nodes, as images of the files that they would have on disk."""

@@ -1,17 +1,19 @@
-"""The tier's folder on one node: one per user and run, below ``/dev/shm``; who may use it, and how much memory there is.
+"""The folder of a run on one node, below ``/dev/shm``: making it, checking its owner, counting the node's free memory.
 
 ::
 
-    /dev/shm/reshard-ckpt-1000/             mode 0700, of this user; links are not followed
-      node                                  a link whose text is the node's random id
-      <run>/                                by digest of the run's root, whatever path leads there
-        root                                a link to the root, for people
-        <n>.slot                            images: `slots`
-        <attempt>-<step>-<save id>.gen      generations: `generations`
-        spare                               memory for the next of them
+    /dev/shm/reshard-ckpt-<uid>/                           mode 0700; its owner is checked, links are not followed
+      node                                                 a symbolic link whose text is the random id of the node
+      <digest of the root>/                                one run; every path to the same root gives the same digest
+        root                                               a symbolic link to the root, for people
+        alive                                              locked by each process of the job (`enter_run`)
+        lock                                               locked while slots are made or removed (`node_lock`)
+        <random>.slot                                      images: `slots`
+        <run>-<attempt>-<step>-<number>-<save id>.gen      generations: `generations`
+        spare                                              memory that is reserved for the next generation
 
-A tmpfs without free memory takes all of these but images and generations: the text of a link lies in its inode. So a job finds
-what is there, also where something else has filled the tmpfs.
+Slots, generations and the spare file take memory. The others take none: they are empty, or links whose text lies in the inode. So
+a job finds the checkpoints in memory also if something else has filled the tmpfs.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ FOLDER = "/dev/shm"
 SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"
 _RUN = re.compile(r"[0-9a-f]{32}")
 _ALIVE = "alive"
-"""Of a run's folder, the file that its processes hold locked."""
+"""Name of the file in a run's folder that each process of the run keeps locked (shared)."""
 RESERVE_SHARE = 0.05
-"""Of the memory that is free by the cgroup's count: what is left for others."""
+"""Fraction of the free memory of a cgroup that slots do not take, but leave to other processes."""
 
 
 class NoRoom(StorageError):
-    """There is no memory; the save goes on without the tier."""
+    """This node has too little memory. The save goes to the store instead."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
@@ -50,7 +52,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """What the tier of this node holds of one run."""
+    """The memory of one run on this node: root of the run, path of its folder on the tmpfs, and the bytes that it takes."""
 
     root: str
     path: str
@@ -58,14 +60,14 @@ class RunMemory:
 
 
 def user_folder(folder: str) -> Path:
-    """Return the folder of this user, made where there is none; its path is absolute, as the process may go elsewhere.
+    """Return the absolute path of this user's folder, and make the folder if it is missing.
 
     Raises
     ------
     NoRoom
-        There is no memory to make it.
+        The tmpfs has too little memory to make it.
     StorageError
-        It is a link, belongs to somebody else, or is open to others.
+        The folder is a link, belongs to another user, or gives rights to other users.
     """
     path = _user_path(folder)
     try:
@@ -80,6 +82,7 @@ def user_folder(folder: str) -> Path:
 
 
 def _user_path(folder: str) -> Path:
+    # Absolute, because the process may change its working directory later.
     return Path(os.path.abspath(folder)) / f"reshard-ckpt-{os.getuid()}"
 
 
@@ -93,18 +96,18 @@ def _check_owner(path: Path) -> None:
 
 
 def real_root(root: str) -> str:
-    """Return the one name of a root that any path to it has: absolute, without links; that of a store in memory is its URL."""
+    """Return one name for all paths to a root: its absolute path without links, or its URL if it is not a folder."""
     url = open_storage(root).url
     return url if "://" in url else os.path.realpath(url)
 
 
 def run_path(folder: str, root: str) -> Path:
-    """Return where the folder of a run is, or would be; nothing is made.
+    """Return the path of a run's folder on this node, whether it exists or not. Make nothing.
 
     Raises
     ------
     StorageError
-        This user's folder is a link, belongs to somebody else, or is open to others.
+        This user's folder is a link, belongs to another user, or gives rights to other users.
     """
     path = _user_path(folder)
     with _explained(path), suppress(FileNotFoundError):
@@ -114,6 +117,7 @@ def run_path(folder: str, root: str) -> Path:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a `NoRoom` if the tmpfs is full, else into a `StorageError`, with advice."""
     try:
         yield
     except OSError as error:
@@ -124,12 +128,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def files_in(folder: Path, suffix: str) -> list[Path]:
-    """List the files of a run's folder that end so, in order; none where there is no such folder.
+    """List the files of a run's folder whose names end with a suffix, sorted by name. Return [] if the folder does not exist.
 
     Raises
     ------
     StorageError
-        It cannot be listed, which does not mean that there are none.
+        The folder exists and cannot be listed, so it may hold such files.
     """
     with _explained(folder):
         try:
@@ -140,7 +144,7 @@ def files_in(folder: Path, suffix: str) -> list[Path]:
 
 @contextmanager
 def passing_over_gone(path: Path) -> Iterator[None]:
-    """Pass over a file that has gone meanwhile, or a link, which is not followed; that it cannot be opened means neither."""
+    """Skip the block if a file has been deleted meanwhile, or is a link. Any other OSError is raised as a `StorageError`."""
     with _explained(path):
         try:
             yield
@@ -150,14 +154,14 @@ def passing_over_gone(path: Path) -> Iterator[None]:
 
 
 def run_folder(folder: str, root: str) -> Path:
-    """Return the folder of a run, made where there is none.
+    """Return the path of a run's folder on this node, and make the folder if it is missing.
 
     Raises
     ------
     NoRoom
-        There is no memory to make it.
+        The tmpfs has too little memory to make it.
     StorageError
-        It cannot be made, or is a link.
+        The folder cannot be made, or is a link.
     """
     path = user_folder(folder) / run_path(folder, root).name
     with _explained(path):
@@ -174,14 +178,14 @@ def run_folder(folder: str, root: str) -> Path:
 
 
 def enter_run(folder: Path) -> FileLock:
-    """Say that a process of the run is there, until the lock that is returned is released, or the process ends."""
+    """Lock a run's folder as in use, shared with other processes of the run. Return the lock; the system releases it at exit."""
     with _explained(folder):
         fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     return await_lock(fd, str(folder / _ALIVE), shared=True)
 
 
 def is_entered(folder: Path) -> bool:
-    """Tell whether a process of the run is there."""
+    """Tell whether a living process of the run is on this node (see `enter_run`)."""
     with _explained(folder):
         try:
             fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -194,16 +198,16 @@ def is_entered(folder: Path) -> bool:
 
 
 def node_id(folder: str) -> str:
-    """Return the id of this node: random, made by whoever comes first, and gone with the node's memory.
+    """Return the id of this node. The first process makes it at random and keeps it on the tmpfs, so it is lost with the memory.
 
-    Where there is no memory to keep one, all processes of the machine make the same one of the machine's id and the folder.
+    If the tmpfs has no room for it, every process of the machine derives the same id from the machine's id and the folder.
     """
     try:
         path = user_folder(folder) / "node"
         with _explained(path):
-            with suppress(FileExistsError):  # another process was first, and its id counts
+            with suppress(FileExistsError):  # another process was first: its id is the one
                 os.symlink(secrets.token_hex(16), path)
-            text = os.readlink(path) if path.is_symlink() else path.read_text()  # a file is an earlier version's
+            text = os.readlink(path) if path.is_symlink() else path.read_text()  # an earlier version kept the id in a file
     except NoRoom:
         return digest128(os.fsencode(f"{machine_id()} {os.path.realpath(folder)}")).hex()
     if not _RUN.fullmatch(text):
@@ -212,7 +216,7 @@ def node_id(folder: str) -> str:
 
 
 def machine_id() -> str:
-    """Return what tells this machine, since it was started, from others."""
+    """Return the same id in all processes of this machine: its boot id, new at each start of it, or else its host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -220,7 +224,7 @@ def machine_id() -> str:
 
 
 def runs(folder: str) -> Iterator[RunMemory]:
-    """Yield what the tier of this node holds of each run."""
+    """Yield the memory of each run of this user on this node."""
     user = _user_path(folder)
     with _explained(user):
         try:
@@ -239,7 +243,7 @@ def runs(folder: str) -> Iterator[RunMemory]:
 
 def _bytes_in(path: Path) -> int:
     num_bytes = 0
-    with suppress(FileNotFoundError):  # its job, or who drops it, removes files meanwhile
+    with suppress(FileNotFoundError):  # its job, or a process that drops the run, may delete files meanwhile
         for name in os.listdir(path):
             with suppress(FileNotFoundError):
                 num_bytes += os.lstat(path / name).st_blocks * 512
@@ -247,12 +251,12 @@ def _bytes_in(path: Path) -> int:
 
 
 def remove_run(path: Path) -> None:
-    """Remove all that the tier of this node holds of a run.
+    """Delete a run's folder with all its slots and generations.
 
     Raises
     ------
     StorageError
-        It cannot be removed, or somebody else removes it too.
+        The folder cannot be deleted, or another process is deleting it too.
     """
     try:
         shutil.rmtree(path)
@@ -261,7 +265,10 @@ def remove_run(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None:
-    """Put a small file in place: whole or not at all; in the memory of a `spare` one, if that is there."""
+    """Write a small file under a temporary name and rename it into place, so that readers see all of it or nothing.
+
+    If the file `spare` exists, it becomes the temporary file, so the memory that it has reserved is used.
+    """
     own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         if spare is not None:
@@ -278,28 +285,28 @@ def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None
 
 
 def free_bytes(folder: str) -> int:
-    """Count the bytes that slots may still take on this node: what the tmpfs has left, and what each cgroup around us allows."""
+    """Return the bytes that slots may still take on this node: the minimum over the free tmpfs and the rest of each cgroup."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     for cgroup in _cgroups():
-        for limit, used, cache in (
+        for limit, used, cache in (  # first the names of cgroup v2, then those of v1
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             with suppress(OSError, ValueError, StopIteration):
                 most, now = int((cgroup / limit).read_text()), int((cgroup / used).read_text())
                 lines = (cgroup / "memory.stat").read_text().splitlines()
-                now -= next(int(line.split()[1]) for line in lines if line.startswith(f"{cache} "))  # the kernel gives this back
+                now -= next(int(line.split()[1]) for line in lines if line.startswith(f"{cache} "))  # the kernel frees these
                 free = min(free, int((most - now) * (1 - RESERVE_SHARE)))
     return max(free, 0)
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of those around it, as far as they are seen from here."""
+    """Yield the folder of this process's memory cgroup, then those of its parents, up to the top that this process can see."""
     base = Path("/sys/fs/cgroup")
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
+            _, kinds, path = line.split(":", 2)  # "0::/path" is cgroup v2, "7:memory:/path" is v1
             if kinds in ("", "memory"):
                 top = base / kinds
                 own = top / path.lstrip("/")

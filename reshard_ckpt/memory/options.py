@@ -1,4 +1,4 @@
-"""What a user chooses of the memory tier."""
+"""The options of the memory tier."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class Memory:
     Parameters
     ----------
     copies
-        How many other nodes hold a copy of what a node has.
+        Number of other nodes that hold a copy of each node's images.
     generations
-        How many saves to keep. The memory of one more is needed: for the one that is being filled, or written to the store.
+        Number of saves to keep. The tier takes memory for one more, which is being filled or written to the store.
     max_bytes
-        The most that the tier may take on a node, of all its ranks and copies together; by default what there is.
+        Upper limit in bytes for all slots on one node: those of all its ranks, and the copies that it holds for other nodes.
+        By default the limit is the free memory of the node.
     folder
-        A tmpfs that outlives the job's processes.
+        Path of a tmpfs whose files outlive the processes of the job.
     drop_on_clean_exit
-        Whether a clean `Manager.close` frees the memory, once the newest save is in the store. By default memory stays for the
-        next job.
+        Whether a clean `Manager.close` frees the memory as soon as the newest save is in the store. By default the memory stays
+        for the next job.
     """
 
     copies: int = 1

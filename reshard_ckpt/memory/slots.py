@@ -1,14 +1,18 @@
-"""Slots: files on tmpfs, allocated once and mapped, each of which holds the images of one rank's files of one save.
+"""Slots: memory-mapped files on tmpfs. A slot holds images of the files that one rank writes in one save, and is used again.
 
 ::
 
-    header   64 KiB   magic, digest, length, then a table of the files: key, offset and size of each, of its digests too
-    images            the shard files as on disk, each aligned to 64 bytes; staging copies straight into this
-    digests           the digests files
+    header   64 KiB   magic, digest and length of the table; then key, offset and size of each file, digests files too
+    images            the shard files as on disk, each aligned to 64 bytes; staging copies straight into this part
+    digests           the digests files, each aligned to 64 bytes
 
-A header is written last, and made void first: a slot with a header is whole. tmpfs has no power cut, and a process that is killed
-has made all stores before that one, in their order, so nothing is to be flushed. Memory is reserved by `posix_fallocate`, which
-fails by an error; a hole in a mapped file that finds no memory would end the process by SIGBUS.
+1. `Slot.void` erases the magic before any image is overwritten.
+2. The images and digests are filled in.
+3. `Slot.seal` writes the table, and the magic last. So a slot with a valid header is whole.
+
+Nothing is flushed: a power cut takes the whole tmpfs, and a process that is killed has made its stores in the order above.
+`posix_fallocate` reserves the memory, and raises if there is too little. Writing into a hole of a mapped file would instead end
+the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,12 +37,13 @@ HEADER_BYTES = 64 << 10
 _FIXED = len(MAGIC) + 16 + 4
 _VOID = bytes(len(MAGIC))
 ALIGN_BYTES = 4 << 20
+"""The part of a slot behind its header is a multiple of this size, so that a slot fits later saves that are a little larger."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRange:
-    """Where a file lies in a slot, in bytes."""
+    """Position of a file in a slot: offset from the beginning of the slot, and size, both in bytes."""
 
     offset: int
     size: int
@@ -46,19 +51,19 @@ class SlotRange:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """What a slot holds: which save, whose files, and where each of them lies."""
+    """Contents of a slot: id of the save, the rank that wrote the files, and the position of each file by its key."""
 
     save_id: str
     rank: int
     files: Mapping[str, SlotRange]
 
     def encoded(self) -> bytes:
-        """Encode as the header of a slot.
+        """Return the table as the bytes of a slot's header.
 
         Raises
         ------
         NoRoom
-            There are too many files for it.
+            The table has too many files for a header of `HEADER_BYTES`.
         """
         table = {key: (extent.offset, extent.size) for key, extent in self.files.items()}
         body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
@@ -68,16 +73,17 @@ class SlotTable:
 
 
 def decode_table(data: bytes | memoryview, size: int, *, where: str) -> SlotTable | None:
-    """Decode the header of a slot of `size` bytes; None where it holds nothing whole.
+    """Decode the header of a slot of `size` bytes. Return None if the slot is empty or being filled.
 
     Raises
     ------
     CorruptError
-        It is damaged, or speaks of bytes outside of the slot.
+        The header is damaged, or a file in its table lies outside of the slot.
     """
     data = bytes(data[:HEADER_BYTES])
     if data[: len(MAGIC)] != MAGIC:
         return None
+    # Layout of `_FIXED` bytes: magic, 16 bytes of digest of the body, 4 bytes of its length.
     digest, length = data[len(MAGIC) : len(MAGIC) + 16], int.from_bytes(data[_FIXED - 4 : _FIXED], "little")
     body = data[_FIXED : _FIXED + length]
     if len(body) != length or digest128(body) != digest:
@@ -94,19 +100,20 @@ def decode_table(data: bytes | memoryview, size: int, *, where: str) -> SlotTabl
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """Return how large a slot is that holds so many bytes of images and digests."""
+    """Return the size in bytes of a slot with room for `num_bytes` of images and digests."""
     return HEADER_BYTES + max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
 
 
 class Slot:
-    """One slot file, locked against other processes until it is closed; once it is reserved, mapped.
+    """A slot file of this process. It is locked against other processes until `close`, and mapped by `reserve`.
 
     Parameters
     ----------
     path
-        The file, which is made where there is none, for its owner alone.
+        The slot file.
     num_bytes
-        How many bytes of images and digests it is to hold; None for a file that is there, as it is.
+        Bytes of images and digests that it must have room for. The file is made with mode 0600, or made larger, if necessary.
+        None opens an existing file without a change of its size.
 
     Raises
     ------
@@ -124,7 +131,7 @@ class Slot:
         try:
             wanted = 0 if num_bytes is None else slot_bytes(num_bytes)
             if os.fstat(lock.fd).st_size < wanted:
-                os.ftruncate(lock.fd, wanted)  # a promise, which others see by the size of the file
+                os.ftruncate(lock.fd, wanted)  # no memory yet, but other processes count this size as promised
             self.size = os.fstat(lock.fd).st_size
         except BaseException:
             lock.release()
@@ -132,17 +139,18 @@ class Slot:
         self._mapped: PinnableMap | None = None
 
     def reserve(self) -> Slot:
-        """Reserve the memory of the slot, and map it.
+        """Reserve the memory of the slot, map it, and return the slot itself.
 
         Raises
         ------
         NoRoom
-            The file system has no memory for it; the slot is removed.
+            The file system has too little memory; the slot file is removed.
         """
         try:
             if os.fstat(self._fd).st_blocks * 512 < self.size:
                 os.posix_fallocate(self._fd, 0, self.size)
-            # Opened anew: a map has a copy of its descriptor, which lasts longer, and which a forked child would keep.
+            # Opened a second time: a mapping keeps a copy of its descriptor. A copy of the locked descriptor would hold the lock
+            # as long as the mapping lives, also in a forked child.
             fd = os.open(self.path, _OPEN)
             try:
                 self._mapped = PinnableMap(fd, self.size)
@@ -163,63 +171,64 @@ class Slot:
         return self._mapped
 
     def pin(self) -> None:
-        """Pin the slot, so that a device copies into it at full speed; elsewhere it stays as it is."""
+        """Register the slot with the accelerator, which then copies into it at full speed. Do nothing if the driver refuses."""
         pin(self._map)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes of images and digests it can hold."""
+        """Bytes of images and digests that fit into the slot."""
         return self.size - HEADER_BYTES
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has removed the file: nobody else will find what is in it."""
+        """Whether somebody has deleted the file. Then no other process can find its images."""
         return os.fstat(self._fd).st_nlink == 0
 
     @property
     def table(self) -> SlotTable | None:
-        """What the slot holds; None while it is empty or being filled."""
+        """The decoded header; None while the slot is empty or being filled."""
         return decode_table(os.pread(self._fd, HEADER_BYTES, 0), self.size, where=self.path)
 
     def void(self) -> None:
-        """Make the header void: from now on nobody takes what is in the slot for whole."""
+        """Erase the magic of the header: from now on no reader takes the contents of the slot for whole."""
         self._map[: len(MAGIC)] = _VOID
 
     def seal(self, table: SlotTable) -> None:
-        """Write the header: the slot is whole. The magic comes last."""
+        """Write the header, which declares the contents of the slot whole."""
         data = table.encoded()
+        # The magic comes last: a process that is killed between the two lines leaves the slot void.
         self._map[len(MAGIC) : len(data)] = data[len(MAGIC) :]
         self._map[: len(MAGIC)] = MAGIC
 
     def region(self) -> torch.Tensor:
-        """View the images' part of the slot as a 1-D uint8 tensor that shares its memory."""
+        """Return the slot behind its header, images and digests, as a 1-D uint8 tensor that shares its memory."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     def view(self, extent: SlotRange) -> memoryview:
-        """View the bytes of a file."""
+        """Return the bytes of a file as a view of the slot's memory."""
         return memoryview(self._map)[extent.offset : extent.offset + extent.size]
 
     def put(self, offset: int, data: bytes | memoryview) -> SlotRange:
-        """Copy bytes into the slot, counted from its beginning."""
+        """Copy bytes to an offset from the beginning of the slot, and return their position."""
         self._map[offset : offset + len(data)] = data
         return SlotRange(offset, len(data))
 
     def close(self, *, remove: bool = False) -> None:
-        """Let go of the file, or remove it. The map itself, if it is pinned too, lasts as long as somebody has a view of it."""
+        """Unlock and close the file, and delete it if `remove`. The mapping, pinned or not, lives as long as a view of it."""
         self._mapped = None
         if self._fd >= 0:
             try:
                 if remove:
-                    with suppress(FileNotFoundError):  # somebody was faster
+                    with suppress(FileNotFoundError):  # somebody else has deleted it already
                         os.unlink(self.path)
-                    with suppress(OSError):  # somebody may have it open for reading
+                    with suppress(OSError):  # a reader may still have it open: without a magic its read fails
                         os.pwrite(self._fd, _VOID, 0)
             finally:
                 self._lock.release()
 
 
 class ReadSlot:
-    """A slot of any process of this user, open for reading; a header that is void by the time of a read is seen."""
+    """A slot of any process of this user, open for reading without a lock. A read raises if the slot was refilled meanwhile."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -227,18 +236,20 @@ class ReadSlot:
         self._size = os.fstat(self._fd).st_size
         try:
             head = os.pread(self._fd, HEADER_BYTES, 0)
+            # _begins: magic, digest and length, to be compared after each read.
             self.table, self._begins = decode_table(head, self._size, where=path), head[:_FIXED]
         except BaseException:
             self.close()
             raise
 
     def read_into(self, extent: SlotRange, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from a byte of a file on; their bytes count only where the header is still the same afterwards.
+        """Fill buffers from an offset in a file of this slot.
 
         Raises
         ------
         CorruptError
-            The slot was refilled meanwhile, or the file ends before the buffers are full.
+            The slot was refilled meanwhile, or the file ends before the buffers are full. The buffers may then hold bytes of
+            another save.
         """
         at = extent.offset + offset
         if offset < 0 or offset + sum(len(buffer) for buffer in buffers) > extent.size:
@@ -250,11 +261,13 @@ class ReadSlot:
                 if got == 0:
                     raise CorruptError(f"{self.path}: the slot ends too early; this copy is not used")
                 done, at = done + got, at + got
-        if os.pread(self._fd, _FIXED, 0) != self._begins:  # a magic, and the digest of all the rest
+        # The owner erases the magic before it overwrites an image, and a refilled slot has another digest. So an unchanged
+        # beginning of the header, read after the bytes, proves that they belong to the save of `table`.
+        if os.pread(self._fd, _FIXED, 0) != self._begins:
             raise CorruptError(f"{self.path}: the slot was filled anew while it was read; this copy is not used")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

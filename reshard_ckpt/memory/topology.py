@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which ranks hold the copies of which."""
+"""Which ranks share a node, and which ranks hold copies of the images of other ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class Topology:
     Attributes
     ----------
     node_of
-        By rank: the number of its node; nodes are numbered in the order of their first ranks.
-    ids, machines
-        By node: its id, which is gone with its memory, and what tells its machine from others.
+        For each rank: the number of its node. Nodes are numbered in the order of their first ranks.
+    ids
+        For each node: its id (`node_id`). A node that has lost its memory has a new id.
+    machines
+        For each node: the id of its machine (`machine_id`). One machine may have several nodes.
     copies
-        How many other nodes are to hold a copy.
+        Number of other nodes that should hold a copy of each node's images.
     """
 
     node_of: tuple[int, ...]
@@ -32,39 +34,49 @@ class Topology:
 
     @cached_property
     def ranks_of(self) -> tuple[tuple[int, ...], ...]:
-        """By node: its ranks."""
+        """For each node: its ranks, in order."""
         return tuple(tuple(r for r, node in enumerate(self.node_of) if node == n) for n in range(len(self.ids)))
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """By rank: the ranks that hold its copies, one on each of the nodes that hold those of its node."""
+        """For each rank: the ranks that hold copies of its images, one on each node that holds the copies of its node."""
         holders = copy_holders(self.machines, self.copies)
         out = []
         for rank, node in enumerate(self.node_of):
             place = self.ranks_of[node].index(rank)
+            # Rank number `place` of a node sends to rank number `place` of the other; a smaller node begins again at its first.
             out.append(tuple(ranks[place % len(ranks)] for ranks in (self.ranks_of[holder] for holder in holders[node])))
         return tuple(out)
 
     def sources(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of whose images a rank holds copies."""
+        """Return the ranks that send copies of their images to this rank."""
         return tuple(source for source, targets in enumerate(self.targets) if rank in targets)
 
     def group_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number and the ranks of the group of nodes that hold each other's copies, for a rank."""
+        """Return the number and the ranks of a rank's group. The nodes of a group hold each other's copies."""
         for number, nodes in enumerate(copy_groups(self.machines, self.copies)):
             if self.node_of[rank] in nodes:
                 return number, tuple(r for r, node in enumerate(self.node_of) if node in nodes)
         raise AssertionError(rank)
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank is the first of its node."""
+        """Whether a rank is the first of its node. That rank does the work that is done once for each node."""
         return self.ranks_of[self.node_of[rank]][0] == rank
 
 
 def find_topology(comm: Comm, node: str, machine: str, copies: int) -> Topology:
-    """Tell all ranks on which nodes they are. Collective."""
+    """Find out which ranks share a node, and return the same topology on all ranks. Collective.
+
+    Parameters
+    ----------
+    node, machine
+        Ids of this rank's node and machine.
+    copies
+        Number of other nodes that should hold a copy of each node's images.
+    """
     gathered = comm.gather(msgpack.packb((node, machine)))
     data = comm.broadcast(None if gathered is None else msgpack.packb(gathered))
+    # of_ranks[r]: ids of the node and the machine of rank r; nodes: the same pairs, each once, by the first rank of the node
     of_ranks = [tuple(msgpack.unpackb(one)) for one in msgpack.unpackb(data)]
     nodes = list(dict.fromkeys(of_ranks))
     return Topology(tuple(nodes.index(one) for one in of_ranks), tuple(n for n, _ in nodes), tuple(m for _, m in nodes), copies)
