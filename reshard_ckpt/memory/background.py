@@ -1,4 +1,8 @@
-"""When generations go to the store, and how: in threads of their own, one after the other."""
+"""Writing generations to the store in the background.
+
+1. `PersistRule` decides on rank 0 which generations go to the store.
+2. `Persisting` writes one of them in a thread, after the one before it is done. All ranks take part.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,19 @@ from .persist import persist
 
 
 class PersistRule:
-    """When rank 0 sends a generation to the store: every so many steps, or so many seconds after the one before.
+    """The interval between generations that go to the store, in steps or in seconds. Rank 0 asks it at each commit.
 
     Parameters
     ----------
     every
         A whole number of steps, or a duration such as ``"10min"``.
+    clock
+        Returns seconds; they only have to count up.
 
     Raises
     ------
     UsageError
-        It is neither.
+        `every` is not a duration, or is a number below 1.
     """
 
     def __init__(self, every: int | str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,11 +51,11 @@ class PersistRule:
         self._last_s = clock()
 
     def begin(self, step: int) -> None:
-        """Count from this step on: the one that was loaded."""
+        """Count the steps of the interval from this one, which was just loaded."""
         self._last_step = step
 
     def due(self, step: int, *, kept: bool = False) -> bool:
-        """Whether to send the generation of this step, as always one that is to be kept; if so, the interval begins anew."""
+        """Return whether the generation of this step goes to the store; always if `kept`. If so, a new interval begins."""
         if kept:
             is_due = True
         elif self._steps is not None:
@@ -62,23 +68,27 @@ class PersistRule:
 
 
 class Persisting:
-    """A generation on its way to the store, in a thread of its own, on all ranks.
+    """A generation that a thread writes to the store. All ranks make one together.
 
     Parameters
     ----------
+    folder
+        The run's folder on this node.
     mine
-        The keys of the files that this rank writes.
+        Keys of the files that this rank writes.
+    path
+        Path of the checkpoint in the store.
     session
-        Opened in the caller's thread.
+        Session of all ranks that the caller has made; the thread enters and leaves it.
     before
-        The one before, for which this one waits.
+        The previous generation on its way to the store. This one waits until that one is done.
     then
-        Called at the end, with whether the generation is in the store.
+        Called at the end with True if the generation is in the store, else False.
 
     Attributes
     ----------
     generation, before
-        As passed; `before` is None once it is over.
+        As passed. `before` becomes None as soon as that generation is done.
     """
 
     def __init__(
@@ -95,10 +105,11 @@ class Persisting:
         self._session, self.before, self._then = session, before, then
         self._over = threading.Event()
         self._error: BaseException | None = None
-        # No daemon: when the job ends, the interpreter waits for it, as for a save.
+        # Not a daemon thread: when the job ends, the interpreter waits for it, as for a save.
         threading.Thread(target=self._run, name="reshard-ckpt-persist", daemon=False).start()
 
     def _run(self) -> None:
+        # One after the other, in the order of the commits, which is the same on all ranks.
         if self.before is not None:
             self.before.join()
             self.before = None
@@ -115,20 +126,29 @@ class Persisting:
             warnings.warn(f"the save to {self._path} is in memory, but not in the store: {error}", stacklevel=2)
         finally:
             try:
+                # Before `_over` is set: whoever waits for this generation may rely on the effects of `then`.
                 self._then(self._error is None)
             finally:
                 self._over.set()
 
     def done(self) -> bool:
-        """Whether it is over, by success or error."""
+        """Return whether writing has ended, with success or with an error."""
         return self._over.is_set()
 
     def join(self) -> None:
-        """Wait until it is over."""
+        """Wait until writing has ended. Raise no error if it failed."""
         self._over.wait()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until it is over; True where the generation is in the store."""
+        """Wait until writing has ended, and return True: the generation is in the store.
+
+        Raises
+        ------
+        TimeoutError
+            It is still being written after `timeout` seconds.
+        CheckpointError
+            Writing failed.
+        """
         if not self._over.wait(timeout):
             raise TimeoutError(f"the save to {self._path} is still being written to the store after {timeout} s; it goes on")
         if self._error is not None:

@@ -1,9 +1,10 @@
-"""Generations: the saves that this node knows, each a catalog with the step, the attempt and the nodes that hold its files.
+"""Generations: one file for each save in memory, with its catalog, its step, its attempt, and the nodes that hold its images.
 
-A generation file is put in place atomically, on every node of the job, once all images of the save are in memory. Whether the
-images are still there is for their slots to say: a slot that was refilled holds another save.
-
-The name of the file says which save it is, and its place in the order of all; so a damaged file is still known by its name.
+1. When all images of a save are in memory, every node of the job writes the generation file, atomically (`keep_generation`).
+2. `find_generations` lists the generation files of this node. A damaged file is still known by its name, which has the save id
+   and the place in the order of all saves.
+3. A generation file does not prove that the images are there: a slot may have been refilled. `NodeImages` looks at the headers of
+   the slots.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .slots import ReadSlot, SlotRange
 _MAGIC = b"RSHGENR2"
 _NAME = re.compile(r"([^-]+)-(\d{8,})-(\d{12,})-(\d{8,})-(.+)" + re.escape(GENERATION_SUFFIX))
 SPARE = "spare"
-"""The memory of the next generation's file, which is reserved before a save is staged."""
+"""Name of the file that reserves memory for the next generation file, made before a save is staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,17 @@ class Generation:
     Attributes
     ----------
     run
-        Id of the run, which is new where its root began anew.
+        Id of the run. A root that was removed and begun again has a new one.
     attempt, step
-        Which attempt of the run saved, and at which step: the newest generation is the one with the largest pair.
+        Number of the attempt that saved, and the step that it saved. The newest generation has the largest pair.
     number
-        Counts the saves that go to memory: of those of one attempt and step the newest has the largest.
-    catalog
-        The bytes of the catalog, as they would be on disk; empty where the file is damaged.
+        Counter of saves to memory. Of two saves of one attempt and step, the newer one has the larger number.
     save_id
-        That of the catalog.
+        Id of the save, as in the catalog.
+    catalog
+        The bytes of the catalog, as they would be on disk; empty if the file is damaged.
     holders
-        By key of a shard file: the ids of the nodes that hold it. A hint; what counts is what each node has.
+        By key of a shard file: ids of the nodes that held it at the commit. Slots may have been refilled since.
     """
 
     run: str
@@ -62,21 +63,21 @@ class Generation:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether its file is damaged: then nothing but what its name says is known."""
+        """Whether the generation file is damaged. Then only the fields that stand in its name are known."""
         return not self.catalog
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sort key: the newest is last."""
+        """Sort key that puts the newest generation last."""
         return self.attempt, self.step, self.number, self.save_id
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """Name of the generation file."""
         return f"{self.run}-{self.attempt:08d}-{self.step:012d}-{self.number:08d}-{self.save_id}{GENERATION_SUFFIX}"
 
     def encoded(self) -> bytes:
-        """Encode for a file, and for other ranks."""
+        """Return the bytes of the generation file, which are also sent to other ranks."""
         body: bytes = msgpack.packb(
             {
                 "run": self.run,
@@ -91,19 +92,19 @@ class Generation:
         return _MAGIC + digest128(body) + body
 
     def decoded_catalog(self) -> Catalog:
-        """Decode the catalog."""
+        """Return the decoded catalog. Its file must not be damaged."""
         return decode_catalog(self.catalog)
 
 
 def decode_generation(data: bytes, *, where: str) -> Generation:
-    """Decode a generation.
+    """Decode the bytes of a generation file. `where` names the file in errors.
 
     Raises
     ------
     CorruptError
-        It is damaged.
+        The digest does not match, or a field is missing.
     """
-    head = len(_MAGIC) + 16
+    head = len(_MAGIC) + 16  # magic, then a digest of all that follows
     if data[: len(_MAGIC)] != _MAGIC or digest128(data[head:]) != data[len(_MAGIC) : head]:
         raise CorruptError(f"{where}: the generation is damaged; it is not used")
     try:
@@ -116,12 +117,12 @@ def decode_generation(data: bytes, *, where: str) -> Generation:
 
 
 def reserve_generation(folder: Path, num_bytes: int) -> None:
-    """Reserve the memory of the file of the next generation.
+    """Make the file `SPARE` with `num_bytes` of reserved memory, for the next generation file.
 
     Raises
     ------
     NoRoom
-        There is none.
+        The tmpfs has too little memory.
     """
     try:
         fd = os.open(folder / SPARE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -134,17 +135,17 @@ def reserve_generation(folder: Path, num_bytes: int) -> None:
 
 
 def keep_generation(folder: Path, generation: Generation) -> None:
-    """Put a generation in place on this node: from now on it can be found."""
+    """Write the file of a generation on this node, from where `find_generations` lists it."""
     write_atomically(folder / generation.name, generation.encoded(), folder / SPARE)
 
 
 def find_generations(folder: Path) -> list[Generation]:
-    """List the generations that this node knows, the newest last; of one whose file is damaged, what the file's name says.
+    """List the generations of this node, the newest last. One with a damaged file has an empty catalog and no holders.
 
     Raises
     ------
     StorageError
-        One cannot be read, which does not mean that it is not there.
+        A generation file cannot be read. It may be whole all the same.
     """
     found = []
     for path in files_in(folder, GENERATION_SUFFIX):
@@ -159,7 +160,7 @@ def find_generations(folder: Path) -> list[Generation]:
 
 
 def next_number(folder: Path) -> int:
-    """Return a number above those of all generations that this node knows, also damaged ones."""
+    """Return a `Generation.number` above those of all generations on this node, damaged ones included."""
     names = (_NAME.fullmatch(path.name) for path in files_in(folder, GENERATION_SUFFIX))
     return 1 + max((int(name[4]) for name in names if name is not None), default=0)
 
@@ -169,21 +170,21 @@ def _opened(path: str, flags: int) -> int:
 
 
 def drop_generations(folder: Path, names: Iterable[str]) -> None:
-    """Forget generations; their slots are free from then on."""
+    """Delete generation files. From then on slots with their images may be removed or refilled."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
 def files_here(folder: Path, generation: Generation) -> list[str]:
-    """List the files of a generation that are whole on this node."""
+    """List the keys of the shard files of a generation whose slots on this node have a valid header."""
     with closing(NodeImages(folder, generation.save_id)) as images:
         return sorted(images.keys() & frozenset(generation.holders))
 
 
 class NodeImages:
-    """The whole images on this node, by save and key, for reading: the slots of any rank, alive or dead.
+    """The images of one save on this node, opened for reading from the slots of all processes, living or dead.
 
-    It has the reading half of a `Storage`, over the files of one save.
+    It has the reading methods of a `Storage`. Bytes are not verified here.
     """
 
     def __init__(self, folder: Path, save_id: str) -> None:
@@ -191,6 +192,7 @@ class NodeImages:
         self._slots: list[ReadSlot] = []
         self._at: dict[str, tuple[ReadSlot, SlotRange]] = {}
         try:
+            # Slots may be deleted, or found damaged: then another node may have a copy.
             for path in files_in(folder, SLOT_SUFFIX):
                 with passing_over_gone(path), suppress(CorruptError):
                     self._add(ReadSlot(str(path)))
@@ -208,25 +210,31 @@ class NodeImages:
 
     @property
     def url(self) -> str:
-        """Where this is, for messages."""
+        """Name of this place in messages."""
         return f"memory of this node ({self._folder})"
 
     def keys(self) -> frozenset[str]:
-        """The keys of all files that are whole here."""
+        """Return the keys of all files in these slots, digests files included."""
         return frozenset(self._at)
 
     def size(self, key: str) -> int | None:
-        """Look up the size of a file."""
+        """Return the size of a file in bytes; None if it is not on this node."""
         found = self._at.get(key)
         return None if found is None else found[1].size
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from a byte of a file on."""
+        """Fill buffers from an offset in a file.
+
+        Raises
+        ------
+        CorruptError
+            The slot was refilled meanwhile, or has no such bytes. The buffers may then hold bytes of another save.
+        """
         slot, extent = self._find(key)
         slot.read_into(extent, offset, [flat_bytes(buffer) for buffer in buffers])
 
     def read(self, key: str, limit: int) -> bytes:
-        """Read a whole file."""
+        """Return the bytes of a whole file, which may have up to `limit` bytes."""
         slot, extent = self._find(key)
         if extent.size > limit:
             raise CorruptError(f"{self.url}: {key} has {extent.size} bytes, above the limit of {limit}; this copy is not used")
@@ -241,6 +249,6 @@ class NodeImages:
             raise CorruptError(f"{self.url}: no image of {key} any more; this copy is not used") from None
 
     def close(self) -> None:
-        """Close all slots."""
+        """Close all slots. A second call does nothing."""
         for slot in self._slots:
             slot.close()

@@ -1,8 +1,12 @@
-"""Writing a generation from memory to the store: the same files and the same catalog, so the same checkpoint.
+"""Writing a generation from memory to the store, with the files and the catalog that a save to the store would have written.
 
-1. Each file is copied block by block, and every block is verified on the way: damage in memory never reaches the store.
-2. Once all files are durable and seen, rank 0 publishes the catalog. A generation that was begun and killed is written again;
-   where the store refuses, what was written is removed.
+1. Each rank copies its files in parts, and verifies every block on the way. Damage in memory never reaches the store.
+2. Each rank makes its files durable, and then sends an empty message to rank 0 (a gather).
+3. Rank 0 looks up all files by name and size, and publishes the catalog. That is the commit.
+4. Rank 0 tells all ranks (a broadcast).
+
+If the store refuses a file, all ranks delete the files that they have written. A generation whose job was killed in between is
+written from the beginning the next time.
 """
 
 from __future__ import annotations
@@ -26,15 +30,21 @@ from ..storage.protocol import Storage, read_parts, write_file
 from .generations import Generation, NodeImages
 
 COPY_BYTES = 4 << 20
+"""Bytes that are read from memory, verified and written at once."""
 
 
 def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
-    """Copy files of a generation to the store, verified, and make them durable; returns their bytes.
+    """Copy shard files of a generation and their digests files to the store, and make them durable.
+
+    Returns
+    -------
+    int
+        Bytes of the shard files.
 
     Raises
     ------
     CorruptError
-        A block in memory is damaged; the file is removed again.
+        A block in memory is damaged. The file with it is not left in the store.
     StorageError
         The store refused.
     """
@@ -42,7 +52,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     num_bytes = 0
     for key in keys:
         entry = catalog.files[index_of[key]]
-        storage.delete([entry.key, entry.digests_key])  # what a killed attempt may have left
+        storage.delete([entry.key, entry.digests_key])  # leftovers of an attempt that was killed
         digests = open_files(source, catalog, [index_of[key]], [index_of[key]])[index_of[key]]
         with storage.create(entry.key) as writer:
             for at, part in read_parts(source, entry.key, entry.size, COPY_BYTES):
@@ -56,19 +66,22 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
 
 
 def absent_files(storage: Storage, catalog: Catalog, of: Collection[str] | None = None) -> list[str]:
-    """List the keys of the files of a catalog, or of some of them, that the store lacks, or has in another size."""
+    """List the keys of shard files that the store lacks, or has with another size; the same if their digests file is wrong.
+
+    Looks at all files of the catalog, or at those whose keys are in `of`.
+    """
     files = [file for file in catalog.files if of is None or file.key in of]
     wanted = ((file.key, file.size, file.digests_key, digests_file_bytes(file.size)) for file in files)
     return [key for key, size, digests, num in wanted if storage.size(key) != size or storage.size(digests) != num]
 
 
 def publish(storage: Storage, generation: Generation) -> None:
-    """Publish the catalog of a generation whose files are all in the store.
+    """Publish the catalog of a generation after all its files are in the store, and delete the files that it replaces.
 
     Raises
     ------
     StorageError
-        A file is not seen from here.
+        This process does not see one of the files.
     """
     catalog = generation.decoded_catalog()
     absent = absent_files(storage, catalog)
@@ -77,32 +90,33 @@ def publish(storage: Storage, generation: Generation) -> None:
     before = look(storage)
     if before.catalog == generation.catalog:
         return
-    # Somebody may have been killed after the last byte, and before the names were durable.
+    # A process may have been killed after it wrote the last byte, and before the names of files were durable.
     storage.sync(key for file in catalog.files for key in (file.key, file.digests_key))
     storage.publish(CATALOG_KEY, generation.catalog, expected=before.catalog)
     try:
         clean_up(storage, catalog, before.folders)
-    except StorageError as error:  # the checkpoint is in the store: this is no reason to say that it is not
+    except StorageError as error:  # the checkpoint is in the store, so this call has succeeded
         warnings.warn(f"stored, but what it replaced is not all deleted: {error}; the next save there tries again", stacklevel=2)
 
 
 def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> None:
-    """Write a generation to the store from all ranks together. Collective.
+    """Write a generation to the store, each rank its own files. Collective: a gather, then a broadcast.
 
     Parameters
     ----------
     mine
-        The keys of the files that this rank writes: each file is of one rank.
+        Keys of the files that this rank writes. Each file belongs to one rank.
     """
     catalog = generation.decoded_catalog()
-    # A store that is full would never have room again if what was written stayed there.
+    # Without this, a store that is full would stay full of files of failed attempts.
     undo = partial(remove, storage, _with_digests(catalog, mine))
     try:
         write_files(images, catalog, mine, storage)
     except BaseException:
         undo()
         raise
-    # As in a save: unless this gather takes place nothing is published, so every rank may undo. After it, rank 0 alone knows.
+    # As in a save: if this gather does not take place, nothing is published, and every rank deletes its files. After it, only
+    # rank 0 knows whether the catalog was published, so only rank 0 deletes.
     if comm.gather(b"", undo=undo) is not None:
         try:
             publish(storage, generation)
@@ -119,7 +133,7 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 
 
 def stored_save_id(storage: Storage) -> str:
-    """Return the id of the save that the store has; empty where there is none, or its catalog is damaged."""
+    """Return the id of the save that is in the store; empty if there is none, or if its catalog is damaged."""
     try:
         found = look(storage).catalog
         return decode_catalog(found).save_id if found else ""
@@ -128,5 +142,5 @@ def stored_save_id(storage: Storage) -> str:
 
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:
-    """Whether the store has the checkpoint of this save."""
+    """Return whether the store has the checkpoint of this generation."""
     return stored_save_id(storage) == generation.save_id

@@ -1,10 +1,11 @@
-"""The slots of one rank: which save is in which, and how much memory they take on the node.
+"""The slots of one rank: choosing a slot for each save, and keeping within the memory of the node.
 
-1. A save takes a slot that holds nothing that is kept: one of this process, one that a dead process left, or a new one.
-2. New memory is promised under a lock of the node, by the size of the file, and reserved outside of it; so ranks that allocate at
-   the same time never promise more than there is.
-3. Where there is too little, what dead processes left goes first, the oldest generation first; never the newest.
-4. Where there is still too little, fewer generations are kept: the oldest of this process gives its slot up.
+1. A save takes a slot whose images are no longer kept: a slot of this process, one that a dead process left, or a new one.
+2. A new slot gets its file size under a lock of the node, and its memory after the lock is released. Other ranks count the size
+   of the file as taken, so ranks that allocate at the same time never promise more than the node has.
+3. If the node has too little memory, slots of dead processes are removed, those of the oldest generation first. The newest
+   generation always stays.
+4. If that is still too little, this rank keeps fewer generations: the oldest one gives up its slot.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from .slots import Slot, slot_bytes
 
 @dataclass(slots=True)
 class HeldSlot:
-    """A slot of this process, and the save that it holds or is being filled with."""
+    """A slot of this process, and the id of the save that is in it or being written to it; empty if the slot is free."""
 
     slot: Slot
     save_id: str = ""
 
 
 class SlotPool:
-    """The slots of this process, for its own images and for the copies that it holds.
+    """The slots of this process, for its own images and for the copies that it holds for other ranks.
 
     Parameters
     ----------
     options
-        What the user chose.
+        The user's options of the memory tier.
     folder
         The run's folder on this node.
 
     Attributes
     ----------
     run
-        The id of the run whose newest generation stays.
+        Id of the run whose newest generation is never removed.
     generations
-        How many saves are kept: as many as the user chose, or as there is memory for.
+        Number of saves to keep: the user's choice, or fewer if the memory does not suffice.
     short
-        Why it is fewer, where that was found here; else empty.
+        The reason for fewer generations, if this rank has found it; else empty.
     """
 
     def __init__(self, options: Memory, folder: Path) -> None:
@@ -58,22 +59,25 @@ class SlotPool:
         self._entered: FileLock | None = None
         self.run = ""
         self.generations, self.short = options.generations, ""
+        # Ids of kept saves that have lost a slot here since the last call of `given_up`.
         self._given_up: set[str] = set()
+        # By rank whose images they hold: the slots. `_kept`: ids of committed saves, the newest last.
         self._slots: dict[int, list[HeldSlot]] = {}
         self._kept: list[str] = []
         self._pinned: set[str] = set()
         self._lock = threading.Lock()
 
     def take(self, source: int, num_bytes: int, save_id: str) -> HeldSlot:
-        """Take a slot for the images of a rank, and make it void.
+        """Take a slot for the images of the rank `source` in a new save, and make its header void.
 
         Raises
         ------
         NoRoom
-            There is no memory for it.
+            The node has too little memory, or all slots are being written to the store.
         """
         with self._lock:
             slots = self._slots.setdefault(source, [])
+            # From the cheapest to the dearest: a slot of this process, one of a dead process, new memory.
             self._let_go_of_removed(slots)
             held = self._reusable(slots)
             if held is not None and held.slot.num_bytes < num_bytes:
@@ -81,18 +85,19 @@ class SlotPool:
                 held = None
             if held is None:
                 held = self._added(slots, num_bytes)
+            # Void before anything is written: a reader of the old images finds out by the header.
             self._give_up(held.save_id)
             held.slot.void()
             held.save_id = save_id
             return held
 
     def enter(self, root: str) -> None:
-        """Make the run's folder on this node, and say that a process of the run is there, until `close`.
+        """Make the run's folder on this node, and mark it as in use until `close`.
 
         Raises
         ------
         NoRoom
-            There is no memory for that; or somebody has removed the folder meanwhile.
+            The tmpfs has too little memory, or somebody has removed the folder since this process entered it.
         """
         if self._entered is None:
             run_folder(self._options.folder, root)
@@ -101,34 +106,38 @@ class SlotPool:
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
 
     def _let_go_of_removed(self, slots: list[HeldSlot]) -> None:
-        """Let go of slots whose files somebody has removed: what is in them would be lost with this process."""
+        """Close slots whose files somebody has deleted: their images would be lost with this process."""
         for held in [held for held in slots if held.slot.is_removed]:
             slots.remove(held)
             held.slot.close()
 
     def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
+        """Choose one of these slots to refill; None if one more slot may be added."""
         held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)
         if held is not None or len(slots) <= self.generations:
             return held
-        # One generation is being written to the store: the oldest other one goes before its time.
+        # A generation that is on its way to the store occupies a slot, so the oldest of the others goes early.
         held = self._oldest(slots)
         if held is None:
             raise NoRoom("the generations in memory are still being written to the store, which is slower than saves come")
         return held
 
     def _oldest(self, slots: list[HeldSlot]) -> HeldSlot | None:
-        """Find the slot of the oldest generation that may go: never the newest, nor one that is on its way to the store."""
+        """Return the slot of the oldest generation that may go: not the newest, and not on its way to the store. Else None."""
         old = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
         return next((one for save_id in old for one in slots if one.save_id == save_id), None)
 
     def given_up(self) -> list[str]:
-        """Tell which kept saves have lost a slot here since this was last asked; they are whole no longer."""
+        """Return the ids of kept saves that have lost a slot here since the last call. They are not whole any more."""
         with self._lock:
             given_up, self._given_up = sorted(self._given_up), set()
             return given_up
 
     def agree(self, generations: int, given_up: Collection[str]) -> None:
-        """Keep no more generations than every rank has memory for, without those that some rank gave up; free what is over."""
+        """Apply the agreement of all ranks: keep `generations` saves, forget those in `given_up`, and free the slots beyond that.
+
+        The slots of a save that is on its way to the store stay until it is there.
+        """
         with self._lock:
             self.generations = generations
             self._kept = [save_id for save_id in self._kept if save_id not in given_up]
@@ -136,12 +145,19 @@ class SlotPool:
                 if held.save_id in given_up and held.save_id not in self._pinned:
                     held.slot.void()
                     held.save_id = ""
+            # Each source needs a slot for each generation, and one to fill.
             for slots in self._slots.values():
                 for held in [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]:
                     self._remove(slots, held)
 
     def _added(self, slots: list[HeldSlot], num_bytes: int) -> HeldSlot:
-        """Add a slot; where there is no memory for one more, the oldest generation gives its own up, or its memory."""
+        """Add a slot and return it. If there is too little memory, take the slot of the oldest generation, or the memory of it.
+
+        Raises
+        ------
+        NoRoom
+            There is too little memory, and no generation that may go.
+        """
         while True:
             try:
                 slots.append(HeldSlot(self._adopted(num_bytes) or self._new_slot(num_bytes)))
@@ -151,6 +167,7 @@ class SlotPool:
                 if oldest is None:
                     raise
                 self.generations, self.short = min(self.generations, len(slots) - 1), str(error)
+            # A slot that is too small is given back to the tmpfs, and the loop tries again with its memory.
             if oldest.slot.num_bytes >= num_bytes:
                 return oldest
             self._remove(slots, oldest)
@@ -166,17 +183,18 @@ class SlotPool:
             self._given_up.add(save_id)
 
     def _adopted(self, num_bytes: int) -> Slot | None:
-        """Take over a slot that a dead process left, if it is large enough and holds nothing that is known."""
+        """Return a large enough slot that a dead process left and whose save is not in a generation; None if there is none."""
         with node_lock(self._folder):
             known = {generation.save_id for generation in find_generations(self._folder)}
             for slot in dead_slots(self._folder, self.paths()):
                 is_free = saved_in(slot) not in known
                 if is_free and slot.num_bytes >= num_bytes:
                     return slot.reserve()
-                slot.close(remove=is_free)  # too small: its process was killed while it made it, or saved less
+                slot.close(remove=is_free)  # free but too small: left half made, or of a smaller save
         return None
 
     def _new_slot(self, num_bytes: int) -> Slot:
+        # Under the lock until the file has its size, which other processes count as promised memory.
         path, wanted = str(self._folder / f"{secrets.token_hex(8)}{SLOT_SUFFIX}"), slot_bytes(num_bytes)
         with node_lock(self._folder):
             while short := self._shortage(wanted):
@@ -186,11 +204,12 @@ class SlotPool:
         return slot.reserve()
 
     def _shortage(self, wanted: int) -> str:
-        """Say why there is no memory for so many bytes; empty where there is."""
+        """Return the reason why this node cannot take a slot of `wanted` bytes; empty if it can."""
         found = []
         for path in files_in(self._folder, SLOT_SUFFIX):
-            with suppress(FileNotFoundError):  # its process has just given it back
+            with suppress(FileNotFoundError):  # its process has just removed it
                 found.append(os.lstat(path))
+        # promised: bytes of slots that have their size, and not yet their memory
         promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
         free, taken, most = free_bytes(str(self._folder)) - promised, sum(one.st_size for one in found), self._options.max_bytes
         if wanted > free:
@@ -200,8 +219,13 @@ class SlotPool:
         return ""
 
     def _give_up_oldest(self) -> bool:
-        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not this run's newest."""
-        known = sorted(find_generations(self._folder), key=lambda one: one.run == self.run)  # attempts of other runs are no order
+        """Remove slots that dead processes left, and return whether there may be more memory now.
+
+        First all slots whose save is not in a generation; if there is none, the oldest generation, but never the newest of this
+        run. The slots of that generation go with the next call.
+        """
+        # This run's last, since attempts of two runs cannot be compared.
+        known = sorted(find_generations(self._folder), key=lambda one: one.run == self.run)
         if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
             return True
         dead = [one for one in known[:-1] if one.save_id not in {*self._kept, *self._pinned}]
@@ -209,7 +233,7 @@ class SlotPool:
         return bool(dead)
 
     def keep(self, save_id: str, *, pin: bool) -> None:
-        """Keep the slots of a save that is committed, and no longer those of the oldest one."""
+        """Keep the slots of a committed save, with `pin` until it is in the store. The oldest save's slots may be refilled."""
         with self._lock:
             if pin:
                 self._pinned.add(save_id)
@@ -221,17 +245,17 @@ class SlotPool:
             self._pinned.add(save_id)
 
     def unpin(self, save_id: str) -> None:
-        """Let the slots of a save that is in the store now be refilled once it is no longer kept."""
+        """End `pin`: the save is in the store. Its slots may be refilled as soon as newer saves have replaced it."""
         with self._lock:
             self._pinned.discard(save_id)
 
     @property
     def pinned(self) -> frozenset[str]:
-        """The saves that are being written to the store."""
+        """Ids of the saves that are being written to the store."""
         return frozenset(self._pinned)
 
     def free(self, save_id: str) -> None:
-        """Make the slots of a save that failed, or is forgotten, free again."""
+        """Free the slots of a save that failed, or that was deleted."""
         with self._lock:
             for held in self._all():
                 if held.save_id == save_id:
@@ -239,18 +263,18 @@ class SlotPool:
                     held.save_id = ""
 
     def has_all(self) -> bool:
-        """Whether this process has as many slots as it will ever take."""
+        """Whether this process has all the slots that it will need: for each source one more than `generations`."""
         return bool(self._slots) and all(len(slots) > self.generations for slots in self._slots.values())
 
     def paths(self) -> set[str]:
-        """The files of this process."""
+        """Return the paths of the slot files of this process."""
         return {held.slot.path for held in self._all()}
 
     def _all(self) -> list[HeldSlot]:
         return [held for slots in self._slots.values() for held in slots]
 
     def close(self) -> None:
-        """Let go of the slots, which stay in memory with what they hold; those that hold nothing go."""
+        """Close the slots and leave the run's folder. Slots with a save stay on the tmpfs; free ones are deleted."""
         for held in self._all():
             held.slot.close(remove=not held.save_id)
         if self._entered is not None:
@@ -259,22 +283,22 @@ class SlotPool:
 
 @contextmanager
 def node_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes of this node from allocating slots of a run, and from removing them."""
+    """Hold the lock of a run's folder, under which processes of this node make and remove slots."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with await_lock(fd, str(folder / "lock")):
         yield
 
 
 def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:
-    """Yield the slots of processes that are gone, locked; whoever takes one closes it."""
+    """Yield the slots of dead processes: all that are not in `own` and not locked. Each is locked now; the caller closes it."""
     for path in files_in(folder, SLOT_SUFFIX):
         if str(path) not in own:
-            with suppress(OSError, StorageError):  # its process is alive
+            with suppress(OSError, StorageError):  # locked, so its process is alive
                 yield Slot(str(path))
 
 
 def saved_in(slot: Slot) -> str:
-    """Return the id of the save that a slot holds whole; empty where there is none."""
+    """Return the id of the save that a slot holds; empty if the slot is void or its header is damaged."""
     try:
         table = slot.table
     except CorruptError:
@@ -283,7 +307,7 @@ def saved_in(slot: Slot) -> str:
 
 
 def remove_dead_slots(folder: Path, kept: set[str], own: set[str]) -> bool:
-    """Remove slots of processes that are gone, if they hold no save that is kept; whether there were any."""
+    """Remove the slots of dead processes, except those with a save in `kept`. Return whether a slot was removed."""
     removed = False
     for slot in dead_slots(folder, own):
         goes = saved_in(slot) not in kept
