@@ -102,6 +102,7 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         ranks = [change for change in found if isinstance(change, Change)]
         shapes = tuple(_changes(tensors, first, second, Catalog.shape))
         reshaped = {change.name for change in shapes}
+        # Bytes are compared also if dtypes differ, but not if shapes do.
         comparable = [name for name in tensors if name not in reshaped]
         left = Side(one.storage, first, [first.index(name) for name in comparable])
         right = Side(two.storage, second, [second.index(name) for name in comparable])
@@ -110,6 +111,7 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
             b=str(b),
             removed=tuple(sorted(in_a - in_b)),
             added=tuple(sorted(in_b - in_a)),
+            # A name in both checkpoints, but as a tensor in one and a value in the other.
             kind=tuple(
                 Change(name, *("tensor" if name in catalog else "value" for catalog in (first, second)))
                 for name in sorted(in_a & in_b)

@@ -252,6 +252,7 @@ def _select(
     catalog = source.catalog
     if rename is not None:
         catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
+    # Names are changed first, then selected, then cut down to those below `top`.
     top = (MODEL if to == "safetensors" else "") if root is None else root
     selected = select_names(catalog, select, exclude)
     taken = selected.below(top)
@@ -263,6 +264,7 @@ def _select(
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
     left_out = tuple(name for name in everything if name not in result)
     dtypes = cast_dtypes(catalog, tensors, cast)
+    # kept: the selected tensors as they are read; out: the same with the dtypes of the result.
     kept = select_entries(catalog, tensors, values)
     out = retyped(kept, dtypes)
     if top:

@@ -119,6 +119,7 @@ def inspect(
         )
         exact = set(names or ())
         found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress)) if stats else []
+        # Large values are read only if they are asked for by their full name.
         whole = open_values(source.storage, saved, [name for name in values if name in exact], verify=True)
         return Inspection(
             path=str(path),

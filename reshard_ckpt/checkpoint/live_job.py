@@ -336,10 +336,12 @@ class Job:
         """
         for mover in self.movers:
             mover.begin()
+        # The exchange without the host is the second one; all ranks run both in this order.
         running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
         try:
             for i, (mover, exchange, buffers) in enumerate(running):
                 rounds = Rounds(exchange, mover, buffers)
+                # A rank that has failed takes part, and tells the others in its first messages.
                 rounds.failure = move.failure
                 rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
                 move.failure, move.is_complete = rounds.failure, rounds.complete

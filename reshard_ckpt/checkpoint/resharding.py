@@ -197,6 +197,7 @@ def _write(
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:
         return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
+    # An attempt that continues has its files already, so the space for a whole checkpoint is not checked again.
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
     with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():

@@ -39,6 +39,7 @@ def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
     for other in known:
         theirs = tuple(other.split("."))
         for half in halves:
+            # A positive half is that many steps at the beginning, a negative one that many at the end.
             near = by_half.get((half, theirs[:half] if half >= 0 else theirs[half:]), [])
             left -= len(near)
             for steps in near if left > 0 else ():

@@ -1,1 +1,1 @@
-"""The catalog of a checkpoint: its columns, and what follows from them alone."""
+"""The catalog of a checkpoint: its columns, and functions of these alone, such as selections, summaries, names and links."""

@@ -149,6 +149,7 @@ class Groups:
         ]
         if not sources:
             return Selection({}, tuple(problems))
+        # The first saved group gives the hyperparameters; all others must agree with it.
         (first, first_fqn), *others = sources.items()
         conflicts = [
             f"{name}: draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(one)} and "

@@ -1,1 +1,1 @@
-"""Plans: who writes what, who reads what, and what another topology would hold."""
+"""Plans of saves, loads and exchanges: the parts that each rank writes, reads, sends or would hold on another topology."""

@@ -137,6 +137,7 @@ def build_local_metadata(
     _check_inside(specs, pieces, tensors.shape)
     tensors.shape[list(own)], tensors.own[list(own)] = 0, 1
     tensors = replace(tensors, names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)))
+    # box[i]: the distinct box of piece i; first: one piece of each distinct box.
     box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
     rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
     return LocalMetadata(tensors, rows)
@@ -184,6 +185,7 @@ def number_rows(
     `num_boxes` and `num_rows` have the counts of each rank; `rows.box` is an index among the boxes of the row's rank.
     """
     rank, local = ranges(np.array(num_rows, np.int64))
+    # first_box[r]: the place of rank r's first box among the boxes of all ranks.
     first_box = np.cumsum(num_boxes) - np.array(num_boxes, np.int64)
     return JobMetadata(
         tables=tables,

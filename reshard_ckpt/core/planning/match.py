@@ -72,6 +72,7 @@ def match(
             continue
         index = catalog.index(name)
         saved, code = catalog.shape(index), catalog.dtype(index)
+        # A spec that fails both tests is listed once, by its shape.
         resizable = len(saved) == len(spec.shape) and matches(spec.name, allow_resize)
         if saved != spec.shape and not resizable:
             shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}")
@@ -79,7 +80,9 @@ def match(
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
         else:
             found.append(i)
+    # source[k]: the index in the catalog of spec found[k].
     source = np.array([catalog.index(saved_as.get(specs[i].name, specs[i].name)) for i in found], np.int64)
+    # A foreign checkpoint may have saved tied tensors under one of their names, so the others are not missing.
     has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
     lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}
     kept = {line: None for line, spec in lines.items() if matches(spec.name, allow_missing)}

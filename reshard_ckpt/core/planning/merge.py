@@ -94,7 +94,7 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes
     rows = MergedRows(tensor, box, start, job_metadata.count, job_metadata.rank, job_metadata.local, replication)
     if not keep.all():  # it nearly always is, and rows may be many
         rows = rows.take(keep)
-    # Not sorted by count: runs that begin alike but differ in length overlap, and `overlaps` handles them in any order.
+    # Not sorted by count: runs that begin alike but differ in length overlap. They are cut (`overlaps`) or refused in any order.
     return tables, boxes, rows.take(lex_order(rows.tensor, rows.box, rows.start))
 
 
@@ -128,6 +128,8 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     """Merge the distinct tables by name; returns the merged table, and the merged index of each entry."""
     # own: marks entries that are a rank's own blob. Such an entry becomes a tensor for each rank, named after the rank.
     own = _concatenate(job_metadata, "own") > 0
+    # own_rank[i], own_entry[i]: the rank of own blob i, and its entry in that rank's table; own_names[i]: its name in the
+    # catalog.
     own_rank, own_entry = _own_entries(job_metadata)
     tables_of = job_metadata.table[own_rank].tolist()
     common = [job_metadata.tables[t].names[e] for t, e in zip(tables_of, own_entry.tolist(), strict=True)]
@@ -135,6 +137,7 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     entries = [name for table in job_metadata.tables for name in table.names]
     names = sorted({name for name, mine in zip(entries, own.tolist(), strict=True) if not mine}.union(own_names))
     index = {name: i for i, name in enumerate(names)}
+    # value[i]: the merged index of entry i of all tables; -1 for own blobs, whose index depends on the rank.
     value = np.array([index.get(name, -1) for name in entries], np.int64)
     value[own] = -1
     step = max((len(table.names) for table in job_metadata.tables), default=0)

@@ -73,6 +73,7 @@ def stages_of(
     for name in names:
         if (found := layer_of(name)) is not None:
             stacks.setdefault(found[0], set()).add(found[1])
+    # stage_of: the stage of each layer, only of stacks that have enough layers.
     stage_of = {
         (stack, layer): stage
         for stack, layers in stacks.items()
@@ -91,6 +92,7 @@ def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequ
     """Pair each layer of a stack with its stage."""
     num = len(layers)
     if boundaries is None:
+        # Without boundaries, layer number i of the stack is on the stage whose range of positions contains i.
         ends = [num * (stage + 1) // num_stages for stage in range(num_stages)]
         return [(layer, bisect_right(ends, i)) for i, layer in enumerate(layers)]
     if len(boundaries) != num_stages - 1 or sorted(set(boundaries)) != list(boundaries):

@@ -105,6 +105,7 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
         owner = min(wanted, key=lambda rank: (load[rank], rank))
         extents = union(extent for one in wanted.values() for extent in one.extents)
         load[owner] += _size(extents)
+        # The owner reads all ranges, and sends each other rank its bytes in the first round with room.
         messages = tuple(
             Message(rounds.next(owner, dest, one.size), dest, one.size) for dest, one in wanted.items() if dest != owner
         )

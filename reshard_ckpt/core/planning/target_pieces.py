@@ -168,6 +168,7 @@ def _as_table(rows: Iterable[Row]) -> I64:
 def as_job_metadata(table: TensorColumns, held: TargetRows, boxes: Sequence[Box], num_ranks: int) -> JobMetadata:
     """Put the pieces of all ranks into the planner's columns; every rank has the same table of tensors."""
     width = table.shape.shape[1]
+    # begin[r]: the first row of rank r, so that `local` counts each rank's rows from 0.
     begin = np.searchsorted(held.rank, np.arange(num_ranks))
     return JobMetadata(
         tables=(table,),
