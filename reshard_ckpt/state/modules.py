@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import MODULE, WRAPPED
+from ..core.planning.match import LEAVES_OUT
 from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .declared import parts_of
@@ -208,7 +209,7 @@ class ModulesTarget:
     def check(self, values: Mapping[str, Any]) -> list[str]:
         # Only of modules on this rank: what belongs to another pipeline stage is for other ranks to judge.
         return [
-            f"{name}: saved as a value, for which the module has no place; load with strict=False to leave it out"
+            f"{name}: saved as a value, for which the module has no place; {LEAVES_OUT}"
             for name, value in values.items()
             if name not in self._slots and not is_nothing(value) and name.rpartition(".")[0] in self._here
         ]

@@ -20,6 +20,7 @@ from ..core.catalog.links import groups_name
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import SWITCHES, Groups, Selection, are_groups
 from ..core.catalog.specs import Ints, StateLink
+from ..core.planning.match import LEAVES_OUT
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
 from .optimizers import state_memory
@@ -174,7 +175,7 @@ class OptimizersTarget:
         problems = list(dict.fromkeys(self.unplaced.values()))
         groups = values.get(self.groups_name) or []
         if not are_groups(groups):
-            problems.append(f"{self.groups_name}: is not the groups of an optimizer; load with strict=False to leave it out")
+            problems.append(f"{self.groups_name}: is not the groups of an optimizer; {LEAVES_OUT}")
             groups, values = [], {name: value for name, value in values.items() if name != self.groups_name}
         self._groups = Groups(groups)
         self._selections = []
@@ -186,7 +187,7 @@ class OptimizersTarget:
                 self._selections.append((view, group, selection))
         known = {self.groups_name, *self.values}
         problems += [
-            f"{name}: saved as a value, for which the optimizer has no place; load with strict=False to leave it out"
+            f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}"
             for name, value in values.items()
             if name not in known and not is_nothing(value) and not (groups and self._of_other_rank(name))
         ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..core.catalog.param_groups import SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
+from ..core.planning.match import LEAVES_OUT
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .mesh import RankSet
@@ -169,7 +170,7 @@ class TreeTarget:
         if not self._adds or self._is_elsewhere(saved.path):
             return None
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
-            return f"{name}: saved as a value, for which the state has no place; load with strict=False to leave it out"
+            return f"{name}: saved as a value, for which the state has no place; {LEAVES_OUT}"
         if saved.kind == ValueKind.PER_RANK:
             saved_values, value = value, PerRank(None)
             if (problem := self._take_per_rank(value, name, saved_values)) is not None:

@@ -308,7 +308,7 @@ def test_a_damaged_source_is_named_and_nothing_is_replaced(tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"is damaged in bytes .*; no tensor was changed"):
+    with pytest.raises(CorruptError, match=r"is damaged in bytes [^;]*; use another checkpoint$"):
         checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
     assert before.items() <= files_of(dst).items()
     assert checkpoint.verify(dst).ok

@@ -144,9 +144,7 @@ class Groups:
                 unknown.append(fqn)
             else:
                 sources.setdefault(at, fqn)
-        problems = [
-            f"{name}: {NO_GROUP}{fqn}; load with strict=False to keep the group's own hyperparameters for it" for fqn in unknown
-        ]
+        problems = [f"{name}: {NO_GROUP}{fqn}; allow_missing= of its state keeps the group's own for it" for fqn in unknown]
         if not sources:
             return Selection({}, tuple(problems))
         # The first saved group gives the hyperparameters; all others must agree with it.

@@ -18,6 +18,9 @@ from .local_metadata import PieceColumns
 
 MISSING = "not in the checkpoint"
 
+LEAVES_OUT = "ignore= of this name leaves it out"
+"""The advice for what a checkpoint has and the state has no place for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Match:

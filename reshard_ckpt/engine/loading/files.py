@@ -119,6 +119,6 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
         raise CorruptError(
             f"{storage.url}: {entry.digests_key} {wrong}; without it, nothing verifies bytes 0:{entry.size} of {entry.key}, "
             f"which hold {contents_from(catalog, index)}; {_advice(entry)}"
-            + ("" if entry.checkpoint else ", or verify=False to load them unverified")
+            + ("" if entry.checkpoint else "; load, reshard and convert take verify=False, which reads them unverified")
         )
     return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")

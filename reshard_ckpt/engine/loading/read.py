@@ -360,13 +360,12 @@ class Reader:
         entry, low = self.task.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         holds = few(self._names(self._targets_near(damage.window, low, high))) or "nothing that this rank wants"
-        after = overwritten or overwritten_text(self.changed())
-        if after != NOTHING_CHANGED:
-            after += "; verify_first=True would have changed none"
-        return CorruptError(
-            f"{self.task.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
-            "load another checkpoint"
-        )
+        parts = [f"{self.task.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}"]
+        if not all(target.is_buffer for target in self.task.targets):  # else nothing is read into what a user has
+            parts.append(overwritten or overwritten_text(self.changed()))
+            if parts[-1] != NOTHING_CHANGED:
+                parts.append("verify_first=True would have changed none")
+        return CorruptError("; ".join([*parts, "use another checkpoint"]))
 
     def _targets_near(self, window: int, low: int, high: int) -> set[int]:
         """Find the targets that need some of these bytes of a window, or bytes around them; none in that of others, -1."""

@@ -17,7 +17,7 @@ from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
-from ...core.planning.match import MISSING, matches
+from ...core.planning.match import LEAVES_OUT, MISSING, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
 from ...core.words import few
 from ...errors import MismatchError, UsageError
@@ -135,7 +135,7 @@ def _cures(report: LoadReport) -> str:
     if report.missing or states:
         example = f", as {states[0]!r} does for hyperparameters" if states else ""
         cures.append(f"with allow_missing=[patterns] where the checkpoint may lack some{example}")
-    if report.unexpected:
+    if report.unexpected or any(LEAVES_OUT in line for line in report.values):
         cures.append("with ignore=[patterns] to leave some out")
     if report.dtype:
         cures.append("with cast=[patterns] to convert dtypes")

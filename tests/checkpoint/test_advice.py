@@ -1,0 +1,62 @@
+"""The advice of errors: what it offers exists where the error is raised, and helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import CorruptError, MismatchError
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"value": 1}
+
+
+def test_a_value_without_a_place_names_the_option_that_leaves_it_out(tmp_path: Path):
+    checkpoint.save(tmp_path, {"model": Extra(2, 2)})
+    into = {"model": nn.Linear(2, 2)}
+    advised = r"ignore= of this name leaves it out.*with ignore=\[patterns\] to leave some out, or with strict=False"
+    with pytest.raises(MismatchError, match=f"(?s)model._extra_state: {'.*'}{advised}"):
+        checkpoint.load(tmp_path, into)
+    assert not checkpoint.load(tmp_path, into, ignore=["model._extra_state"]).values
+
+
+def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD([model.weight], lr=0.5)})
+    into = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25)}
+    with pytest.raises(MismatchError, match="no saved group holds parameter bias; allow_missing= of its state keeps"):
+        checkpoint.load(tmp_path, into)
+    assert checkpoint.load(tmp_path, into, allow_missing=["optimizer.state.bias"]).kept
+
+
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "inspect": lambda path, other: checkpoint.inspect(path, stats=True),
+    "diff": lambda path, other: checkpoint.diff(path, other, values=True),
+    "convert": lambda path, other: checkpoint.convert(path, path.parent / "out", to="safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_into_no_state_speaks_of_no_state_and_of_no_option_that_it_lacks(tmp_path: Path, name: str):
+    for folder in ("ckpt", "other"):
+        checkpoint.save(tmp_path / folder, {"model": nn.Linear(20, 20)})
+    (digests,) = (tmp_path / "ckpt").rglob("*.digests")
+    (shard,) = (tmp_path / "ckpt").rglob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"is damaged in bytes [^;]*; use another checkpoint$"):
+        READERS[name](tmp_path / "ckpt", tmp_path / "other")
+    digests.unlink()
+    with pytest.raises(CorruptError, match=r"is missing; .*; load, reshard and convert take verify=False, which reads them"):
+        READERS[name](tmp_path / "ckpt", tmp_path / "other")
