@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from ..errors import PeerError
 T = TypeVar("T")
 
 _SLICE_S = 0.5
+_KEPT_S = 2.0
+"""How long a thread waits for its next call before it ends, so that no thread is left behind a save or a load."""
+
 _INTERRUPT_S = 5.0
 """How long an interrupt waits for the call under way, so that what its handler does comes after it."""
 
@@ -73,7 +76,14 @@ class _Worker:
 
     def _run(self) -> None:
         while True:
-            call = self._calls.get()
+            try:
+                call = self._calls.get(timeout=_KEPT_S)
+            except Empty:
+                try:
+                    _IDLE.remove(self)
+                except ValueError:
+                    continue  # a caller has just taken this worker, and its call is about to come
+                return
             call.make()
             _IDLE.append(self)  # first, so that whoever waited finds this one for its next call
             call.done.release()

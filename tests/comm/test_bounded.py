@@ -81,6 +81,17 @@ def test_threads_are_used_again_but_not_while_their_call_is_under_way():
     go.set()
 
 
+def test_threads_without_calls_end_and_the_next_call_has_a_new_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounded_module, "_KEPT_S", 0.01)
+    monkeypatch.setattr(bounded_module, "_IDLE", [])
+    first = bounded(threading.current_thread, 600, "no reply")
+    first.join(600)
+    assert not first.is_alive()
+    assert bounded_module._IDLE == []
+    for _ in range(200):  # some of these calls come in the very moment in which a thread ends
+        assert bounded(lambda: 5, 600, "no reply") == 5
+
+
 def test_a_store_that_missed_a_reply_is_not_asked_again_until_it_is_reached_anew(
     blocked: Blocked, monkeypatch: pytest.MonkeyPatch
 ):

@@ -337,12 +337,12 @@ def test_an_optimizer_that_is_not_in_the_state_is_held_back(tmp_path: Path, gate
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     for _ in range(5):
         checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).result(600)
-    for thread in threading.enumerate():
-        if thread.name.startswith("reshard-ckpt"):
-            thread.join(600)
-    assert not [t for t in threading.enumerate() if t.name.startswith("reshard-ckpt")]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_load_waits_for_what_a_lazy_save_still_copies(tmp_path: Path, gate: threading.Event) -> None:
