@@ -1,9 +1,9 @@
-"""Placing what is read into the memory of devices: through pinned buffers, by copies that are queued.
+"""Placing file bytes into tensors on devices: through pinned buffers, by queued copies.
 
-1. Each reading thread reads into two pinned buffers by turns: while one is copied, the next is read.
-2. A window that goes into its target as it lies in the file is copied there; any other crosses the link as a whole, and is
-   unpacked on the device: scattered, and cast.
-3. All of that comes after what the streams of the thread that loads have queued, and is there when `finish` returns.
+1. Each reading thread has two pinned buffers and uses them in turn: while one is copied to the device, it reads into the other.
+2. If all parts of a window have the layout and dtype of their targets, each is copied straight into its target. Else the window's
+   bytes are copied to the device together, and scattered and cast there.
+3. The copies run after the work that the streams of the loading thread have queued. They are done when `finish` returns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class DevicePart(NamedTuple):
     Attributes
     ----------
     target, base, strides
-        The tensor, and where in it the part goes: the first element, counted from the tensor's own, and the strides.
+        The tensor to fill, and the place of the part in it: its first element, counted from the tensor's first, and its strides
+        in elements.
     dtype, offset, lengths, src_strides
-        What lies in the window, from this byte on; `src_strides` are bytes.
+        The part in the window: its dtype, its first byte, its lengths, and its strides in bytes.
     """
 
     target: torch.Tensor
@@ -45,25 +46,25 @@ class DevicePart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the window after the last one."""
+        """The byte of the window behind the last byte of the part."""
         last = sum((length - 1) * stride for length, stride in zip(self.lengths, self.src_strides, strict=True))
         return self.offset + last + self.dtype.itemsize
 
     @property
     def goes_as_it_is(self) -> bool:
-        """Whether one copy over the link puts it in place."""
+        """Whether the part can be copied from host to target at once: same layout and dtype, and not too small for that."""
         in_order = is_row_major(self.lengths, self.source_strides) and is_row_major(self.lengths, self.strides)
         return in_order and self.dtype == self.target.dtype and self.end - self.offset >= SMALL_BYTES
 
     def take_from(self, window: torch.Tensor, *, non_blocking: bool) -> None:
-        """Copy it from the bytes of the window, on the host or on the device."""
+        """Copy the part into its target from the window's bytes, on the host or on the device."""
         first = (window.storage_offset() + self.offset) // self.dtype.itemsize
         source = torch.as_strided(window.view(self.dtype), self.lengths, self.source_strides, first)
         region(self.target, self.base, self.lengths, self.strides).copy_(source, non_blocking=non_blocking)
 
 
 class _Slot:
-    """One pinned buffer of a thread, with its counterparts on devices, and the marks after which it is free."""
+    """One pinned buffer of a thread, a scratch buffer of the same size on each device, and the marks after which it is free."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -71,23 +72,23 @@ class _Slot:
         self.marks: list[Mark] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait until it is free, and make it large enough."""
+        """Wait until no device copies from the buffer, and make it at least `num_bytes` large."""
         for mark in self.marks:
             mark.synchronize()
         if self.memory.numel() < num_bytes:
             self.memory, self.scratch = allocate(num_bytes, pinned=True), {}
 
     def on(self, streams: DeviceStreams) -> torch.Tensor:
-        """Return the counterpart on a device."""
+        """Return the scratch buffer on a device, as large as the pinned one."""
         if streams.device not in self.scratch:
             self.scratch[streams.device] = torch.empty(self.memory.numel(), dtype=torch.uint8, device=streams.device)
         return self.scratch[streams.device]
 
 
 class DeviceTargets:
-    """The devices that a load fills; to be made in the thread that loads, and used in any.
+    """The devices that a load fills. Make it in the thread that loads; its methods may be called in any thread.
 
-    Memory that a device may still copy from is kept until `finish`, whoever ends before.
+    Memory that a device may still copy from is kept until `finish`, also when the thread that allocated it ends earlier.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
@@ -99,17 +100,17 @@ class DeviceTargets:
         return bool(self._copy_streams)
 
     def has(self, target: torch.Tensor) -> bool:
-        """Tell whether a tensor is filled by queued copies."""
+        """Return whether a tensor is filled by queued copies."""
         return target.device in self._copy_streams.by_device
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Return memory of this thread to read a window into."""
+        """Return one of this thread's two pinned buffers, to read a window into; `place` copies from it."""
         slots = getattr(self._local, "slots", None)
         if slots is None:
             slots = self._local.slots = [_Slot(), _Slot()]
             self._slots += slots
         slots.reverse()
-        with self._copy_streams.entered():  # as it may allocate for the device that is current
+        with self._copy_streams.entered():  # pinned memory is allocated for the current device
             slots[0].reserve(num_bytes)
         view: memoryview = slots[0].memory.numpy().data
         return view
@@ -119,6 +120,8 @@ class DeviceTargets:
         slot: _Slot = self._local.slots[0]
         with self._copy_streams.entered():
             for streams in self._copy_streams:
+                # Three ways: unaligned parts one by one, else each part straight into its target, else all bytes of the window
+                # to the device and each part from there.
                 of_device = [part for part in parts if part.target.device == streams.device]
                 aligned = [part for part in of_device if part.offset % part.dtype.itemsize == 0]
                 if len(aligned) < len(of_device):
@@ -134,13 +137,13 @@ class DeviceTargets:
             slot.marks = self._copy_streams.record()
 
     def _place_unaligned(self, parts: Sequence[DevicePart]) -> None:
-        """Copy what a foreign file has not aligned, one by one."""
+        """Copy parts whose first byte in a foreign file is not aligned for their dtype, one by one, and wait for each."""
         memory = self._local.slots[0].memory
         for part in parts:
             moved = memory[part.offset : part.end].clone()
             part._replace(offset=0).take_from(moved, non_blocking=False)
 
     def finish(self) -> None:
-        """Wait until all is in place; to be called when no thread reads any more, also after a failure."""
+        """Wait for all queued copies. Call it when no thread reads any more, also after a failure."""
         self._copy_streams.synchronize()
         self._slots.clear()

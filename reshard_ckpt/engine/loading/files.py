@@ -1,6 +1,6 @@
-"""Files of a checkpoint, opened to be read: their sizes are checked, and their digests are read and verified.
+"""Opening the files of a checkpoint before they are read: check their sizes, and read and verify their digests.
 
-All requests are under way together: a store may take long to answer, and what it answers here is small.
+The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ...storage.protocol import MissingKey, Storage
 from ..common.file_contents import contents_from
 
 MAX_REQUESTS = 16
-"""Requests under way at once."""
+"""Most requests under way at once."""
 
 DIGESTS_BYTES = 32 << 20
-"""The digests that are kept of the files read last; it takes those of half a terabyte."""
+"""Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
 
 
 def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int] = ()) -> dict[int, Digests]:
-    """Check that every file of `files` is there, whole, and read and verify the digests of `digests_of`; return those by file.
+    """Check the size of each file of `files`, read and verify the digests of each file of `digests_of`, and return them by file.
 
-    Foreign files have no digests. Those of files of other checkpoints are read in any case: they may lie anywhere, and without
-    them a hostile catalog could have files of any kind taken for tensors.
+    Files are indices in the catalog. Foreign files have no digests. The digests of files in other checkpoints are always read:
+    such a file may have any path, and without digests a hostile catalog could have any file read as a tensor.
 
     Raises
     ------
     CorruptError
-        A file is missing or has another size than the catalog says, or digests are damaged.
+        A file is missing or has another size than the catalog says, or a digests file is missing or damaged.
     """
     wanted = dict.fromkeys([*digests_of, *(index for index in files if catalog.files[index].checkpoint)])
     with_digests = [index for index in wanted if catalog.files[index].digests_key]
@@ -43,9 +43,9 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 
 class FileDigests:
-    """The block digests of a checkpoint's files, as they are needed; a file is checked once, and the digests read last are kept.
+    """Reads the block digests of a checkpoint's files when they are first needed, and keeps those used last.
 
-    Without `verify` there are those alone of files of other checkpoints (see `open_files`).
+    Each file's size is checked once. Without `verify`, only digests of files in other checkpoints are read (see `open_files`).
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
@@ -55,7 +55,7 @@ class FileDigests:
         self._kept_bytes = 0
 
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
-        """Check files that are new, and return the digests of all."""
+        """Check the files that were not checked before, and return the digests of all these files that have some, by file."""
         unchecked = [file for file in files if file not in self._checked]
         wanted = [file for file in files if self._verify or self._catalog.files[file].checkpoint]
         lacking = [file for file in wanted if file not in self._kept]
@@ -66,7 +66,7 @@ class FileDigests:
             self._kept_bytes += _num_bytes(opened.get(file))
         found = {}
         for file in wanted:
-            self._kept.move_to_end(file)
+            self._kept.move_to_end(file)  # the least recently used are dropped first
             digests = self._kept[file]
             if digests is not None:
                 found[file] = digests
@@ -80,7 +80,7 @@ def _num_bytes(digests: Digests | None) -> int:
 
 
 def _request_all(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:
-    """Return the answers to all requests; of several errors, raise that of the first in order."""
+    """Send all requests and return their answers, in order. If several fail, raise the error of the first in order."""
     if len(requests) <= 1:
         return [request() for request in requests]
     with ThreadPoolExecutor(min(MAX_REQUESTS, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
@@ -93,7 +93,7 @@ def _check_size(storage: Storage, catalog: Catalog, index: int) -> None:
     if size == entry.size:
         return
     found = "is missing" if size is None else f"has {size} bytes"
-    begin = size if size is not None and size < entry.size else 0  # a longer file is another one, so nothing of it counts
+    begin = size if size is not None and size < entry.size else 0  # a file that is too long is another file: none of it is good
     raise CorruptError(
         f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; bytes {begin}:{entry.size} hold "
         f"{contents_from(catalog, index, begin)}; {_advice(entry)}"

@@ -1,10 +1,12 @@
 """The steps of a load on one rank: open, resolve, vote, verify, read.
 
-1. `open_same`: rank 0 reads the catalog and sends its digest, so that all ranks load the same save.
-2. `resolve`: match wanted tensors with saved ones, and plan; no tensor changes yet.
-3. `vote` (in `vote.py`): problems of all ranks come together; either all ranks go on, or all raise the same error.
-4. `verify_ties`: where targets share memory, check that they get the same bytes; all ranks go on, or none.
-5. `fetch`: check the files, then read and verify every byte.
+1. `open_same`: rank 0 reads the catalog and broadcasts its digest; every rank reads the catalog, and compares.
+2. `resolve`: match wanted tensors with saved ones, and plan the reads. Not collective; no tensor changes yet.
+3. `vote` (in `vote.py`): a gather and a broadcast of the problems of all ranks. Either all ranks go on, or all raise the same
+   error.
+4. `verify_ties`: check that targets that share memory get the same bytes; a gather and a broadcast. It is called on all ranks if
+   any rank has such targets. Either all ranks go on, or all raise.
+5. `fetch`: check the files, then read and verify every byte. Collective only with ``read_once``.
 """
 
 from __future__ import annotations
@@ -78,13 +80,17 @@ class LoadOptions:
 
     @property
     def may_keep(self) -> bool:
-        """Whether something of the state may keep its value, wholly or in part, because the checkpoint has nothing for it."""
+        """Whether tensors or values of the state may keep their contents, wholly or in part, if the checkpoint lacks them."""
         return not self.strict or bool(self.allow_missing) or bool(self.allow_resize)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What this rank will read: specs that have a source, their targets and pieces, and the problems, by kind."""
+    """The tensors that this rank will read, and the problems with the others, by kind.
+
+    ``specs[i]``, ``targets[i]`` and ``source[i]`` are one tensor: its spec, the memory to fill, and its index in the catalog.
+    `wanted` are the pieces of all of them, `plan` the reads.
+    """
 
     specs: tuple[TensorSpec, ...]
     targets: tuple[ReadTarget, ...]
@@ -94,20 +100,20 @@ class Resolved:
     ties: tuple[Tie, ...]
     problems: dict[str, tuple[str, ...]]
     kept: tuple[str, ...]
-    """Lines of what the checkpoint lacks and may lack."""
+    """A line for each tensor that the checkpoint lacks and ``allow_missing`` lets keep its value."""
     saved_as: Mapping[str, str]
-    """Wanted names, and the saved ones, of what was saved with other wrappers."""
+    """``saved_as[wanted name]``: the saved name, if it differs because the module was saved with other wrappers."""
     named: frozenset[int]
-    """Tensors of the catalog that this rank wants by name, also those that it cannot load."""
+    """Indices in the catalog of the tensors that this rank wants by name, whether or not it can load them."""
     refused: frozenset[int]
-    """Tensors of the catalog of which a part that this rank wants is covered by no saved shard."""
+    """Indices in the catalog of tensors that this rank cannot load whole: no saved shard covers some wanted part."""
     window_bytes: int
-    """The size of windows of the plan."""
+    """Size of a window of the plan in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identified(Generic[T]):
-    """Something that was opened, and bytes that are equal wherever the same was opened."""
+    """An opened value, such as a catalog, and bytes that identify it: equal on two ranks if both opened the same."""
 
     value: T
     identity: bytes
@@ -119,16 +125,16 @@ def read_catalog_bytes(storage: Storage) -> bytes:
     Raises
     ------
     CheckpointNotFound
-        There is none; the message says what is there instead.
+        The path holds no catalog; the message describes the files that it holds.
     """
     if storage.size(CATALOG_KEY) is not None:
-        with suppress(MissingKey):  # it is removed at this very moment
+        with suppress(MissingKey):  # it was removed after the size was asked for
             return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
     raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
 
 
 def _what_is_there(storage: Storage) -> str:
-    # Asked first: to list all files of a run may take long.
+    # A run is looked for first, as listing all files of a run may take long.
     if (run := describe_run(storage)) is not None:
         return run
     keys = [key for key, _ in storage.list()]
@@ -142,7 +148,7 @@ def _what_is_there(storage: Storage) -> str:
 
 
 def _steps_beside(url: str) -> str:
-    """Name the steps of the run that a path seems to be below, for a message."""
+    """Name the committed steps of the run one folder above a path, for a message; empty if there are none."""
     above = url.rpartition("/")[0]
     if not above or above.endswith("/"):
         return ""
@@ -166,19 +172,21 @@ def identified_catalog(storage: Storage) -> Identified[Catalog]:
 
 
 def open_same(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
-    """Open a checkpoint on every rank, and make sure that it is the same one; rank 0 first.
+    """Open a checkpoint on every rank, and check that all opened the same one. Collective: one broadcast of its identity.
+
+    Rank 0 opens it first. If that fails, the session raises the error on all ranks, and no other rank reads.
 
     Parameters
     ----------
     where
-        Its name in messages.
+        Name of the checkpoint in messages.
     read
-        Opens it and identifies it.
+        Opens the checkpoint on this rank and identifies it.
 
     Raises
     ------
     CheckpointNotFound, CorruptError
-        What `read` raises; or another save replaced the checkpoint meanwhile.
+        `read` raised it, or this rank opened another checkpoint than rank 0.
     """
     if comm.rank == 0:
         opened = read()
@@ -199,7 +207,7 @@ def resolve(
     tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
     options: LoadOptions,
 ) -> Resolved:
-    """Match wanted tensors with saved ones, and plan their reading; problems are collected, not raised.
+    """Match wanted tensors with saved ones, and plan the reads. Mismatches are collected in the result, not raised.
 
     Raises
     ------
@@ -222,7 +230,8 @@ def resolve(
     kept = tuple(member.spec for member in members)
     source = np.array([member.source for member in members], np.int64)
     wanted = piece_columns(kept, width_of(kept))
-    # Windows that ranks exchange do not join, so that each is a request to storage; those that go to a device cross the link.
+    # Large windows in two cases: windows that ranks exchange are not joined, so each is one request to storage; and windows for
+    # a device cross the link one at a time. Else small windows, which stay in the processor's cache.
     devices = {member.target.tensor.device for member in members}
     window_bytes = REQUEST_BYTES if options.read_once or any(map(has_streams, devices)) else WINDOW_BYTES
     plan = plan_load(catalog, source, wanted, window_bytes)
@@ -254,7 +263,10 @@ def resolve(
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> Iterator[tuple[int, int]]:
-    """Yield the targets to load and their sources, but one alone of those that share memory and load from the same bytes."""
+    """Yield the index of each target to load and that of its source in the catalog.
+
+    If several targets share memory and have the same source (tied weights), only the first is yielded.
+    """
     source_of = dict(zip(found.specs, found.source.tolist(), strict=True))
     by_name = {specs[i].name: i for i in reversed(found.specs)}
     for i, source in source_of.items():
@@ -265,7 +277,10 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:
-    """Drop the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
+    """Return `resolved` without the tensors that some rank cannot load whole (`refused`, of all ranks), and plan again.
+
+    So with ``strict=False`` a tensor is loaded on all ranks or on none.
+    """
     if not refused:
         return resolved
     keep = [i for i, index in enumerate(resolved.source.tolist()) if index not in refused]
@@ -283,12 +298,14 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
 
 
 def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
-    """Check that targets which share memory get the same bytes; to be called on all ranks if any of them has such.
+    """Check that targets that share memory would get the same bytes.
+
+    Collective: a gather and a broadcast of conflicts. Call it on all ranks if any rank has such targets.
 
     Raises
     ------
     MismatchError
-        They would not, on any rank; nothing was changed.
+        Targets on some rank would get different bytes. It is raised on all ranks; no target has changed.
     """
     gathered = comm.gather(msgpack.packb(conflicts(storage, catalog, ties, verify=options.verify)))
     merged = None
@@ -299,18 +316,18 @@ def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[T
 
 
 def refuse_conflicts(lines: Sequence[str]) -> None:
-    """Raise what `conflicts` found, if anything."""
+    """Raise a `MismatchError` with the lines that `conflicts` returned, if there are any."""
     if lines:
         raise MismatchError(summarize(lines, "untie them, or rename= one away"), lines)
 
 
 def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
-    """Check, as far as sizes show, that whole tensors are there, before any memory is allocated for them.
+    """Check by sizes that tensors of the catalog are saved whole, before memory is allocated for them.
 
     Raises
     ------
     CorruptError
-        Their rows have fewer elements than they, or a file has another size than the catalog says.
+        The rows of a tensor have fewer elements than the tensor, or a file has another size than the catalog says.
     """
     table, rows = catalog.tensors_table, catalog.rows
     sources = np.array([catalog.source(index) for index in tensors], np.int64)
@@ -329,7 +346,7 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> N
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The bytes that were read, and how many of those that were wanted no checksum has verified."""
+    """Number of bytes that were read from storage, and number of wanted bytes that no checksum has verified."""
 
     bytes_read: int
     bytes_unverified: int
@@ -348,7 +365,10 @@ def fetch(
     report: OnProgress = silent,
     run: Execute = execute,
 ) -> Fetched:
-    """Check the files, then read everything by `run`. Ties were checked before.
+    """Check the files, then read all items of the plan by `run`. Call `verify_ties` before.
+
+    With ``verify_first`` and ``verify``, every block is read and verified once before any target changes, and then all is read
+    again.
 
     Raises
     ------

@@ -1,8 +1,12 @@
 """Reading the bytes of a load plan from files into tensors, several windows at once; every block is verified.
 
-1. `core.planning.read_plan` says which extents of each window are read, and which of its bytes land directly in their target.
-2. A window's other bytes land in one buffer a thread; every touched block is hashed where it lies.
-3. What is in the buffer is copied to its place, strided or cast; to devices by `device_targets`.
+1. `core.planning.read_plan` decides which extents of each window are read, and which of its bytes *land*: are read straight into
+   the memory of their target.
+2. The other bytes of a window are read into a buffer, one for each thread. Every block that was read is hashed where it lies.
+3. Bytes in the buffer are then copied into their targets, strided or cast; for targets on devices by `device_targets`.
+
+Bytes that land change their target before their block is verified. So after a damaged block, targets of the windows under way
+may hold damaged bytes; `Reader.changed` names every target that may have changed.
 """
 
 from __future__ import annotations
@@ -35,26 +39,28 @@ from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
 WINDOW_BYTES = 1 << 20
-"""A multiple of all block sizes. Bytes that are copied to their place are read in such parts: small enough to be copied from the
-processor's cache."""
+"""Size of a window whose bytes are copied from a buffer: small enough to be copied from the processor's cache. A multiple of all
+block sizes."""
 
 REQUEST_BYTES = 8 << 20
-"""Bytes that land without a copy are read in such parts; their size and the number of threads bound the memory under way."""
+"""Size of a request whose bytes land without a copy. This size times the number of threads bounds the memory in use."""
 
 JOIN_WINDOWS = REQUEST_BYTES // WINDOW_BYTES
+"""Most neighbouring windows that are joined into one request if all their bytes land."""
 
 MAX_THREADS = 8
+"""Most threads that read at once on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTarget:
-    """A tensor to fill, under the name that messages use, and the dtype that its bytes have in the files."""
+    """A tensor to fill: its name in messages, and the dtype of its bytes in the files."""
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
     is_buffer: bool = False
-    """Whether the tensor is a buffer of this package, so that messages do not call it overwritten."""
+    """Whether the tensor is a temporary buffer of this package. Messages do not list it as overwritten."""
 
     @property
     def may_land(self) -> bool:
@@ -64,7 +70,11 @@ class ReadTarget:
 
 @dataclass(frozen=True, slots=True)
 class CopyItems:
-    """The columns of the items that are copied, as lists: to take single elements of numpy arrays is slow."""
+    """Columns of the plan's items that are copied from a buffer, as lists: taking single elements of numpy arrays is slow.
+
+    `src` is the first byte in the file, `src_strides` are bytes; `dst` is the first element in target `dest`, `dst_strides` are
+    elements.
+    """
 
     src: list[int]
     lengths: list[tuple[int, ...]]
@@ -77,25 +87,25 @@ class CopyItems:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """All that is needed to execute a plan: the checkpoint, the plan, the targets to fill, and the digests to verify with."""
+    """Arguments of `execute`: the checkpoint, the plan, the targets to fill, and the digests to verify with."""
 
     storage: Storage
     catalog: Catalog
     plan: LoadPlan
     targets: Sequence[ReadTarget]
     blocks: Mapping[int, Digests]
-    """The block digests of files, by index in the catalog; the bytes of other files are not verified."""
+    """Block digests of files, by the file's index in the catalog. Bytes of files without an entry are not verified."""
     copy: bool = True
     """False verifies the blocks and changes no target."""
 
 
 def execute(task: ReadTask, report: OnProgress = silent) -> int:
-    """Read all items of a plan; returns the number of bytes read.
+    """Read all items of a plan into their targets, and return the number of bytes read.
 
     Parameters
     ----------
     report
-        Called with the bytes read, from the reading threads, one at a time.
+        Called with the progress in bytes, from the reading threads, one at a time.
 
     Raises
     ------
@@ -107,7 +117,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     try:
         in_threads(reader.read_window, range(reads.num_windows))
     except Damage as damage:
-        # Only now, when no thread reads any more, the list of what was overwritten is complete.
+        # Here no thread reads any more, so the list of overwritten tensors is complete.
         raise reader.explain(damage) from None
     finally:
         reader.finish()
@@ -115,7 +125,8 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
 
 
 def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> ReadPlan:
-    """Plan the requests for all items of a plan (see `plan_reads`); whole blocks where there are digests of them."""
+    """Plan the requests for all items of a plan (see `plan_reads`). Files with digests are read in whole blocks."""
+    # block_bytes[file]: size of the blocks that a file is verified by; 0 if it is not verified
     block_bytes = np.zeros(len(task.catalog.files), np.int64)
     for index, digests in task.blocks.items():
         block_bytes[index] = digests.block_bytes
@@ -125,7 +136,7 @@ def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> Read
 
 
 def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
-    """List the columns of some items of a plan."""
+    """Return the columns of some items of a plan as lists; `items` are their indices."""
 
     def rows(columns: I64) -> list[tuple[int, ...]]:
         return list(map(tuple, columns[items].tolist()))
@@ -142,16 +153,20 @@ def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
 
 
 def num_threads(tasks: int) -> int:
-    """Choose how many threads read that many windows: more than the cores that this rank shares with others push each other's
-    buffers out of the caches."""
+    """Return how many threads read `tasks` windows.
+
+    Two threads for each core that this rank has, but at least 2 and at most `MAX_THREADS`: more would push each other's buffers
+    out of the caches.
+    """
     cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(min(MAX_THREADS, tasks, max(2, round(2 * cores))), 1)
 
 
 def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None) -> None:
-    """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised.
+    """Call `task` with each number, in several threads; calls begin in order. After an error no more begin, and it is raised.
 
-    No task runs any more when this returns, or raises. A caller that runs it often passes a pool, as threads keep buffers.
+    No call runs any more when this returns or raises. A caller that uses this often passes a `pool`, because threads keep their
+    buffers.
     """
     threads = num_threads(len(numbers))
     if threads <= 1:
@@ -183,14 +198,18 @@ def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: Thread
 
 
 Elements = NDArray[Any]
-"""Elements of a tensor as numbers of their size."""
+"""Elements of a tensor, viewed as plain numbers of the same size."""
 
 ReadInto = Callable[[str, int, Sequence[memoryview]], None]
-"""A function like `Storage.read_into`."""
+"""A function with the arguments of `Storage.read_into`: key, first byte, and the buffers to fill in order."""
 
 
 class Damage(Exception):
-    """A block whose digest differs: its file, its first byte, its size, and the window that needs it."""
+    """Raised for a block whose digest differs.
+
+    `file` is its index in the catalog, `low` its first byte, `size` its bytes, `window` the number of the window that needs it,
+    or -1 if no window of this rank does.
+    """
 
     def __init__(self, file: int, low: int, size: int, window: int) -> None:
         super().__init__()
@@ -198,9 +217,9 @@ class Damage(Exception):
 
 
 class Reader:
-    """One execution of a task; windows are independent, so its methods run in several threads.
+    """One execution of a read task. Windows are independent, so several threads may read windows at once.
 
-    It is made in the thread that loads, whose queued work on devices comes before, and ends with `finish`.
+    Make it in the thread that loads: copies to devices run after the work which that thread has queued. End with `finish`.
     """
 
     def __init__(self, task: ReadTask, reads: ReadPlan, tally: Tally) -> None:
@@ -209,27 +228,31 @@ class Reader:
         self._file = reads.file.tolist()
         self._low, self._high = reads.low.tolist(), reads.high.tolist()
         self._run_src = reads.run_src.tolist()
-        # Of each window its first extent, run and item: those of window w end where those of window w + 1 begin.
+        # _low[e], _high[e]: bytes of extent e in its file. _run_src[r]: first byte of landing run r. _items: the copied items.
+        # _extent_start[w], _run_start[w], _item_start[w]: first extent, run and item of window w; the next window's are the end.
         self._extent_start = reads.extent_start.tolist()
         self._run_start = reads.run_start.tolist()
         self._item_start = reads.item_start.tolist()
-        # Looked up before anything is read: a read empties the processor's caches, so between reads this would take far longer.
+        # All views of memory are made before the first read: a read empties the processor's caches, so that a view takes far
+        # longer afterwards.
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
-        # The bytes of each target's storage, and where among them its first element begins.
+        # _memories[target]: the bytes of the target's storage, and the byte at which its first element begins
         landing = {i: targets[i].tensor for i in used if targets[i].may_land}
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
         self._devices = DeviceTargets([targets[i].tensor for i in used])
         self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
+        # _landings[r]: memory of landing run r. _places[i]: elements of the target that copied item i fills, or None
         self._landings = self._landing_views()
         self._places = [self._place_of(self._items, item) for item in range(len(reads.items))]
         self._local = threading.local()
-        # The windows that have changed a target so far: by bytes that landed, and by items that were copied.
+        # Windows that may have changed a target: with bytes that landed (noted before the read), and with items that are copied
+        # (noted before the first copy).
         self._landed: list[int] = []
         self._copied: list[int] = []
 
     def _landing_views(self) -> list[memoryview]:
-        """View the memory of each run that lands."""
+        """Return the memory of each landing run, as bytes of its target."""
         views = []
         columns = (self._reads.run_dest, self._reads.run_dst, self._reads.run_bytes)
         for dest, dst, size in zip(*(column.tolist() for column in columns), strict=True):
@@ -238,28 +261,33 @@ class Reader:
         return views
 
     def finish(self) -> None:
-        """Wait until what was read is in place; when no thread reads any more, also after a failure."""
+        """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, also after errors."""
         self._devices.finish()
         for dest in self._memories:
             count_up(self.task.targets[dest].tensor)
 
     def read_window(self, window: int) -> None:
-        """Read one window, verify it, and put its bytes in place."""
+        """Read one window from storage, verify it, and put its bytes into their targets."""
         self.take_window(window, self.task.storage.read_into, verify=True)
 
     def take_window(self, window: int, read_into: ReadInto, *, verify: bool) -> None:
-        """Put the bytes of one window in place, which `read_into` gives."""
+        """Get the bytes of one window from `read_into`, and put them into their targets.
+
+        If this raises, the targets of the window's landing runs may hold part of the new bytes, verified or not. Targets of its
+        copied items have changed only if the error came after verification.
+        """
         file = self._file[window]
         key = self.task.catalog.files[file].key
         first, end = self._extent_start[window], self._extent_start[window + 1]
         origin = self._low[first]
         buffer = self._buffer(self._high[end - 1] - origin)
+        # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
         run, last_run = self._run_start[window], self._run_start[window + 1]
         size = 0
         for extent in range(first, end):
             low, high = self._low[extent], self._high[extent]
-            # One request for the extent: its runs go straight into their targets, what lies between them into the buffer.
+            # One request for each extent: landing runs go straight into their targets, the bytes between them into the buffer.
             parts: list[memoryview] = []
             at = low
             while run < last_run and (begin := self._run_src[run]) < high:
@@ -278,6 +306,7 @@ class Reader:
             self._copied.append(window)
             numbers = range(self._item_start[window], self._item_start[window + 1])
             for item in numbers:
+                # Only after every extent of the window was verified.
                 if self._items.dest[item] not in self._on_device:
                     self._place(item, buffer, origin)
             if self._on_device:
@@ -287,7 +316,7 @@ class Reader:
         self._tally.add(size)
 
     def _buffer(self, size: int) -> memoryview:
-        """Return this thread's memory for what does not land directly."""
+        """Return this thread's buffer for the bytes of a window that do not land."""
         if self._on_device:
             return self._devices.buffer(size)
         buffer: memoryview | None = getattr(self._local, "buffer", None)
@@ -296,16 +325,24 @@ class Reader:
         return buffer
 
     def _place(self, item: int, buffer: memoryview, origin: int) -> None:
-        """Copy an item from the buffer, which begins at byte `origin` of the file, to its target."""
+        """Copy an item from the buffer to its target; the buffer begins at byte `origin` of the file."""
         items = self._items
         lengths, kind, first = items.lengths[item], RAW[items.item_bytes[item]], items.src[item] - origin
         self._put(items, item, np.ndarray(lengths, kind, buffer, first, items.src_strides[item]), self._places[item])
 
     def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
-        """Put all items of a window in place, which another rank has read: each lies in order, `at` some byte of `data`."""
+        """Put the items of a window that another rank has read into their targets.
+
+        Parameters
+        ----------
+        window
+            Number of the window on this rank.
+        data
+            Bytes that the other rank sent: item i in row-major order, from byte ``at[i]`` on. They need no verification.
+        """
         there = [i for i, dest in enumerate(items.dest) if dest in self._on_device]
         if there:
-            # Into memory that is kept while a device copies from it; the message's is not.
+            # Copy the message into a pinned buffer: that is kept while a device copies from it, the message's memory is not.
             parts = []
             for i in there:
                 strides = tuple(stride * items.item_bytes[i] for stride in row_major_strides(items.lengths[i]))
@@ -321,7 +358,7 @@ class Reader:
         self._tally.add(sum(self._high[extents]) - sum(self._low[extents]))
 
     def _place_of(self, items: CopyItems, item: int) -> Elements | None:
-        """View where an item goes; None where bytes cannot be copied there as they are."""
+        """Return the elements of the target that an item fills, as a view; None if its bytes must be cast or go to a device."""
         dest, each = items.dest[item], items.item_bytes[item]
         if dest not in self._memories:
             return None
@@ -331,9 +368,9 @@ class Reader:
         return place
 
     def _put(self, items: CopyItems, item: int, source: Elements, place: Elements | None) -> None:
-        """Copy an item to its place, or, where it has none, convert it into its target."""
+        """Copy an item's elements to `place`, or convert them into the target if that is None."""
         if place is not None:
-            # torch would divide this among threads of its own, for each of ours again, which then wait in loops for more to do.
+            # Not by torch: each of our threads would start a pool of torch's own threads, which busy-wait for work.
             np.copyto(place, source)
             return
         target = self.task.targets[items.dest[item]]
@@ -342,13 +379,26 @@ class Reader:
         region(target.tensor, items.dst[item], items.lengths[item], items.dst_strides[item]).copy_(values)
 
     def _part(self, items: CopyItems, item: int, offset: int, src_strides: Ints) -> DevicePart:
-        """Describe an item that goes to a device, and lies at some byte of this thread's buffer, with strides in bytes."""
+        """Return an item that goes to a device; it lies at byte `offset` of this thread's buffer, with strides in bytes."""
         target = self.task.targets[items.dest[item]]
         base, strides, lengths = items.dst[item], items.dst_strides[item], items.lengths[item]
         return DevicePart(target.tensor, base, strides, target.dtype, offset, lengths, src_strides)
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
-        """Compare the blocks of an extent with their digests, where there are any; `window` is the one that needs it."""
+        """Compare the blocks of an extent with their digests; do nothing if the file has none.
+
+        Parameters
+        ----------
+        low, parts
+            First byte of the extent in its file, and its bytes in order.
+        window
+            Number of the window that needs the extent, for the error.
+
+        Raises
+        ------
+        Damage
+            A block differs.
+        """
         digests = self.task.blocks.get(file)
         if digests is None:
             return
@@ -356,7 +406,10 @@ class Reader:
             raise Damage(file, wrong, digests.block_bytes, window)
 
     def explain(self, damage: Damage, overwritten: str = "") -> CorruptError:
-        """Make the error of a damaged block, with what it holds and what has been overwritten: here, unless that is given."""
+        """Return the error of a damaged block. It names the tensors in the block, and the overwritten tensors.
+
+        `overwritten` is the text about overwritten tensors of all ranks; if empty, those of this rank are named.
+        """
         entry, low = self.task.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         holds = few(self._names(self._targets_near(damage.window, low, high))) or "nothing that this rank wants"
@@ -368,7 +421,10 @@ class Reader:
         return CorruptError("; ".join([*parts, "use another checkpoint"]))
 
     def _targets_near(self, window: int, low: int, high: int) -> set[int]:
-        """Find the targets that need some of these bytes of a window, or bytes around them; none in that of others, -1."""
+        """Return the targets that need bytes ``[low, high)`` of a window; a strided item counts with the bytes in its gaps.
+
+        Window -1, which this rank does not need, has no targets.
+        """
         if window < 0:
             return set()
         runs, items = self._runs_of(window), self._items_of(window)
@@ -380,7 +436,7 @@ class Reader:
         return {*landed, *copied}
 
     def changed(self) -> list[str]:
-        """Name the targets that have new values, wholly or in part."""
+        """Return the names of targets that may have new values, wholly or in part, sorted; without temporary buffers."""
         landed = {dest for window in self._landed for dest in self._reads.run_dest[self._runs_of(window)].tolist()}
         copied = {dest for window in self._copied for dest in self.task.plan.dest[self._items_of(window)].tolist()}
         return self._names(dest for dest in landed | copied if not self.task.targets[dest].is_buffer)

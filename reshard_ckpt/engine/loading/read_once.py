@@ -1,11 +1,14 @@
-"""Loading with each byte read and verified once: of several ranks that need it, one reads it and sends each other its part.
+"""Loading with each byte read and verified once: if several ranks need it, one of them reads it and sends it to the others.
 
-1. Ranks exchange lists of the extents that they need, and each works out the same schedule (`core.planning.shared_reads`). What a
-   rank gets from another it asks for as boxes of the file: the items of its load plan.
-2. Bytes that one rank alone needs, it reads as in any load.
-3. Bytes that several need are read and verified by one of them, which packs each other rank's boxes, and no other byte, round by
-   round (`engine.common.rounds`); these go from the message to their place. While one round is under way, the next is read.
-   It takes a few times `ROUND_BYTES` of memory, and a window for each thread.
+1. Ranks exchange lists of the extents that they need, and each computes the same schedule (`core.planning.shared_reads`).
+2. A rank reads the windows that it alone needs itself, as in any load.
+3. A window that several ranks need has an owner among them, which reads and verifies it. Each other rank asks the owner for
+   *boxes* of the file: the items of its load plan. The owner packs just these bytes, round by round (`engine.common.rounds`), and
+   the receiver copies them from the message into its targets. While one round is under way, the next is read. This takes a few
+   times `ROUND_BYTES` of memory, and a window for each thread.
+
+Collectives of `execute_once`, in order: a gather and a broadcast of the wants; an empty gather, as the last point at which a rank
+may fail alone; with shared windows, a swap of boxes and the rounds; and a settlement if any rank failed.
 """
 
 from __future__ import annotations
@@ -36,43 +39,45 @@ from ..common.tensor_bytes import RAW
 from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
 
 ROUND_BYTES = 12 << 20
-"""The most that a rank sends in one round, and that it receives; or one window, if that is larger."""
+"""Most bytes that a rank sends in one round, and most that it receives; or one message, if that is larger."""
 
 PLACERS = 4
-"""Threads that pack, and put in place what came: each has a buffer as large as a window."""
+"""Threads that pack messages and put received bytes into targets; each has a buffer as large as a window."""
 
 
 def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
-    """Read the items of the plans of all ranks together; returns how many bytes this rank read from storage. Collective.
+    """Read the items of the plans of all ranks together, and return the bytes that this rank read from storage. Collective.
 
     Parameters
     ----------
     exchange
-        For host memory.
+        Sends host memory between ranks.
 
     Raises
     ------
     CheckpointError
-        What failed on any rank, on all of them; a `CorruptError` where a block is damaged.
+        Any rank failed; all ranks raise its error, a `CorruptError` if a block is damaged.
     """
     reads = reads_of(task)
     wants = wants_of(reads, task.plan)
     schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
-    # A window is known to all ranks by its file and its number there; the reader counts this rank's windows in their order.
+    # All ranks know a window by its file and its number in the file. number[file, window]: its number in this rank's reader.
     number = {key: i for i, key in enumerate(_keys(wants))}
     windows = [_in_blocks(window, task) if window.owner == comm.rank else window for window in schedule.windows]
+    # mine: the shared windows that this rank reads. served: those, and the ones that another rank sends it.
     mine = [window for window in windows if window.owner == comm.rank]
     served = {(w.file, w.window) for w in windows if any(message.dest == comm.rank for message in w.messages)}
     served |= {(window.file, window.window) for window in mine}
+    # alone: the windows that no other rank needs
     alone = [i for key, i in number.items() if key not in served]
     own_bytes = sum(_size(window.extents) for window in mine)
     for i in alone:
         extents = slice(reads.extent_start[i], reads.extent_start[i + 1])
         own_bytes += int((reads.high[extents] - reads.low[extents]).sum())
-    # Without copying, bytes of other ranks are not received, so they do not count.
+    # With ``copy=False`` no bytes are received from other ranks, so only this rank's own reads count as progress.
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
     reader = Reader(task, reads, tally)
-    comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+    comm.gather(b"")  # a rank that failed above stops all here: from now on each rank must enter the same collectives
     traffic = _Windows(comm.rank, exchange, reader, number, windows)
     rounds = Rounds(exchange, traffic)
 
@@ -98,9 +103,10 @@ def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgr
 
 
 def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
-    """List the extents that a rank would read, by window, and what of each window its tensors take."""
+    """Return the extents that a rank would read, by window, and the number of bytes of each window that its tensors take."""
     counts = np.diff(reads.extent_start)
     size = np.zeros(len(reads.low), np.int64)
+    # of_item[i]: window of item i. taken[w]: bytes of window w that go into tensors; stored at the window's first extent
     of_item = _window_of(reads, plan.file, plan.window)
     taken = np.bincount(of_item, weights=volumes(plan.lengths) * plan.item_bytes, minlength=reads.num_windows)
     size[reads.extent_start[:-1]] = taken.astype(np.int64)
@@ -108,17 +114,19 @@ def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
 
 
 def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
-    """Find the window in which each item lies, by its number among those of a rank, which are in order of file and window."""
+    """Return the number, among a rank's windows, of the window in which each item lies. A rank's windows are sorted."""
+    # file * step + window is unique and keeps the order, so one binary search finds each item's window.
     step = int(max(reads.window.max(initial=0), window.max(initial=0))) + 1
     return np.searchsorted(reads.file * step + reads.window, file * step + window)
 
 
 def _keys(wants: Wants) -> Iterator[tuple[int, int]]:
+    """Return the file and number of each window that a rank wants, once each, in order."""
     return iter(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))
 
 
 def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
-    """Grow what is read of a window to whole blocks: a rank that does not verify does not know them."""
+    """Grow the extents of a shared window to whole blocks. Wants of ranks that do not verify are not in whole blocks."""
     digests = task.blocks.get(window.file)
     if digests is None:
         return window
@@ -129,7 +137,7 @@ def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
 
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
-    """Gather the wants of all ranks, on every rank."""
+    """Return the wants of all ranks, by rank, on every rank. Collective: a gather and a broadcast."""
     gathered = comm.gather(pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size])))
     tables = msgpack.unpackb(comm.broadcast(None if gathered is None else msgpack.packb(gathered)))
     return [Wants(*unpack_table(data).T) for data in tables]
@@ -137,7 +145,10 @@ def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """What another rank takes of one window: places in the file, and in the message, in bytes."""
+    """The boxes that another rank takes from one window.
+
+    `src` is the first byte in the file, `strides` are bytes in the file, and `at` is the first byte in the message.
+    """
 
     src: list[int]
     item_bytes: list[int]
@@ -147,22 +158,23 @@ class _Boxes:
 
 
 def _boxes(rows: I64) -> _Boxes:
-    """Make boxes of rows: of each the window, the first byte in the file, the size of an element, lengths and strides."""
+    """Make boxes from rows; a row is: window, first byte in the file, size of an element, lengths, strides."""
     width = (rows.shape[1] - 3) // 2
     lengths, strides = (list(map(tuple, columns.tolist())) for columns in (rows[:, 3 : 3 + width], rows[:, 3 + width :]))
     return _Boxes(rows[:, 1].tolist(), rows[:, 2].tolist(), lengths, strides, _places(rows[:, 3 : 3 + width], rows[:, 2]))
 
 
 def _places(lengths: I64, item_bytes: I64) -> list[int]:
-    """Find where boxes that are packed end to end begin."""
+    """Return the byte at which each box begins if the boxes are packed end to end."""
     size = volumes(lengths) * item_bytes
     places: list[int] = (np.cumsum(size) - size).tolist()
     return places
 
 
 def _items_in(plan: LoadPlan, file: I64, window: I64) -> list[I64]:
-    """List the items of a plan in each of some windows."""
+    """Return, for each of these windows, the indices of the plan's items in it, in order of their bytes in the file."""
     step = int(max(plan.window.max(initial=0), window.max(initial=0))) + 1
+    # order: the items by window, then by first byte. keys: a sorted number for the window of each
     order = np.lexsort((plan.src, plan.file * step + plan.window))
     keys, wanted = (plan.file * step + plan.window)[order], file * step + window
     bounds = zip(np.searchsorted(keys, wanted).tolist(), np.searchsorted(keys, wanted, side="right").tolist(), strict=True)
@@ -170,9 +182,9 @@ def _items_in(plan: LoadPlan, file: I64, window: I64) -> list[I64]:
 
 
 class _Windows:
-    """The traffic of windows: those that this rank reads for others, and its own items in those that others read.
+    """The `Traffic` of shared windows: sends boxes of the windows that this rank reads, receives its items of the others.
 
-    Used in a ``with`` block, in which its threads live.
+    Its constructor is collective if there are shared windows: a swap of boxes. Its threads live in its ``with`` block.
     """
 
     def __init__(
@@ -181,12 +193,13 @@ class _Windows:
         self._rank, self._size, self._reader, self._number = rank, exchange.size, reader, number
         rounds = [message.round for window in windows for message in window.messages]
         self.num_rounds = max(rounds, default=-1) + 1
-        # The bytes of windows that this rank has read and has not yet sent to all.
+        # _windows[i]: bytes of shared window i, from reading it until it is sent to all
         self._windows: dict[int, memoryview] = {}
         self._schedule = windows
         self._to_read: dict[int, list[int]] = defaultdict(list)
         self._done: dict[int, list[int]] = defaultdict(list)
-        # By round: the rank at the other end, the window, and the bytes; in the order of windows on both sides.
+        # _to_read[round]: windows whose first message is in this round. _done[round]: windows whose last one is.
+        # _sends[round], _receives[round]: messages as (other rank, window, bytes), in the same order of windows on both sides.
         self._sends: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         self._receives: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for i, window in enumerate(windows):
@@ -201,16 +214,21 @@ class _Windows:
         plan = reader.task.plan
         mine = [i for _, received in sorted(self._receives.items()) for _, i, _ in received]
         keys = np.array([(self._schedule[i].file, self._schedule[i].window) for i in mine], np.int64).reshape(-1, 2)
+        # _items[i]: items of this rank's plan in window i, which another rank reads. _wanted[i]: their columns, and places in
+        # the message
         self._items = dict(zip(mine, _items_in(plan, keys[:, 0], keys[:, 1]), strict=True))
         self._wanted = {
             i: (item_lists(plan, items), _places(plan.lengths[items], plan.item_bytes[items])) for i, items in self._items.items()
         }
         self._asked = self._swap_boxes(exchange) if self.num_rounds else {}
         self._changed: set[int] = set()
-        """The windows of others of which something has been put in place."""
+        """Windows received from other ranks whose bytes may have changed a target."""
 
     def _swap_boxes(self, exchange: Exchange) -> dict[tuple[int, int], _Boxes]:
-        """Tell every reader the boxes that this rank takes of its windows; returns, by window and rank, what others take."""
+        """Send each owner the boxes that this rank takes from its windows; return the boxes of others, by window and rank.
+
+        Collective: one swap.
+        """
         plan, rows_for = self._reader.task.plan, defaultdict[int, list[I64]](list)
         for i, at in self._items.items():
             columns = [np.full(len(at), i), plan.src[at], plan.item_bytes[at], plan.lengths[at], plan.src_strides[at]]
@@ -219,6 +237,7 @@ class _Windows:
         for rank in range(self._size):
             messages.append(pack_table(np.vstack(rows_for[rank]) if rank in rows_for else np.zeros((0, 3), np.int64)))
         asked = {}
+        # rows: those of one rank, sorted by window; they are cut where the window changes.
         for rank, message in enumerate(exchange.swap(messages)):
             rows = unpack_table(message)
             begins = np.flatnonzero(is_new(rows[:, 0]))
@@ -247,7 +266,7 @@ class _Windows:
         return sent, received
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Pack a round, once its windows are read and what this rank itself needs of them is in place; begin to read the next."""
+        """Wait for the windows of a round, begin to read the next round's, place this rank's own items, and pack the messages."""
         data = self._ahead.result()
         self._ahead = self._one.submit(self._read_for, number + 1)
         windows = self._to_read[number]
@@ -275,13 +294,13 @@ class _Windows:
         self._reader.place_received(window, self._wanted[i][0], data, self._wanted[i][1])
 
     def changed(self) -> set[str]:
-        """Name the targets that have got something from other ranks."""
+        """Return the names of targets that may have new values from other ranks; without temporary buffers."""
         targets = self._reader.task.targets
         dests = {dest for i in self._changed for dest in self._wanted[i][0].dest}
         return {targets[dest].name for dest in dests if not targets[dest].is_buffer}
 
     def _read_for(self, number: int) -> list[memoryview]:
-        """Read the windows that this rank reads for a round, and verify them."""
+        """Read and verify the windows that this rank first sends in a round, and return the bytes of each."""
         windows = self._to_read[number]
         out: list[memoryview] = [memoryview(b"")] * len(windows)
 
@@ -292,7 +311,7 @@ class _Windows:
         return out
 
     def read(self, window: SharedWindow) -> memoryview:
-        """Read the extents of a window, end to end, and verify them."""
+        """Read the extents of a window into new memory, end to end, and verify them."""
         data = torch.empty(_size(window.extents), dtype=torch.uint8, device="cpu").numpy().data
         task = self._reader.task
         key = task.catalog.files[window.file].key
@@ -306,13 +325,14 @@ class _Windows:
         return data
 
     def _place_own(self, i: int) -> None:
+        """Put this rank's own items of a shared window that it has read into their targets."""
         window = self._schedule[i]
         source = _InMemory(window.extents, self._windows[i])
         self._reader.take_window(self._number[window.file, window.window], source.read_into, verify=False)
 
 
 def _begins(messages: Sequence[tuple[int, int, int]], starts: Sequence[int]) -> list[int]:
-    """Find where each message of a round begins: behind those before it to, or from, the same rank."""
+    """Return the byte at which each message of a round begins: behind the earlier ones to (or from) the same rank."""
     at, out = list(starts), []
     for rank, _, size in messages:
         out.append(at[rank])
@@ -321,7 +341,7 @@ def _begins(messages: Sequence[tuple[int, int, int]], starts: Sequence[int]) -> 
 
 
 class _InMemory:
-    """Extents of a file that lie end to end in memory, and are read as from a store."""
+    """Extents of a file that lie end to end in memory; `read_into` reads them like a store."""
 
     def __init__(self, extents: Extents, data: memoryview) -> None:
         self._lows = [low for low, _ in extents]
@@ -330,13 +350,16 @@ class _InMemory:
         self._data = data
 
     def place(self, offset: int) -> int:
-        """Find where in memory a byte of the file lies."""
+        """Return the index in memory of a byte of the file."""
         extent = bisect_right(self._lows, offset) - 1
         place: int = self._starts[extent] + offset - self._lows[extent]
         return place
 
     def copy_box(self, src: int, each: int, lengths: Ints, strides: Ints, out: memoryview, at: int) -> None:
-        """Pack a box of the file; where it lies in several extents, what is between them is not here, so slice by slice."""
+        """Copy a box of the file into `out` from byte `at` on, in row-major order.
+
+        If the box spans several extents, the bytes between them are not in memory, so it is copied slice by slice.
+        """
         last = src + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
         if bisect_right(self._lows, src) == bisect_right(self._lows, last):
             source = np.ndarray(lengths, RAW[each], self._data, self.place(src), strides)

@@ -1,4 +1,4 @@
-"""Values of a checkpoint: small ones are in the catalog; a large one is read when opened, a per-rank one when it is used."""
+"""Values of a checkpoint. Small values are in the catalog. Large ones are read when opened, per-rank ones when they are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """A value of the checkpoint; of a per-rank one, a sequence of all ranks' values."""
+    """A value of a checkpoint; the `value` of a per-rank one is a sequence of all ranks' values."""
 
     kind: ValueKind
     value: Any
@@ -35,7 +35,7 @@ class SavedValue:
 
 
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
-    """Open all values at or below these names.
+    """Return the values at or below the names `prefixes`, by name.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def _value(storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) 
 
 
 class _RankValues(Sequence[Any]):
-    """The values of all ranks, each read when it is used: of a thousand values, a rank reads its own alone."""
+    """Sequence of the values of all ranks. A value is read when it is indexed, so a rank need read only its own."""
 
     def __init__(self, storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> None:
         self._storage, self._catalog, self._entry, self._verify = storage, catalog, entry, verify
@@ -70,12 +70,12 @@ class _RankValues(Sequence[Any]):
 
 
 def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable[[ValueEntry], bytes]:
-    """What reads a large value of the catalog, as `renamed` wants it for the groups of optimizers, which name parameters."""
+    """Return a function that reads the bytes of a large value. `renamed` uses it to rename parameters in optimizers' groups."""
     return lambda value: bytes(read_blob(storage, catalog, value.blobs[0], verify))
 
 
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
-    """Read the bytes of a blob of the catalog."""
+    """Read the bytes of a blob; `index` is its index among the tensors of the catalog."""
     check_whole(storage, catalog, [index])
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)

@@ -1,10 +1,10 @@
-"""Streams of saved bytes: one process goes through runs of saved tensors of any size, in bounded memory, and verifies them.
+"""Streams of saved bytes: one process reads and verifies runs of saved tensors of any size, in bounded memory.
 
 1. The runs are cut into *windows* of few bytes, so that a window stays in the processor's cache while it is read, verified,
    gathered, hashed and written.
-2. Some windows at a time, a *batch*, are one load plan: their runs are the wanted pieces, and a few buffers that are used in turn
-   are the targets. Runs of one window that need the same bytes of a file read them once.
-3. Threads fill the next windows while the caller uses this one.
+2. A *batch* of windows makes one load plan. Its wanted pieces are the runs; its targets are `AHEAD` buffers, used in turn. If
+   several runs of one window need the same bytes of a file, these are read once.
+3. Threads fill the next windows while the caller uses the current one.
 """
 
 from __future__ import annotations
@@ -37,23 +37,27 @@ from .read import JOIN_WINDOWS, Damage, Reader, ReadTarget, ReadTask, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of a window: two windows, and the file bytes that they are made of, fit the cache that cores share."""
+"""Size of a window: two windows and the file bytes that go into them fit into the cache that cores share."""
 
 BATCH_BYTES = 64 << 20
-"""Bytes of a batch: a plan takes as long for one window as for many."""
+"""Size of a batch: making a plan for many windows takes hardly longer than for one."""
 
 MAX_RUNS = 1 << 14
-"""Runs in one window, and in all but the last of a batch; bounds the memory of a plan."""
+"""A window, and a batch, is closed when it has so many runs. This bounds the memory of a plan."""
 
 AHEAD = 2
 """Windows in memory: one in use, the others being read."""
 
 _ALIGN_BYTES = 8
+"""In the size of a window, each run counts up to a multiple of this, which leaves room for aligning the next run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the row-major order of a box of tensor `tensor` of the catalog, converted to `dtype` if that is not None."""
+    """A run of a box of a saved tensor: `count` elements from element `start` of its row-major order.
+
+    `tensor` is an index in the catalog, `offsets` and `lengths` are the box; `dtype` converts the elements unless it is None.
+    """
 
     tensor: int
     offsets: Ints
@@ -64,7 +68,7 @@ class Run:
 
 
 def whole_run(catalog: Catalog, tensor: int) -> Run:
-    """Make the run that is all of a tensor."""
+    """Return the run that covers a whole tensor."""
     shape = catalog.shape(tensor)
     return Run(tensor, (0,) * len(shape), shape, 0, prod(shape))
 
@@ -77,21 +81,21 @@ def stream(
     Parameters
     ----------
     runs
-        Of tensors of the catalog; an alias stands for the tensor that has its bytes.
+        Runs of tensors of the catalog; an alias is read as the tensor that has its bytes.
     verify
         Verify the checksum of every block that is read.
     window_bytes
-        Bytes of a window; memory is bounded by a few times that.
+        Size of a window. The memory used is at most a few times that.
 
     Yields
     ------
     memoryview
-        Bytes, valid until the next ones are yielded. Never empty; where one begins or ends means nothing.
+        Bytes, never empty, valid until the next ones are yielded. They are cut at arbitrary places, not at runs.
 
     Raises
     ------
     CorruptError
-        A file is damaged or missing, or its catalog has no bytes, or two, for a part of a tensor.
+        A file is damaged or missing, or the catalog does not cover each element of a tensor exactly once.
     """
     check_covered(catalog, runs)
     reader = RunReader(storage, catalog, verify=verify)
@@ -100,13 +104,13 @@ def stream(
 
 
 def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
-    """Refuse a catalog whose rows do not cover each tensor of these runs exactly once."""
+    """Raise a `CorruptError` if the catalog's rows do not cover each tensor of these runs exactly once."""
     for fault in faults_of(catalog, np.array(sorted({run.tensor for run in runs}), np.int64)):
         raise CorruptError(f"{fault_text(catalog, fault)}; use another checkpoint")
 
 
 def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
-    """Cut runs into windows, in order, wherever a window is full; one element may be larger than a window."""
+    """Cut runs, in order, into windows of at most `window_bytes`, or one element if that is larger."""
     window: list[Run] = []
     room = window_bytes
     for run in runs:
@@ -126,7 +130,7 @@ def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> It
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The bytes of some runs, in one buffer: where each begins, and how many there are."""
+    """The bytes of some runs in one buffer: run i has ``sizes[i]`` bytes from ``begin[i]`` on."""
 
     data: memoryview
     begin: Sequence[int]
@@ -137,7 +141,7 @@ class Window:
         return (self.data[at : at + size] for at, size in zip(self.begin, self.sizes, strict=True))
 
     def joined(self) -> Iterator[memoryview]:
-        """Yield the bytes of all runs in order, in as few parts as alignment allows."""
+        """Yield the bytes of all runs in order; runs that lie end to end in the buffer are one part."""
         low = high = 0
         for at, size in zip(self.begin, self.sizes, strict=True):
             if at != high:
@@ -150,7 +154,7 @@ class Window:
 
 
 class RunReader:
-    """Plans the reading of windows of runs; what it has checked of files is not checked again. One thread at a time."""
+    """Plans the reading of windows, and remembers which files it has checked. Only one thread at a time may use it."""
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
         self._storage, self._catalog = storage, catalog
@@ -160,15 +164,18 @@ class RunReader:
         self.bytes_read = 0
 
     def item_bytes(self, run: Run) -> int:
-        """Return the bytes of one element of the stream."""
+        """Return the size in bytes of an element of a run, after conversion."""
         return TORCH_DTYPES[run.dtype or self._catalog.dtype(run.tensor)].itemsize
 
     def num_bytes(self, runs: Sequence[Run]) -> int:
-        """Compute the size of a buffer for these runs."""
+        """Return the size in bytes of a buffer for these runs, with padding for alignment."""
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
     def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
-        """Plan windows, a batch at a time; yields functions that fill them, each in the buffer of that `AHEAD` windows before."""
+        """Plan windows, a batch at a time, and yield for each batch the functions that fill its windows.
+
+        A window is filled in the buffer that the window `AHEAD` before it had.
+        """
         batch: list[Sequence[Run]] = []
         size = runs = 0
         for window in windows:
@@ -181,7 +188,7 @@ class RunReader:
             yield self._plan(batch)
 
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
-        """Plan these windows; returns functions that fill one each, in any order, and in several threads."""
+        """Plan these windows, and return a function for each that fills it. They may be called in any order and in any thread."""
         empty, targets = zip(*(self._targets(of_window) for of_window in windows), strict=True)
         runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
@@ -190,18 +197,18 @@ class RunReader:
         assert np.array_equal(plan.covered, wanted.count), "the rows were checked to cover every tensor"
         blocks = self._digests.of(np.unique(plan.file).tolist())
         task = ReadTask(self._storage, self._catalog, plan, list(chain.from_iterable(targets)), blocks)
-        # group: of each item the window of its run. Requests do not join over groups, so each group is read apart.
+        # group[i]: window of plan item i. Requests are not joined across groups, so that each window can be read by itself.
         sizes = [len(of_window) for of_window in windows]
         group = np.repeat(np.arange(len(windows)), sizes)[plan.dest]
         reads = reads_of(task, group=group, join=JOIN_WINDOWS)
         reader = Reader(task, reads, Tally("read", reads.num_bytes, silent))
         self.bytes_read += reads.num_bytes
-        # The requests of window i are those from number first[i] to first[i + 1].
+        # The reader's windows (requests) from first[i] to first[i + 1] fill window i of this batch.
         first = np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist()
         return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(pairwise(first), empty, strict=True)]
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """Take the memory for the next window."""
+        """Return the buffer of the next window, grown to `size` bytes if need be."""
         which = self._num_planned % AHEAD
         self._num_planned += 1
         if self._buffers[which].numel() < size:
@@ -209,7 +216,7 @@ class RunReader:
         return self._buffers[which]
 
     def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """Make a window to be filled, and a target in it for each run: typed, end to end as far as alignment allows."""
+        """Return an empty window, and in it a target for each run, of the run's dtype; they lie end to end, aligned."""
         buffer = self._buffer(self.num_bytes(runs))
         targets: list[ReadTarget] = []
         begin: list[int] = []
@@ -227,7 +234,7 @@ class RunReader:
 
 
 def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
-    """Read the bytes of a window."""
+    """Read the windows `numbers` of the reader, and return `window`, whose buffer they fill."""
     try:
         for number in numbers:
             reader.read_window(number)
@@ -237,7 +244,8 @@ def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
 
 
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
-    """Convert runs to wanted pieces: each lies in order, in a target of its own."""
+    """Return the wanted pieces of runs: the elements of run i lie in row-major order from the first element of target i on."""
+    # `base` is the place of a box's element 0; element `start` shall lie at place 0, so it is -start.
     width = max(catalog.boxes.offsets.shape[1], 1)
     start = np.array([run.start for run in runs], np.int64)
     return PieceColumns(
@@ -252,12 +260,12 @@ def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
 
 
 def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[Window]:
-    """Yield the bytes of each window; threads read the next windows meanwhile, and take from `windows` as they need them.
+    """Read windows and yield them in order; threads read the next ones meanwhile, and take from `windows` when they need more.
 
     Yields
     ------
     Window
-        Valid until the next one is yielded.
+        A filled window, valid until the next one is yielded.
     """
     filler = _Filler(reader, windows)
     with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
@@ -274,15 +282,15 @@ def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[
 
 
 def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[Window], Callable[[], None]]) -> None:
-    """Use the bytes of each window, one window after the other, each in the thread that read it.
+    """Read windows and call `use` for each, in order, one at a time, in the thread that read the window.
 
-    Bytes that a thread has just read and copied are in the cache of its processor alone; so this thread goes on with them, while
-    other threads read the next windows.
+    The bytes that a thread has just read are in the cache of its own processor, so the same thread uses them, while other threads
+    read the next windows.
 
     Parameters
     ----------
     use
-        Called for each window in turn; what it returns is called when the turn is over.
+        Called with each window, in order. It returns a function, which is called after `use` may already run for the next window.
     """
     filler, turns = _Filler(reader, windows), _Turns()
 
@@ -302,7 +310,7 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
 
 
 class _Turns:
-    """The number of the window whose turn it is; no window's, once a thread failed."""
+    """Gives turns to windows by number. After a thread has failed, no window gets a turn."""
 
     def __init__(self) -> None:
         self.numbers = count()
@@ -310,7 +318,7 @@ class _Turns:
         self._changed = threading.Condition()
 
     def wait(self, number: int) -> bool:
-        """Wait for the turn of this number; False if that will never be."""
+        """Wait for the turn of a number, and return True; return False if a thread failed, as the turn will not come."""
         with self._changed:
             return self._changed.wait_for(lambda: self._now in (number, None)) and self._now is not None
 
@@ -334,7 +342,7 @@ class _Turns:
 
 
 class _Filler:
-    """Fills windows by number, in several threads; the first that needs a batch plans it."""
+    """Fills windows by number, in several threads. The first thread that needs a batch plans it."""
 
     def __init__(self, reader: RunReader, windows: Iterable[Sequence[Run]]) -> None:
         self._batches = reader.batches(windows)
@@ -343,7 +351,7 @@ class _Filler:
         self._lock = threading.Lock()
 
     def fill(self, number: int) -> Window | None:
-        """Fill the window of that number, each once; None behind the last."""
+        """Fill the window with this number and return it; None if there are fewer windows. Call it once for each number."""
         with self._lock:
             while number >= self._num_planned and (batch := next(self._batches, None)):
                 self._fills.update(enumerate(batch, self._num_planned))

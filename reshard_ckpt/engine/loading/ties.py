@@ -1,10 +1,10 @@
-"""Targets that share memory, and the check that the checkpoint has the same bytes for all of them, before one is written.
+"""Targets that share memory: check that the checkpoint has the same bytes for all of them, before any target is written.
 
-1. `find_ties` names the targets that may share bytes, and the addresses where they may; see `core.planning.same_memory`.
-2. `conflicts` goes through these addresses a window at a time. The bytes that each target would get there are read into a buffer,
-   and compared with those that the targets before it got at the same addresses.
+1. `find_ties` finds the targets that may share memory, and the range of addresses; see `core.planning.same_memory`.
+2. `conflicts` goes through these addresses in steps of `TIE_BYTES`. For each target it reads the bytes that a load would put at
+   these addresses into a buffer, and compares them with the bytes that earlier targets would put there.
 
-So any overlap is checked, whatever the shapes, strides and dtypes of the targets. It takes four windows of host memory.
+So every overlap is checked, for any shapes, strides and dtypes of the targets. This takes four host buffers of `TIE_BYTES`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from .files import FileDigests
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20
-"""Addresses that are checked at a time; a multiple of every size of an element."""
+"""Bytes of memory that are checked at a time; a multiple of every element size."""
 
 _UNIT = 16
+"""Checked ranges begin and end at multiples of this, the largest element size."""
 
 INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer dtype for each element size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class TiedTarget:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Targets that share memory, or might, in the addresses ``[low, high)``."""
+    """Targets that may share memory at the addresses ``[low, high)``."""
 
     members: tuple[TiedTarget, ...]
     low: int
@@ -58,13 +60,14 @@ class Tie:
 
 
 def find_ties(members: Sequence[TiedTarget], wanted: PieceColumns) -> tuple[Tie, ...]:
-    """Find the ties among all targets; `wanted` are their pieces."""
+    """Return the ties among all targets; `wanted` are the pieces of the targets."""
     found = shared_memory([member.target.tensor for member in members], wanted)
     return tuple(Tie(tuple(members[i] for i in shared.targets), shared.low, shared.high) for shared in found)
 
 
 def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list[Shared]:
-    """Find which of these tensors may share memory, by what their pieces take of it."""
+    """Return the groups of tensors whose pieces may share memory."""
+    # device[i]: number of tensor i's device. address, each: its first address, and the size of its elements
     number: dict[torch.device, int] = {}
     device = np.array([number.setdefault(tensor.device, len(number)) for tensor in tensors], np.int64)
     address, each = (np.array([f(t) for t in tensors], np.int64) for f in (torch.Tensor.data_ptr, torch.Tensor.element_size))
@@ -72,7 +75,7 @@ def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
-    """Describe each tie for which the checkpoint holds different bytes, a line each; no target is changed.
+    """Return a line for each tie for which the checkpoint holds different bytes. No target changes.
 
     Raises
     ------
@@ -84,14 +87,14 @@ def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify
 
 
 class _TieChecker:
-    """Checks of ties over one checkpoint; the digests of each of its files are read once."""
+    """Checks ties against one checkpoint, and reads the digests of each file once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
         self._storage, self._catalog = storage, catalog
         self._digests = FileDigests(storage, catalog, verify=verify)
 
     def conflict(self, tie: Tie) -> str | None:
-        """Describe what is wrong with a tie, if anything."""
+        """Return a message if two targets of a tie would get different bytes, or one is not aligned; else None."""
         for member in tie.members:
             if member.address % member.target.tensor.element_size():
                 return (
@@ -102,13 +105,16 @@ class _TieChecker:
         return next((line for line in lines if line is not None), None)
 
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
+        """Check the addresses ``[low, low + size)`` of a tie."""
         size = -(-size // _UNIT) * _UNIT
-        # image: the bytes that the targets so far get; known: all bits of those bytes set; fresh: the bytes of one target.
+        # image: bytes that the targets so far would get. known: 0xFF for each byte that some target so far would get, else 0.
+        # fresh: bytes that this target would get.
         image, known, fresh = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(3))
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
             written = _written(member, plan, size)
+            # wrong[i]: an earlier target and this one would both get byte i, and differ
             wrong = (known & written & (image ^ fresh)) != 0
             if wrong.any():
                 first = next(other for other, done in before if (wrong & (_written(other, done, size) != 0)).any())
@@ -119,7 +125,10 @@ class _TieChecker:
         return None
 
     def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
-        """Read the bytes that a target would get at these addresses; returns the plan, whose places count from the first one."""
+        """Read the bytes that a target would get at addresses from `low` on into `out`, and return the plan of the read.
+
+        Places in the plan are counted from `low`, in elements.
+        """
         dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
         spec = replace(member.spec, pieces=tuple(pieces))
@@ -135,9 +144,9 @@ def _line(first: TiedTarget, second: TiedTarget) -> str:
 
 
 def _written(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
-    """Mark which of so many bytes the plan of a target writes: all bits of those are set.
+    """Return `size` bytes: 0xFF for each byte that the plan of a target writes, 0 for the others.
 
-    An element is as large as the target's dtype makes it, which may be another one than was saved.
+    Elements have the size of the target's dtype, which may differ from the saved dtype.
     """
     out = torch.zeros(size, dtype=torch.uint8, device="cpu")
     elements = out.view(INTS[member.target.tensor.element_size()])
@@ -147,7 +156,7 @@ def _written(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
 
 
 def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
-    """Yield the boxes of a target that lie in `count` elements from an address on; their places count from that address."""
+    """Yield the boxes of a target that lie in `count` elements from address `low` on; `base` is counted from that address."""
     first = (low - member.address) // member.target.tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:
         for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
@@ -162,7 +171,7 @@ def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
 
 
 def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piece]:
-    """Cut a run of a piece's box into boxes; its elements are counted with the dims in this order."""
+    """Cut `count` elements of a piece's box, from element `start` on, into boxes; `dims` gives the order, slowest dim first."""
     if count <= 0:
         return []
     ordered = np.array([piece.lengths[d] for d in dims], np.int64)
@@ -173,13 +182,14 @@ def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piec
 
 
 def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
+    """Return the box of a piece that begins at offsets `inner` within it."""
     offsets = tuple(a + b for a, b in zip(piece.offsets, inner, strict=True))
     base = piece.base + sum(a * b for a, b in zip(inner, piece.strides, strict=True))
     return Piece(offsets, lengths, 0, prod(lengths), base, piece.strides)
 
 
 def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements of a box before a place. Strides fall, and each is larger than all that the next ones reach over.
+    """Count the elements of a box at places before `at`. Strides fall, and each exceeds the reach of all later dims together.
 
     >>> [_num_before(at, [2, 3], [10, 2]) for at in (-1, 0, 1, 5, 10, 11, 99)]
     [0, 0, 1, 3, 3, 4, 6]

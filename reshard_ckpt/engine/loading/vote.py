@@ -1,7 +1,8 @@
-"""The vote of all ranks on a load: either each gets what it wants of the checkpoint, or all raise the same error.
+"""The vote of all ranks on a load: either every rank can load all that it wants, or all ranks raise the same error.
 
-1. Each rank sends its problems, a line each, by kind, and the saved tensors that it wants.
+1. Gather: each rank sends its problems, a line each, by kind, and the saved tensors that it wants.
 2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones.
+3. Broadcast: rank 0 sends the merged lines. Every rank decides by them, and by its own ``strict``.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """The outcome of a vote: the problems of all ranks, and the tensors of the catalog that none of them loads."""
+    """Outcome of a vote: the problems of all ranks, and the indices of tensors that no rank loads, as some rank cannot."""
 
     report: LoadReport
     refused: frozenset[int]
     has_ties: bool
-    """Whether targets of any rank may share memory, so that all ranks take part in the check that they may be loaded."""
+    """Whether targets on any rank may share memory. Then all ranks must call `load.verify_ties`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one rank wants besides tensors that resolve, and the problems with it.
+    """The names that one rank wants, in addition to its `Resolved` tensors, and the problems with its values.
 
     Attributes
     ----------
     prefixes
-        What the checkpoint has below these and no rank wants is unexpected.
+        Names of the state's parts. A saved tensor at or below one of them that no rank wants is unexpected.
     names
-        All that a pattern of the options may speak of: what this rank wants, and what is ignored on either side.
+        All names that a pattern of the options may match: the names that this rank wants, and names ignored in the state or in
+        the checkpoint.
     problems
-        Lines of values that are missing or do not fit.
+        A line for each value that is missing or does not fit.
     unplaced
-        Tensors that this rank wants and has no place for; they are among the problems, and not unexpected.
+        Names of tensors that this rank wants and has no place for. They are among the problems, so they are not unexpected.
     """
 
     prefixes: Sequence[str]
@@ -67,27 +69,27 @@ class Wanted:
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
 ) -> VoteResult:
-    """Bring the problems of all ranks together.
+    """Merge the problems of all ranks, and raise or return them on every rank. Collective: a gather and a broadcast.
 
     Parameters
     ----------
     catalog
-        The checkpoint without what is ignored.
+        The catalog without the names that ``ignore`` matches.
     hints
-        Sentences that are added to the error: what else may help.
+        Advice that is added to the error's message.
 
     Raises
     ------
     MismatchError
-        There is a problem, on any rank, and ``strict``.
+        Any rank has a problem, and ``strict`` is set.
     UsageError
-        Ranks were given options with which some would wait for others that never come.
+        Ranks were given options with which some ranks would enter a collective and others would not.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
     missing = [line for line in values if line.partition(": ")[2].startswith((MISSING, NO_GROUP))]
     allowed = [line for line in missing if matches(_missing_name(line), options.allow_missing)]
     values = [line for line in values if line not in allowed]
-    kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
+    kept = [line.partition("; ")[0] for line in allowed]  # drop the line's advice: a missing name is allowed here
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
     own_vote = {
         "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
@@ -115,13 +117,13 @@ def vote(
 
 
 def _together(options: LoadOptions) -> dict[str, bool]:
-    """What ranks do together, in collectives, or not at all."""
+    """Return the options that decide which collectives a rank enters; they must be equal on all ranks."""
     once = bool(options.read_once)
     return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
 
 
 def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
-    """Refuse options with which some ranks would enter a collective, and others not."""
+    """Raise a `UsageError` if ranks differ in an option of `_together`; `together` has those of all ranks, by rank."""
     for option, own in together[0].items():
         others = [rank for rank, of_rank in enumerate(together) if of_rank[option] != own]
         if others:
@@ -129,7 +131,7 @@ def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
 
 
 def _cures(report: LoadReport) -> str:
-    """Say with which options it would load: those that say what may differ before the one that lets everything differ."""
+    """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last."""
     cures = []
     states = [_missing_name(line) for line in report.values if _no_group(line)]
     if report.missing or states:
@@ -146,16 +148,17 @@ def _cures(report: LoadReport) -> str:
 
 
 def _subject(line: str) -> str:
-    """Extract the name that a line is about."""
+    """Return the name at the beginning of a problem's line."""
     return line.partition(": ")[0]
 
 
 def _no_group(line: str) -> bool:
+    """Return whether a line says that a parameter has no saved hyperparameters."""
     return line.partition(": ")[2].startswith(NO_GROUP)
 
 
 def _missing_name(line: str) -> str:
-    """Extract the name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
+    """Return the name that the checkpoint lacks. If a parameter lacks its hyperparameters, this is the name of its state."""
     name, _, what = line.partition(": ")
     if not _no_group(line):
         return name
@@ -164,7 +167,7 @@ def _missing_name(line: str) -> str:
 
 
 def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
-    """List the options' patterns that fit none of these names, spelled out for a message."""
+    """Return the patterns of the options that match none of these names, as ``option=['pattern']`` for a message."""
     given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
     return [
         f"{option}=[{pattern!r}]"
@@ -176,7 +179,7 @@ def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
 
 
 def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
-    """Give advice where the state has a top-level key that the checkpoint lacks: often it was saved under another one."""
+    """Return advice if the state has a top-level key that the checkpoint lacks: often it was saved under another key."""
     saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
@@ -186,6 +189,7 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
+    """Merge the votes of all ranks, by rank, into the result that rank 0 broadcasts."""
     problems = {}
     for kind in _KINDS:
         lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank
@@ -199,7 +203,7 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         if table.kind[i] == TensorKind.TENSOR
         and i not in named
         and (name in prefixes or name.startswith(below))
-        # A second name of a tensor that is loaded holds nothing of its own.
+        # An alias of a tensor that is loaded has no bytes of its own, so it is not unexpected.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
     unused = [pattern for pattern in votes[0]["unused"] if all(pattern in one["unused"] for one in votes)]
@@ -213,7 +217,7 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
 
 
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """Add the name that was probably meant to lines of missing names: to those lines that a message may show."""
+    """Return pairs of a line about a missing name and the same line with a similar saved name; only for lines that are shown."""
     lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
     if not lines:
         return []
@@ -224,7 +228,7 @@ def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named:
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """Describe each value that is wanted but not saved, a line each."""
+    """Return a line for each of these values that is not saved."""
     known = set(catalog.value_names)
     absent = [name for name in names if name not in known]
     blobs = set(catalog.tensors_table.names) if absent else set()
@@ -232,12 +236,12 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """Describe, a line each, what the checkpoint has at or below these names, but what cannot be read.
+    """Return a line for each entry of the checkpoint at or below these names that cannot be read.
 
     Raises
     ------
     CheckpointError
-        There is one, and ``strict``: the error says why.
+        There is such an entry, and ``strict`` is set. It is the error of reading the first of them.
     """
     at = tuple(prefixes)
     below = tuple(f"{prefix}." for prefix in at)
