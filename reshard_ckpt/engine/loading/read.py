@@ -261,7 +261,7 @@ class Reader:
         return views
 
     def finish(self) -> None:
-        """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, also after errors."""
+        """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
         self._devices.finish()
         for dest in self._memories:
             count_up(self.task.targets[dest].tensor)
