@@ -108,7 +108,7 @@ def test_slips_in_options_are_named(tmp_path: Path):
         (["--rename", "nodel=x"], "the checkpoint has no such name, nor any below it"),
         (["--rename", "=x"], "wanted two parts with = between them"),
         (["--select", "modle"], "modle: not in the checkpoint, which has 'extra', 'model', 'optimizer'"),
-        (["--select", "extra"], "extra.rng: nothing that was selected is a tensor, and safetensors hold no values"),
+        (["--select", "extra"], "extra.step: nothing that was selected is a tensor, and safetensors hold no values"),
         (["--root", "ema"], "--root ema: nothing that was selected lies below it"),
     ):
         ran = run("convert", tmp_path / "n", tmp_path / "out", *options)
