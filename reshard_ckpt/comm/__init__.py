@@ -50,29 +50,28 @@ def open_session(
 ) -> AbstractContextManager[Comm]:
     """Open a session of all ranks of a process group, to be used in a ``with`` block by one thread.
 
-    The order of these calls on each rank decides which session each is, not when or in which thread the block is entered.
-    So open it in the thread that calls save or load, and do all that may fail inside of it: a rank that raises before this
-    call leaves the others waiting for their deadline.
+    The n-th call of one rank meets the n-th call of the others, whenever and in whichever thread the block is entered. So open
+    the session in the thread that calls save or load, and do everything that may fail inside the block: if a rank raises before
+    this call, the others wait for their deadline.
 
-    An exception that leaves the block on one rank is raised on every rank: of the same class if it is a `CheckpointError`
-    (otherwise a `PeerError`) with the message prefixed by the rank, at the latest where the others leave their blocks. Ranks
-    are numbers within the group.
+    If an exception leaves the block on one rank, every rank raises it, at the latest when it leaves its own block: the same class
+    if it is a `CheckpointError`, else a `PeerError`. The message begins with the number of the rank within the group.
 
     Parameters
     ----------
     kind, subject
-        What is being done to what ("save", "/ckpt/step_100"): the same on all ranks, or a `PeerError` names who differs.
+        The operation and its object ("save", "/ckpt/step_100"). If ranks pass different ones, a `PeerError` names them.
     process_group
-        The ranks that take part; by default all. `ALONE` for this process on its own.
+        The ranks that take part; by default all. `ALONE` stands for this process on its own.
     timeout_s
-        How long to wait for the others in each step.
+        Seconds to wait for the other ranks in each step.
 
     Raises
     ------
     UsageError
-        ``WORLD_SIZE`` is above 1 but there is no process group, or this rank is not in it.
+        ``WORLD_SIZE`` is above 1 without a process group, or this rank is not in the group.
     PeerError
-        Ranks did not arrive in time, called something else, or failed.
+        Another rank did not arrive in time, called something else, or failed.
     """
     group = current_group(process_group, timeout_s)
     if group is None:
@@ -84,9 +83,9 @@ def open_session(
 def open_session_by_name(
     kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
 ) -> Callable[[str], AbstractContextManager[Comm]]:
-    """Return what opens a session as `open_session` does, by a name that no other has: the order of calls does not matter.
+    """Return a function that opens a session by its name, which no other session may have; so the order of calls does not matter.
 
-    It is for what some saves need and others do not. The process group is that of now; the rest may be in any thread, whenever.
+    For steps that only some saves take. The process group is looked up now; the function may be called later, in any thread.
     """
     group = current_group(process_group, timeout_s)
     if group is None:
@@ -97,7 +96,7 @@ def open_session_by_name(
 def values_of_all(
     kind: str, subject: str, own: Any, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
 ) -> list[Any]:
-    """Return the small values of all ranks, by rank, as msgpack has them: tuples become lists. A session of its own."""
+    """Return the small values of all ranks, by rank, in a session of its own. They travel as msgpack: tuples become lists."""
     with open_session(kind, subject, process_group=process_group, timeout_s=timeout_s) as comm:
         gathered = comm.gather(msgpack.packb(own))
         data = comm.broadcast(None if gathered is None else msgpack.packb(gathered))
@@ -105,7 +104,7 @@ def values_of_all(
 
 
 def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
-    """Return the turn of a session, which counts as one that `open_session` opens, and may never be opened."""
+    """Return a `Turn`: it takes a number among the sessions, as `open_session` does, but its session need not be opened."""
     group = current_group(process_group, timeout_s)
     if group is None:
         return Turn(nullcontext(SoloComm()))
@@ -134,7 +133,7 @@ def _comm_of(
 
 
 def shared_store(name: str, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> BoundedStore | None:
-    """Return the keys of the job's store below a name that nobody has used before; None where this process is alone."""
+    """Return the part of the job's store below a name that was never used before; None if this process is on its own."""
     group = current_group(process_group, timeout_s)
     return None if group is None else group.named(name, timeout_s)
 
@@ -142,14 +141,14 @@ def shared_store(name: str, process_group: ProcessGroup | None = None, timeout_s
 def open_stop(
     name: str, wanted: Callable[[], bool], *, process_group: ProcessGroup | None = None, timeout_s: float = 600
 ) -> AbstractContextManager[Stop]:
-    """Open a `Stop` of a process group for a ``with`` block: all ranks stop at the same step, once one of them is told to.
+    """Open a `Stop` for a ``with`` block: once one rank of a process group is told to stop, all ranks stop at the same step.
 
     Parameters
     ----------
     name
-        The same on all ranks, and no other stop's.
+        The same on all ranks; no other stop may have it.
     wanted
-        Whether this rank has been told to stop; called in another thread, now and then.
+        Returns whether this rank has been told to stop; called again and again in another thread.
     process_group, timeout_s
         As for `open_session`.
     """
@@ -186,7 +185,7 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
 
 
 def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
-    """Come to a session; where rank 0 has not come at all, it is told so later, as it must not wait for this rank in vain."""
+    """Return the `Comm` of a session. If rank 0 has not come, note the session as missed, and tell rank 0 as soon as it comes."""
     number = sessions.number(turn)
     try:
         comm = comm_of(number)
@@ -200,10 +199,11 @@ def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: i
 
 
 def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:
-    """Get back in step with the others, after coming too late for a call that is made again and again, as to save to one path.
+    """Get back in step with the others after this rank came too late for a call that is repeated, such as a save to one path.
 
-    Either this rank was slow, and its next call is the others' next; or it left a call out, and they will wait for it in vain
-    once more. The first time it counts as slow. The second time in a row, it gives up the next session for all, and is in step.
+    Either this rank was slow, and its next call meets the next one of the others. Or it left a call out; then the others will
+    wait for it again. The first lateness counts as slow. After the second one in a row, this rank gives up the next session for
+    all ranks, and is in step.
     """
     again, sessions.late = sessions.late == call, call
     if not again:

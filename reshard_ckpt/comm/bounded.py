@@ -1,10 +1,10 @@
-"""Calls that may block outside of our hands, awaited for a limited time: `bounded`, and the replies of a key-value store.
+"""A time limit for calls that may block in another library: `bounded`, and the replies of a key-value store.
 
-1. `bounded` has another thread make the call. When the time is over its caller goes on, and the call, whenever it returns, is
-   that thread's alone. The threads are daemons, so one that is stuck does not keep the process from ending. They are kept for
-   the next call: starting one takes longer than a store takes to answer.
-2. A `Line` is a connection to a store. Once a reply was missed, the line is lost: what is open on it (`BoundedStore`) fails at
-   once from then on, so that no time is waited for twice, and whoever opens it next connects anew.
+1. `bounded` makes the call in another thread. When the time is over, its caller goes on, and the thread keeps the call for
+   itself. The threads are daemons, so a stuck one does not keep the process from ending. They wait for the next call, because
+   starting a thread takes longer than the reply of a store.
+2. A `Line` is a connection to a store. After a missed reply the line is lost: every `BoundedStore` on it fails at once, so no
+   time is waited for twice, and the next `open` connects anew.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 _SLICE_S = 0.5
 _KEPT_S = 2.0
-"""How long a thread waits for its next call before it ends, so that no thread is left behind a save or a load."""
+"""Seconds that a thread waits for its next call before it ends, so that no thread stays after a save or a load."""
 
 _INTERRUPT_S = 5.0
-"""How long an interrupt waits for the call under way, so that what its handler does comes after it."""
+"""Seconds that an interrupt waits for the call under way, so that its handler runs after the call."""
 
 _LEAST_S, _LAST_S = 1.0, 5.0
-"""How long a store has to answer where a time is over already, as whoever gives up still tells the others: the time itself, but
-at least the first and at most the second."""
+"""Seconds for a store to answer when the time is over already, because a rank that gives up still tells the others: `timeout_s`,
+but at least the first and at most the second of these."""
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class _Call(Generic[T]):
-    """A call that a thread makes: its outcome, once `done` can be acquired."""
+    """A call that a thread makes; it has its outcome once `done` can be acquired."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -85,7 +85,7 @@ class _Worker:
                     continue  # a caller has just taken this worker, and its call is about to come
                 return
             call.make()
-            _IDLE.append(self)  # first, so that whoever waited finds this one for its next call
+            _IDLE.append(self)  # before `done`: the waiting thread may use this worker for its next call
             call.done.release()
             del call
 
@@ -101,14 +101,14 @@ def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callabl
     Parameters
     ----------
     what
-        The subject of the error's sentence: "the ranks did not meet".
+        The first part of the error's sentence: "the ranks did not meet".
     look
-        Called about twice a second while the call is under way; it may raise, as where the call can never return.
+        Called about twice a second while the call is under way. It may raise, for example if the call can never return.
 
     Raises
     ------
     PeerError
-        The time is over. The call goes on in its thread; nobody may use what it works on.
+        The time is over. The call goes on in its thread, so its arguments must not be used any more.
     """
     try:
         worker = _IDLE.pop() if _IDLE else _Worker()
@@ -122,7 +122,7 @@ def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callabl
     while not _is_done(made, min(_SLICE_S, timeout_s - waited)):
         if waited >= timeout_s:
             raise PeerError(f"{what} within {timeout_s:g} s")
-        # A process that was itself stopped meanwhile has not waited for so long: the reply may be there.
+        # Counted in slices: if this process was stopped (SIGSTOP) meanwhile, it has not waited, and the reply may be there.
         waited += _SLICE_S
         if look is not None:
             look()
@@ -139,7 +139,7 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
 
 @contextmanager
 def held(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
-    """Hold a lock that another thread may have while it waits for other ranks.
+    """Hold a lock. Another thread may hold it while that thread waits for other ranks.
 
     Raises
     ------
@@ -156,12 +156,12 @@ def held(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
 
 @contextmanager
 def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
-    """Raise what torch raises, where ranks do not come or a store does not answer, as an error of this package.
+    """Turn torch's errors (a rank that does not come, a store that does not answer) into a `PeerError`.
 
     Raises
     ------
     PeerError
-        Torch, which does not say which rank is at fault, raised something.
+        Torch raised an error, which does not say which rank is at fault.
     """
     try:
         yield
@@ -174,18 +174,18 @@ def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
 
 
 class StoreLost(DistError):
-    """A store did not reply in time, or another call on this connection has found so before."""
+    """A store did not reply in time, now or in an earlier call on this connection."""
 
 
 class Line:
-    """A connection to a store, which is made anew when it was lost.
+    """A connection to a store; `open` connects anew after it was lost.
 
     Parameters
     ----------
     connect
-        Connects within so many seconds; may raise what `open` raises.
+        Takes the seconds that it may need, and returns a client. May raise the errors of `open`.
     client
-        A first connection, if there is one already.
+        The first connection, if there is one already.
     """
 
     def __init__(self, connect: Callable[[float], Any], client: Any = None) -> None:
@@ -193,14 +193,14 @@ class Line:
         self._lock = threading.Lock()
 
     def open(self, timeout_s: float) -> BoundedStore:
-        """Return the store, each of whose replies may take so long.
+        """Return the store. Each reply may take `timeout_s`.
 
         Raises
         ------
         PeerError
-            There was no connection within that time.
+            No connection was made within `timeout_s`.
         DistError
-            Nobody answers.
+            The store does not answer.
         """
         with held(self._lock, timeout_s, "the job's key-value store was not reached"):
             if self._client is None:
@@ -208,29 +208,29 @@ class Line:
             return BoundedStore(self._client, self, _Limit(timeout_s))
 
     def lose(self, client: Any) -> None:
-        """Say that a client does not answer."""
+        """Mark a client as lost, because it did not answer."""
         if self._client is client:
             self._client = None
 
     def has(self, client: Any) -> bool:
-        """Whether this is the client of this line still."""
+        """Whether this is still the client of this line."""
         return self._client is client
 
 
 class _Limit:
-    """How long the replies of a store may take."""
+    """The time limit of a store's replies: `timeout_s` for each, and `ends` (seconds of `time.monotonic`) for all."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.ends = timeout_s, float("inf")
 
     def left(self) -> float:
-        """Return the seconds that are left, at least the few in which a store that is there answers."""
+        """Return the seconds left for a reply; never less than `_LEAST_S` to `_LAST_S`, in which a living store answers."""
         least = min(max(self.timeout_s, _LEAST_S), _LAST_S)
         return max(min(self.ends - time.monotonic(), self.timeout_s), least)
 
 
 class BoundedStore:
-    """The `KeyValueStore` of a line; every call raises `DistError` where no reply comes in time."""
+    """A `KeyValueStore` on a line. Every call raises `DistError` if no reply comes in time."""
 
     def __init__(self, client: Any, line: Line, limit: _Limit, store: Any = None) -> None:
         self._client, self._line, self._limit = client, line, limit
@@ -238,7 +238,7 @@ class BoundedStore:
 
     @classmethod
     def of(cls, store: Any, timeout_s: float) -> BoundedStore:
-        """Return a store whose replies may take so long: itself where they are bounded so already."""
+        """Return `store` with a limit of `timeout_s` for each reply; the same object if it has that limit already."""
         if not isinstance(store, BoundedStore):
             return Line(lambda _: store).open(timeout_s)
         if store._limit.timeout_s == timeout_s:
@@ -246,15 +246,15 @@ class BoundedStore:
         return cls(store._client, store._line, _Limit(timeout_s), store._store)
 
     def below(self, name: str) -> BoundedStore:
-        """Return the keys below a name, with the same limit of time."""
+        """Return the part of the store below a name, with the same time limit."""
         return BoundedStore(self._client, self._line, self._limit, _STORES.PrefixStore(name, self._store))
 
     def allow(self, seconds: float) -> None:
-        """Let the replies from now on take so long in all; the few seconds of one reply are always allowed."""
+        """Limit all replies from now on to `seconds` in all; `_Limit.left` is the least that one reply may take."""
         self._limit.ends = time.monotonic() + seconds
 
     def clone(self, timeout_s: float) -> Any:
-        """Return a connection of its own as one of torch's stores; this very one before torch 2.8. To be called in `bounded`."""
+        """Return a new connection as a store of torch; before torch 2.8, the same connection. Call it in `bounded`."""
         if not hasattr(self._store, "clone"):
             return self._store
         client = self._store.clone()
@@ -307,6 +307,6 @@ class BoundedStore:
             self._line.lose(self._client)
             raise StoreLost(str(error)) from None
         except BaseException:
-            if under_way:  # an interrupt: what comes next must not come before this
+            if under_way:  # an interrupt: later calls must not overtake this one
                 self._line.lose(self._client)
             raise

@@ -1,4 +1,4 @@
-"""What a session is opened for, as ranks compare it, and what they are told where not all of them come to it in time."""
+"""The call behind a session, which ranks compare, and the refusals if ranks make different calls or do not come in time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .wire import Refusal, name_ranks
 
 
 def call_of(kind: str, subject: str) -> bytes:
-    """Encode what a session is opened for, as ranks compare it."""
+    """Encode the operation and the object of a session; ranks compare these bytes."""
     return json.dumps([kind, subject]).encode()
 
 
 def disagreement(calls: Sequence[bytes]) -> Refusal:
-    """Make the refusal of different calls: which ranks made which, and those in the minority as the ones at fault."""
+    """Make the refusal of different calls. It says which ranks made which call, and blames the ranks in the minority."""
     count = Counter(calls)
     usual = max(count, key=lambda call: (count[call], call == calls[0]))
     by_call = {call: [rank for rank, made in enumerate(calls) if made == call] for call in dict.fromkeys(calls)}
@@ -35,7 +35,7 @@ def too_late(call: bytes, rank: int) -> Refusal:
 
 
 def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
-    """Make the refusal of a step whose time is over: of ranks that did not arrive, or, where none is known, of rank 0."""
+    """Make the refusal of a step whose time is over. It blames the absent ranks, or rank 0 if no rank is known to be absent."""
     if absent:
         return Refusal("PeerError", f"{title}: {did_not_arrive(absent, timeout_s)}", absent, absent=absent)
     why = "it hangs, or is slow: its own log says why, and timeout_s= allows it more time"
@@ -44,7 +44,7 @@ def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
 
 
 def did_not_arrive(ranks: Sequence[int], timeout_s: float) -> str:
-    """Say that ranks did not come to a call, and why that may be."""
+    """Return a sentence: these ranks did not come to a call, and the possible reasons."""
     return (
         f"{name_ranks(ranks)} did not arrive within {timeout_s:g} s. Did every rank make this call? Else they are slow "
         "(timeout_s= allows more time), hang, or have failed: their own logs say why"

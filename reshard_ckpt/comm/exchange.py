@@ -1,7 +1,7 @@
-"""Bulk data from rank to rank: all-to-alls over the job's process group, or over one beside it for bytes in host memory.
+"""Bulk data from rank to rank: all-to-alls over the job's process group, or over a gloo group beside it for host memory.
 
-The only collectives of this package. They are used where the caller asked for it (`load` with ``read_once=True``,
-`reshard_live`), in the caller's thread, so that they meet no collective of the training loop.
+These are the only collectives of this package. They run only in calls that need them (`load` with ``read_once=True``,
+`reshard_live`), and in the caller's thread, so they cannot meet a collective of the training loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Exchange:
     Attributes
     ----------
     look
-        Called about every second while others are awaited, on host memory; it may raise, as where they will not come.
+        Called about every second while this rank waits for others, if the buffers are in host memory. It may raise, for example
+        if another rank has failed.
     """
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
@@ -59,25 +60,25 @@ class Exchange:
     def start(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Callable[[], None]:
-        """Start to send each rank a part, and to receive one from each. Collective.
+        """Start to send a part to each rank, and to receive a part from each rank. Collective.
 
         Parameters
         ----------
         outgoing, incoming
-            1-D uint8 on the device of this exchange: the parts to, and from, all ranks, one after the other. They must be left
-            alone until the function that is returned has been called.
+            1-D uint8 on the device of this exchange: the parts for all ranks, and from all ranks, end to end. Do not touch them
+            before the returned function has been called.
         sent, received
-            The size of the part to each rank, and of the one from each rank, which both sides must know.
+            Bytes of the part to each rank, and from each rank; sender and receiver must agree.
 
         Returns
         -------
         Callable
-            Waits until all parts are here.
+            Waits until all parts have arrived.
 
         Raises
         ------
         PeerError
-            The process group failed, or others did not come in time; also from the function returned.
+            The process group failed, or another rank did not come in time. The returned function raises it too.
         """
         try:
             work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self._group, async_op=True)
@@ -103,7 +104,7 @@ class Exchange:
                 look()
 
     def swap(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Send message r to rank r, and return those of all ranks to this one. Collective; for what is small."""
+        """Send ``messages[r]`` to rank r, and return the messages to this rank, by sender. Collective; for small messages."""
         sent = [len(message) for message in messages]
         sizes, received = (
             torch.tensor(sent, dtype=torch.int64, device="cpu"),

@@ -1,12 +1,12 @@
-"""The ranks of a process group and the key-value stores in which they meet; all that this package asks of torch.distributed.
+"""The ranks of a process group, and the key-value stores in which they meet.
 
-1. Rank 0 of a group hosts a store of this package's own on a free port, from the group's first session on (`Home`). All sessions
-   are in it. It has the keys of this group alone: it begins empty, and ends with the process of rank 0.
-2. The job's own store says where it is, under one key, beside a nonce that all keys of the group then begin with. Under
-   ``torchrun --max-restarts`` that store outlives the workers, so what is found there may be a dead attempt's. A rank takes an
-   address only where a store answers that knows its nonce; else it waits until the living rank 0 has put down its own.
-3. No collective runs. Only a job whose store cannot append (`FileStore`), or that has none, spreads the address by a broadcast
-   of one small tensor.
+1. Rank 0 of a group hosts a store of this package on a free port, from the group's first session on (`Home`). It holds the keys
+   of this group alone, begins empty, and ends with rank 0's process.
+2. Rank 0 writes the address of that store and a nonce into the job's own store; all keys of the group begin with the nonce. Under
+   ``torchrun --max-restarts`` the job's store outlives the workers, so the address may be that of a dead attempt. A rank accepts
+   an address only if a store answers there that knows the nonce; else it waits for the address of the living rank 0.
+3. No collective runs, with one exception: if the job has no store, or one that cannot append (`FileStore`), rank 0 broadcasts
+   the address as one small tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .protocol import ALONE
 _ADDRESS_BYTES = 256
 
 MAX_TIMEOUT_S = 100_000_000
-"""Three years: the clocks and locks that wait overflow beyond some hundred."""
+"""Three years. Clocks and locks overflow at some hundred years."""
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
@@ -46,13 +46,13 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Line | None] = WeakKeyDictionary()
 
 _INHERITED: list[Any] = []
-"""In a forked child: the parent's process group, and what belongs to it."""
+"""In a forked child: the parent's process group, and the stores of its groups."""
 
 
 def _after_fork() -> None:
-    """Put away the parent's process group in a forked child: a second process on its connections would break them.
+    """Set the parent's process group aside in a forked child: a second process on its connections would break them.
 
-    It is kept for ever, and so are the stores: to close what the parent's threads serve would wait for threads that are not here.
+    The group and the stores are never freed: closing them would wait for threads that exist only in the parent.
     """
     global _LOCK
     _LOCK = threading.Lock()
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """A session that a rank gave up before it could tell anybody: its number, its call and why."""
+    """A session that a rank gave up before it could tell the others: its number, its call and the reason."""
 
     number: int
     call: bytes
@@ -73,66 +73,66 @@ class Missed:
 
 
 class SessionCounter:
-    """The number of this rank's next session: its own calls so far, and the sessions of the others that it skipped."""
+    """Counter of this rank's sessions: its own calls so far, and the sessions of other ranks that it skipped."""
 
     def __init__(self) -> None:
         self._calls = count()
         self._lock = threading.Lock()
         self._skipped = 0
         self.unopened = b""
-        """What this rank called last, where that did not open."""
+        """The last call of this rank if its session did not open, else empty."""
         self.late = b""
-        """The same, where it did not because this rank came too late."""
+        """The last call of this rank if its session did not open because this rank came too late, else empty."""
         self.missed: deque[Missed] = deque()
-        """Sessions that this rank gave up because there was no store yet to meet in; rank 0 is told as soon as there is one."""
+        """Sessions that this rank gave up before the store existed. Rank 0 is told once it exists."""
 
     def take(self) -> int:
-        """Take the turn of a call: the calls of this rank are numbered in order, whatever their threads."""
+        """Return the number of a new call. The calls of all threads are numbered in one order."""
         return next(self._calls)
 
     def number(self, turn: int) -> int:
-        """Return the session that a turn belongs to, as far as is known by now."""
+        """Return the session of a call: its number, plus the sessions skipped so far."""
         return turn + self._skipped
 
     def skip(self) -> None:
-        """Skip a session of the others that this rank does not join: all its turns come one session later."""
+        """Skip a session of the other ranks: all calls of this rank meet one session later."""
         with self._lock:
             self._skipped += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as this package sees it."""
+    """A process group, with its home of sessions and the job's own store."""
 
     rank: int
     size: int
     line: Line
-    """To the job's own store, which lasts as long as the job."""
+    """The connection to the job's own store, which lasts as long as the job."""
     prefix: str
     home: Home
     sessions: SessionCounter = field(default_factory=SessionCounter)
 
     def named(self, name: str, timeout_s: float) -> BoundedStore:
-        """Return the keys below a name in the job's store; `name` must be one that no attempt before has used.
+        """Return the part of the job's store below `name`, which no earlier attempt may have used.
 
         Raises
         ------
         PeerError
-            Nobody answers.
+            The store does not answer.
         """
         with named_failure("the ranks did not reach the job's key-value store"):
             return self.line.open(timeout_s).below(f"{self.prefix}/{name}")
 
 
 def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
-    """Return the group to talk to; None where this process is on its own.
+    """Return the `Group` of a process group; None if this process is on its own.
 
     Raises
     ------
     UsageError
-        `timeout_s` is no time.
+        `timeout_s` is not a positive number of seconds, or this process is not in the group.
     PeerError
-        The job's store, or another rank where the job has none, did not answer in time.
+        The job's store did not answer in time; or, if the job has none, another rank.
     """
     _refuse_no_time(timeout_s)
     if process_group is ALONE:
@@ -167,14 +167,14 @@ def _refuse_no_time(timeout_s: Any) -> None:
 
 @contextmanager
 def launched_group(timeout_s: float = 600) -> Iterator[None]:
-    """Join a process group of all processes that ``torchrun`` started; nothing where this one is alone, or is in one already.
+    """Join a process group of all processes that ``torchrun`` started. Does nothing for one process, or if there is a group.
 
     Raises
     ------
     UsageError
-        `timeout_s` is no time.
+        `timeout_s` is not a positive number of seconds.
     PeerError
-        They did not all come in time.
+        Not all processes came in time.
     """
     _refuse_no_time(timeout_s)
     size = os.environ.get("WORLD_SIZE", "")
@@ -206,7 +206,7 @@ def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
     line = _shared_line()
     if line is None:
-        device = torch.empty(0, device=device_of(group)).device  # with its number: that of another thread is another
+        device = torch.empty(0, device=device_of(group)).device  # with its index: another thread may have another current device
         begin = partial(_own_store, group, device)
         store = bounded(begin, timeout_s, "the ranks did not spread the address of their key-value store")
         line = Line(lambda _: store)
@@ -223,13 +223,13 @@ def _usual_host() -> str:
 
 
 def _prefix(group: dist.ProcessGroup) -> str:
-    """Make a prefix of keys for this group alone: torch gives disjoint groups that are split off together the same name."""
+    """Return a prefix of keys for this group alone. It holds the ranks: torch gives split-off groups one name."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
 def _shared_line() -> Line | None:
-    """Return the line to the job's own store, one for all groups; None where that store cannot append."""
+    """Return the `Line` to the job's own store, one for all groups; None if that store cannot append."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
@@ -242,7 +242,7 @@ def _shared_line() -> Line | None:
 def _default_store() -> Any:
     """Return the store that the job was started with."""
     with suppress(ImportError, ValueError, RuntimeError):
-        # Private: torch has no public way to the store of a job that it started from the environment.
+        # Private: torch has no public function for the store of a job that it initialized from the environment.
         from torch.distributed.distributed_c10d import _get_default_store
 
         return _get_default_store()
@@ -250,10 +250,10 @@ def _default_store() -> Any:
 
 
 def _connection(timeout_s: float) -> Any:
-    """Open a connection of our own to the job's store, which is not kept: where rank 0 hosts it, it ends with the job's group."""
+    """Open a connection of our own to the job's store. Not cached: if rank 0 hosts the store, it ends with the job's group."""
     store = _default_store()
-    # A connection has one lock: while some other thread of the job waits for a key, nobody else can use it. Before torch 2.8
-    # there is no `clone`, and to share the job's connection is the lesser evil.
+    # A connection has one lock: while another thread of the job waits for a key, no other thread can use it. Before torch 2.8
+    # stores have no `clone`, and the job's connection is shared.
     if store is None:
         raise DistError("the process group that it belongs to was destroyed")
     if not hasattr(store, "clone"):
@@ -287,7 +287,7 @@ def _own_store(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where the group's backend wants its tensors."""
+    """Return the device on which the group's backend takes tensors."""
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
         return torch.device("cpu")
     return current_accelerator() or torch.device("cpu")

@@ -1,10 +1,10 @@
-"""The store in which the sessions of a group are held: hosted by rank 0, found by the others, and never another group's.
+"""The key-value store of a group's sessions: hosted by rank 0, found by the other ranks, and used by this group alone.
 
-1. Rank 0 starts it, draws a nonce, and puts both its address and the nonce into the job's store (`HostedHome`).
-2. The others look there until they find an address at which a store answers that knows the nonce. What a dead attempt has left
-   has no store behind it any more, or another one; they look on.
-3. Whoever is the last to come in removes the address: nobody needs it any more.
-4. Every key begins with the nonce. Each rank also says there which process it is, so that those on its machine see when it ends.
+1. Rank 0 starts the store, draws a nonce, and writes the store's address and the nonce into the job's store (`HostedHome`).
+2. The others read the address again and again, until a store answers there that knows the nonce. The address of a dead attempt
+   leads to no store, or to one with another nonce.
+3. The last rank to come removes the address.
+4. Every key begins with the nonce. Each rank also registers its process there, so that ranks on its machine see when it ends.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .calls import did_not_arrive
 from .peers import Ended, Peers
 
 REPLY_S = 120.0
-"""What torch itself is told of how long a reply may take; nobody waits for one longer than its own time (`BoundedStore`)."""
+"""Torch's own limit for a reply. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
 
 _PROBE_S = 10.0
-"""How long a store at an address that may be stale has to answer; one that was too slow is asked again."""
+"""Seconds for a store to answer at an address that may be stale; a store that was too slow is asked again."""
 _LEAST_PROBE_S = 1.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.25
 
@@ -37,20 +37,20 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class Home(Protocol):
-    """Where the sessions of a group are."""
+    """The place of a group's sessions: a key-value store, found in one of several ways."""
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
-        """Return the keys of a session, and the function that tells which ranks have ended.
+        """Return the store of a session, limited to its own keys, and a function that returns the ranks that have ended.
 
         Raises
         ------
         PeerError
-            Rank 0 has not come within `timeout_s`; or the job's store is gone.
+            Rank 0 has not come within `timeout_s`, or the job's store is gone.
         """
 
 
 class SettledHome:
-    """A home in a store that rank 0 has started for this group, and that all ranks know already."""
+    """A home in a store whose address all ranks know already."""
 
     def __init__(self, line: Line, rank: int, size: int, timeout_s: float) -> None:
         self._line = line
@@ -63,14 +63,14 @@ class SettledHome:
 
 
 class HostedHome:
-    """A home whose address the ranks tell each other in the job's store.
+    """A home that rank 0 hosts, and whose address it writes into the job's store.
 
     Parameters
     ----------
     meeting, key
-        The job's store, and the key for the address.
+        The job's store, and the key of the address in it.
     host
-        By what name this rank reaches the job's store.
+        The host name by which this rank reaches the job's store.
     """
 
     def __init__(self, meeting: Line, key: str, rank: int, size: int, host: str) -> None:
@@ -91,7 +91,7 @@ class HostedHome:
         return self._record.partition(b" ")[0].decode()
 
     def _connect(self, timeout_s: float) -> Any:
-        """Connect once more to the store of rank 0, which did not reply before."""
+        """Connect again to rank 0's store, after it did not reply."""
         client = self._reach(self._record, timeout_s)
         if client is None:
             raise DistError(f"nobody replies at its address within {timeout_s:g} s")
@@ -116,9 +116,9 @@ class HostedHome:
 
     def _start(self) -> tuple[Any, bytes]:
         host, nonce = own_address(self._host), uuid.uuid4().hex
-        # Kept as long as this home, also where a reply of it was missed.
+        # Kept as long as this home, even after a missed reply.
         self._server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
-        # Where the job's store is on this machine, others reach it by a name of their own.
+        # If the job's store is on this machine, ranks on other machines reach it by another name than this one does.
         return self._server, f"{nonce} {self._server.port} {'' if is_loopback(host) else host}".encode()
 
     def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
@@ -128,7 +128,7 @@ class HostedHome:
             waited = time.monotonic() - began
             if meeting.check([self._key]):
                 record = meeting.get(self._key)
-                # The same one again, too, though seldom: it may be right, and the network slow.
+                # The same address is tried again, though seldom: it may be right, and the network slow.
                 if record != tried or waited > 2 * tried_at + 1:
                     if (client := self._reach(record, timeout_s - waited)) is not None:
                         return client, record
@@ -138,7 +138,7 @@ class HostedHome:
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), _LAST_PAUSE_S, timeout_s - waited))
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
-        """Connect to the store at an address that somebody has put down; None where there is none, or another one."""
+        """Connect to the store at a written address; None if no store answers there, or one with another nonce."""
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
             nonce, port, host = record.decode().split(" ")
@@ -149,8 +149,8 @@ class HostedHome:
 
 
 def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
-    """Connect to a store that knows the nonce; None where another one is there."""
-    # Asked first, as a store's client tries a closed port again and again.
+    """Connect to a store that knows the nonce; None if the store there does not."""
+    # A plain connection first: the client of a store would try a closed port again and again.
     socket.create_connection((host, port), probe_s).close()
     limit = timedelta(seconds=probe_s)
     client = _STORES.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -161,7 +161,7 @@ def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
 
 
 def own_address(towards: str) -> str:
-    """Find this machine's address on the way to another: the one by which the others can reach it. No packet is sent."""
+    """Return the address by which a machine on the route to `towards` can reach this one. No packet is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -172,5 +172,5 @@ def own_address(towards: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is that of the machine it is used on."""
+    """Whether an address is a loopback address."""
     return host == "::1" or host.startswith("127.")

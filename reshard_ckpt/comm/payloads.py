@@ -1,4 +1,4 @@
-"""Payloads of any size in a key-value store, in chunks: ``<key>/0`` begins with the length of all."""
+"""Payloads of any size in a key-value store, in chunks: ``<key>/0`` begins with the length of the whole payload."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Payloads:
         self._store = store
 
     def save(self, payloads: Mapping[str, bytes]) -> None:
-        """Put payloads down, each under its key."""
+        """Write payloads to the store, each under its key."""
         keys: list[str] = []
         values: list[bytes] = []
         num_bytes = 0
@@ -47,7 +47,7 @@ class Payloads:
             self._store.multi_set(keys, values)
 
     def load(self, key: str) -> bytes:
-        """Return a payload that is there."""
+        """Return a payload that is known to be in the store."""
         first = self._store.get(f"{key}/0")
         length = _LENGTH.unpack_from(first)[0]
         payload = bytearray(first[_LENGTH.size :])
@@ -56,7 +56,7 @@ class Payloads:
         return bytes(payload)
 
     def drop(self, key: str) -> None:
-        """Delete a payload, if it is there."""
+        """Delete a payload if the store has it."""
         if self._store.check([f"{key}/0"]):
             length = _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0]
             # The first one last, so that an interrupted deletion can be taken up again.

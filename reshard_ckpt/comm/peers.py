@@ -1,8 +1,8 @@
-"""The processes of the ranks on this machine: whether one has ended, so that nobody waits for it until a deadline.
+"""The processes of the ranks on this machine. If one has ended, no rank needs to wait for it until a deadline.
 
-A rank says once, under the name of its machine, which process it is. Every rank looks after those of its own machine; whoever
-sees that one has ended tells all, so a job learns of it from any machine of which one rank is left. What cannot be known
-(another operating system, processes that do not see each other) counts as alive.
+Each rank writes its process number into the store, under the name of its machine. Every rank watches the processes of its own
+machine, and tells all ranks if one has ended; so one living rank on a machine is enough. A process counts as alive if nothing can
+be known of it (another operating system, containers that do not see each other's processes).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Peers:
     Parameters
     ----------
     store
-        The group's own keys, as each call is given them: over a connection of now.
+        The keys of this group. `ended` gets them anew, because the connection may have been replaced since.
     """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
@@ -35,10 +35,10 @@ class Peers:
         self._processes: list[list[str]] = []
         store.append(self._key, f"{rank}:{os.getpid()}:{_began(os.getpid())} ".encode())
         self.num_here: int = store.add("here", 1)
-        """How many ranks have said so, this one included."""
+        """The number of ranks that have registered, this one included."""
 
     def ended(self, store: KeyValueStore) -> frozenset[int]:
-        """Return the ranks of this machine whose processes have ended, as far as that is known."""
+        """Return the ranks of this machine whose processes are known to have ended."""
         if not self._is_complete:
             self._is_complete = store.add("here", 0) >= self._size
             self._processes = [line.split(":") for line in store.get(self._key).decode().split()]
@@ -46,7 +46,7 @@ class Peers:
 
 
 def _machine() -> str:
-    """Name this machine, and of it the part in which processes see each other's numbers; where unknown, this process alone."""
+    """Return a name that processes share if they can see each other's process numbers; a unique one if that is not known."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -54,7 +54,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; "" if it has ended: its number may be another's by now."""
+    """Return when a process began, in ticks since the boot; "" if it has ended. A reused process number has another beginning."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

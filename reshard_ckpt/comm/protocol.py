@@ -1,4 +1,4 @@
-"""The protocol of control messages between ranks: short ones to rank 0, and from rank 0."""
+"""The protocol of control messages: short messages from all ranks to rank 0, and from rank 0 to all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class _Alone:
 
 
 ALONE: Final = _Alone()
-"""Stands for a process group: this process on its own, whatever job it belongs to."""
+"""Stands for a process group of this process alone, also within a job of several ranks."""
 
 
 class Comm(Protocol):
-    """The ranks of one session, which all make the same calls in the same order.
+    """One session of several ranks. All ranks make the same calls in the same order, each from one thread at a time.
 
-    Every call raises, on every rank and soon, what any rank of the session raised. A call belongs to one thread.
+    If a rank of the session raises an error, every call on every rank raises it soon.
     """
 
     @property
@@ -29,22 +29,22 @@ class Comm(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
 
     def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        """Send a payload to rank 0. Returns all payloads by rank on rank 0, and None on the others, also once all have arrived.
+        """Send a payload to rank 0. Rank 0 gets all payloads, by rank; the others get None, once all payloads have arrived.
 
         Parameters
         ----------
         undo
-            Called at the end of the session if this gather took place on no rank; not called where that is not known.
+            Called at the end of the session if this gather surely failed on all ranks.
         """
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Send rank 0's payload to every rank, and return it; what the others pass is ignored."""
+        """Send rank 0's payload to every rank, and return it. The argument of other ranks is ignored."""
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        """Send payload r of those that rank 0 passes to rank r, and return it; what the others pass is ignored."""
+        """Send ``payloads[r]`` of rank 0 to rank r, and return the own one. The argument of other ranks is ignored."""
 
 
 class SoloComm:

@@ -1,9 +1,9 @@
-"""Memory that the ranks of one machine share: each writes in its own, and the others read it there.
+"""Memory that the ranks of one machine share: each rank writes into its own segment, and the others read it there.
 
-1. `Segment`: memory without a name in any folder, which ends with its last user. Another process of the same machine opens it
-   through ``/proc``; a random token says that it is the right one, and not that of another container with the same numbers.
-2. `share`: all ranks try each other's segments, and every rank learns who reads its own. Where that is not possible, as between
-   machines, bytes travel through the process group.
+1. `Segment`: anonymous memory, freed with its last user. Another process of the same machine opens it through ``/proc``. A random
+   token proves that it is the right one: another container may have equal process and file numbers.
+2. `share`: each rank tries to open the segments of all others, and learns which ranks read its own. Ranks that cannot open a
+   segment, for example on another machine, get their bytes through the process group.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .exchange import Exchange
 _NAME = "reshard_ckpt"
 
 _TOKEN_BYTES = 64
-"""A token, and what is left of a cache line."""
+"""Bytes of the token, padded to a cache line."""
 
 
 class Segment:
-    """Memory of this process that others can open; `data` is 1-D uint8."""
+    """Memory of this process that other processes can open by `address`; `data` is 1-D uint8."""
 
     def __init__(self, num_bytes: int) -> None:
         size = _TOKEN_BYTES + num_bytes
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self._fd, 0, size)  # or a write would be killed where there is no memory
+            os.posix_fallocate(self._fd, 0, size)  # without it, a write would be killed (SIGBUS) when memory runs out
             memory = _map(self._fd, size)
         except BaseException:
             os.close(self._fd)
@@ -43,17 +43,17 @@ class Segment:
         self.address: bytes = msgpack.packb((os.getpid(), self._fd, size, token))
 
     def close(self) -> None:
-        """Let no more processes open it; who has it keeps it."""
+        """Close the file, so that no more processes can open it. A process that has mapped it keeps it."""
         os.close(self._fd)
 
 
 def open_segment(address: bytes) -> torch.Tensor | None:
-    """Open the memory of another process; None where it is not on this machine, or may not be opened."""
+    """Open the memory of another process as a 1-D uint8 tensor; None if it is on another machine or may not be opened."""
     process, number, size, token = msgpack.unpackb(address)
     path = f"/proc/{process}/fd/{number}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            return None  # anything at all, in another container
+            return None  # another file with the same number, in another container
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
@@ -76,16 +76,16 @@ def _map(fd: int, size: int) -> mmap.mmap:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What this rank shares with others.
+    """The shared memory that this rank writes and reads.
 
     Attributes
     ----------
     own
-        Its own segment, in which it writes; empty where nobody reads it.
+        This rank's segment, 1-D uint8; empty if no other rank reads it.
     read
-        By rank the segment that this rank reads, if it does.
+        ``read[r]``: the segment of rank r, or None if this rank cannot read it.
     readers
-        By rank whether that one reads this rank's.
+        ``readers[r]``: whether rank r reads this rank's segment.
     """
 
     own: torch.Tensor
@@ -94,7 +94,7 @@ class SharedMemory:
 
 
 def share(exchange: Exchange, num_bytes: int) -> SharedMemory:
-    """Share that many bytes of this rank with all that can open them. Collective.
+    """Make a segment of `num_bytes` on this rank, and open those of all ranks on this machine. Collective.
 
     Raises
     ------

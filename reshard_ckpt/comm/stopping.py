@@ -1,14 +1,14 @@
 """A stop that all ranks make at the same step, although every rank counts its steps by itself.
 
-1. A rank counts its own steps (`AgreedStop.reached`). As long as no rank is to stop, that uses neither the store nor the network.
-2. A thread of each rank reads the key "wanted" of the store now and then, and sets it once its own rank is to stop.
-3. A thread that finds the key set keeps its own rank from the next step, and posts how many steps the rank has begun. No rank has
-   to take a step for this, so none waits for another's training, however far they are apart.
-4. The rank that posts last decides: the step after the furthest one. No rank has begun that, as all are held back.
-5. All ranks are let go, up to that step; rank 0 last, because its process may host the store.
+1. A rank counts its own steps (`AgreedStop.reached`). Until a rank is told to stop, this uses neither the store nor the network.
+2. A thread of each rank polls the key "wanted" of the store, and sets it once its own rank is told to stop.
+3. When a thread finds the key set, it holds its rank back from the next step, and posts the number of steps that the rank has
+   begun. This needs no step of any rank, so no rank waits for another's training, however far apart they are.
+4. The rank that posts last decides: all stop at the step after the furthest one. No rank has begun that step, as all are held.
+5. All ranks go on up to that step; the thread of rank 0 ends last, because its process may host the store.
 
-A rank that takes no further step has closed its stop and posted that. Then no stop is decided: the others have but the same steps
-left, and come to their end as well.
+A rank that has finished its last step has closed its stop, and posted that. Then no stop is decided: the other ranks have only
+the same steps left, and end by themselves.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .wire import name_ranks
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
 _FAREWELL_S = 5.0
 _NEVER = -1
-"""Posted by a rank that takes no further step; decided, where one has."""
+"""Posted by a rank that takes no further step; also the decision if a rank has posted it."""
 
 
 class Stop(Protocol):
     """The question of a rank before each step: stop here?"""
 
     def reached(self) -> bool:
-        """Count one step more, and tell whether all ranks stop at this one, or have stopped before."""
+        """Count one more step, and return whether all ranks stop at this step or have stopped before."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoloStop:
-    """The stop of a process on its own: at once."""
+    """The stop of a process on its own: at the next step after `wanted` returns True."""
 
     wanted: Callable[[], bool]
 
@@ -55,17 +55,17 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     Parameters
     ----------
     store
-        With keys that nobody else uses, the same on all ranks.
+        The same on all ranks; nothing else may use its keys.
     wanted
-        Whether this rank has been told to stop; called in the thread.
+        Returns whether this rank has been told to stop; called in the thread.
     timeout_s
-        How long a rank that is held back waits for the others.
+        Seconds that a rank that is held back waits for the others.
     """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, wanted: Callable[[], bool], *, timeout_s: float) -> None:
         self._store, self._rank, self._size = BoundedStore.of(store, timeout_s), rank, size
         self._wanted, self._timeout_s = wanted, timeout_s
-        # Thousands of ranks together ask the store some thousand times a second at most.
+        # All ranks together ask the store at most 2,000 times a second.
         self._pause_s = min(5.0, max(0.1, size / 2000))
         self._lock = threading.Lock()
         self._num_steps, self._stop_at = 0, _NEVER
@@ -80,7 +80,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed.set()
-        self._thread.join()  # all that it waits for has a limit
+        self._thread.join()  # it ends: each of its waits has a limit
         with suppress(Exception):  # the others have ended, and the store with them
             self._post(_NEVER)
             if self._store.add("gone", 1) == self._size:
@@ -88,12 +88,12 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
                     self._store.delete_key(key)
 
     def reached(self) -> bool:
-        """Count one step more, and tell whether all ranks stop at this one, or have stopped before.
+        """Count one more step, and return whether all ranks stop at this step or have stopped before.
 
         Raises
         ------
         PeerError
-            Some rank wants to stop, and others did not answer; or the store is gone.
+            A rank wants to stop, and others did not answer; or the store is gone.
         """
         with self._lock:
             self._num_steps += 1
@@ -112,7 +112,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
                 if self._store.check(["wanted"]):
                     self._agree()
                     return
-        except Exception as error:  # whatever it is: a thread that ends silently would let the ranks train on for ever
+        except Exception as error:  # any error: if the thread ended silently, the ranks would train on for ever
             self._error = PeerError(
                 f"the job's key-value store does not answer any more ({error}), so this rank cannot learn of a stop; "
                 "the process that hosts it, often rank 0, has probably ended, or hangs: its log says why",
@@ -143,7 +143,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
             self._wait(lambda: self._store.add("informed", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
 
     def _post(self, num_steps: int) -> None:
-        """Post, once, how many steps this rank has begun; the last rank to do so decides."""
+        """Post the number of steps that this rank has begun, once. The last rank to post decides."""
         if self._posted:
             return
         self._posted = True
@@ -157,7 +157,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         return {int(rank): int(num_steps) for rank, num_steps in pairs}
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until it is done (True), or the time is over or this stop is closed (False)."""
+        """Poll until `done` returns True, and return True; False when the time is over or this stop is closed."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin

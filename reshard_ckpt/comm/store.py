@@ -1,22 +1,22 @@
-"""The `Comm` over a key-value store: ranks exchange messages in steps, and one decision for each step tells all of a failure.
+"""The `Comm` over a key-value store. Ranks exchange messages in steps; each step has one decision, which all ranks read.
 
-The calls of a session are its steps ``0, 1, 2, …``, the same ones on every rank. Each step has a *decision*, a key that is
-written once, by compare-and-set: "go on", by rank 0, or a refusal, by whichever rank failed. The first to write it wins, and
-every rank reads the same; so they all go on, or they all raise the same error. No rank waits for anything else.
+The calls of a session are its steps ``0, 1, 2, …``, the same on every rank. The *decision* of a step is a key that is written
+once, by compare-and-set: "go on", written by rank 0, or a refusal, written by the rank that failed. The first writer wins. So
+all ranks go on, or all raise the same error. Ranks wait for decisions, and rank 0 for the bell; for nothing else.
 
-1. *To rank 0* (gather): a rank appends its message to the step's inbox, and whoever is the last rings the bell. Rank 0 waits for
-   the bell (a key), not for each rank: one wait, one read, at any number of ranks. Then it decides.
-2. *From rank 0* (broadcast, scatter): rank 0 puts the payload down, and then decides.
-3. *Failure*: a rank that raises writes its refusal into the first step that is not decided yet, and rings the bell of that step,
-   in case rank 0 waits there. The session opens and ends with a gather, so that no failure inside it goes unseen.
-4. *Deadline*: a rank that has waited too long reads in the inbox which ranks have not arrived, and refuses the step, naming them.
-   It does so at once if one that has not arrived is known to have ended.
-5. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. The rank that counts to the full
-   number deletes the session's keys: usually rank 0, or a rank that all others had given up.
+1. *To rank 0* (gather): each rank appends its message to the step's inbox. The last rank to do so sets a key, the *bell*. Rank 0
+   waits for the bell, not for each rank: one wait and one read for any number of ranks. Then it writes the decision.
+2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision.
+3. *Failure*: a rank that raises writes its refusal into the first undecided step, and rings the bell of that step, because rank 0
+   may wait there. A session begins and ends with a gather, so every failure inside it is seen.
+4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
+   It does so at once if an absent rank is known to have ended.
+5. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
+   completes the number deletes the session's keys: usually rank 0, or a rank that the others had given up.
 
-Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
-interrupted, would hold the client's lock against every other user in this process, and prints warnings when its time is over.
-A store that does not reply, as its process hangs, is waited for no longer than a rank (`comm.bounded`).
+Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be interrupted,
+would hold the client's lock against every other user in this process, and would print warnings when its time is over. If the
+store does not reply because its process hangs, it is waited for no longer than a rank (`comm.bounded`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .payloads import KeyValueStore, Payloads
 from .peers import Ended
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
-# The decisions that let a step pass: the name of the call that rank 0 itself makes there.
+# The decisions that let a step pass: the name of rank 0's call in that step.
 _PASSED = (b"gather", b"broadcast", b"scatter")
 
 _INLINE_BYTES = 64 << 10
@@ -43,21 +43,21 @@ _FIRST_PAUSE_S = 0.0002
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""Where rank 0's own process hosts the store: if it left before the others, their save would fail."""
+"""If rank 0's process hosts the store: the others need it until they have left too, or their save would fail."""
 
 _given_up = 0
-"""How often this process has given up all its sessions."""
+"""Number of times that this process has given up all its sessions."""
 
 
 class StoreComm:
-    """The `Comm` of one session whose keys nobody else uses.
+    """The `Comm` of one session, which alone uses the keys of `store`.
 
     Parameters
     ----------
     ended
-        Returns the ranks that are known to have ended; none, by default.
+        Returns the ranks that are known to have ended; by default an empty set.
     hosts
-        Whether rank 0's process hosts the store, so that the others need it until they have left.
+        Whether rank 0's process hosts the store, so that it must leave last.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class StoreComm:
         self._payloads = Payloads(self._store)
         self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
         self._title, self._timeout_s = title, timeout_s
-        # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
+        # Thousands of ranks that poll twenty times a second would saturate the store.
         self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
         self._step, self._look_at = 0, 0.0
         self._given_up_before = _given_up
         self._refusal: Refusal | None = None
         self._undo: tuple[int, Callable[[], None]] | None = None
 
-    # --- what the engine calls ---
+    # --- the calls of the protocol ---
 
     def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
         if undo is not None:
@@ -121,21 +121,21 @@ class StoreComm:
             self._decide("scatter")
             return bytes(payloads[0])
 
-    # --- the frame of a session ---
+    # --- opening and leaving a session ---
 
     def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
-        """Take the first step: check that all ranks are here, for the same call.
+        """Take the first step: check that all ranks have come, and for the same call.
 
         Parameters
         ----------
         before
-            The `call_of` the session before, where that did not open.
+            The `call_of` of this rank's previous session, if that did not open.
 
         Returns
         -------
         bool
-            False where this session is not the one of this call, which belongs in the next: either the others gave this rank up
-            in a session for another call, which it left out; or they have come only now for the call that it made before.
+            False if this session belongs to another call, so that this rank must try the next one. Either the others gave up this
+            rank in a call that it left out, or they have come only now for the call that this rank made before.
         """
         call = call_of(kind, subject)
         with self._reachable():
@@ -162,7 +162,7 @@ class StoreComm:
 
     @property
     def late(self) -> bool:
-        """Whether the others had given this rank up before it came to the session at all."""
+        """Whether the others had given up this rank before it came to the session."""
         return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
 
     def _is_for_another(self, call: bytes, before: bytes) -> bool:
@@ -174,7 +174,7 @@ class StoreComm:
         return self.late or set(calls) == {before}
 
     def _others_calls(self) -> list[bytes]:
-        """Return the calls of the other ranks that came to this session in time."""
+        """Return the calls of the other ranks that came to this session in time, from the inbox of step 0."""
         inbox = "0/in"
         if not self._store.check([inbox]):
             return []
@@ -182,13 +182,13 @@ class StoreComm:
         return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank not in late]
 
     def is_for_others(self, call: bytes) -> bool:
-        """Tell, before this rank opens the session, whether another one has refused it, or opened it for another call."""
+        """Whether another rank has refused the session, or opened it for another call. Used before this rank opens it."""
         with self._reachable():
             inbox = self._store.get("0/in") if self._store.check(["0/in"]) else b""
             return self._store.check(["0/decision"]) or any(frame.payload != call for frame in decode_frames(inbox))
 
     def decline(self, call: bytes) -> bool:
-        """Refuse a session that this rank, being behind, does not come to; False where the others had given it up already."""
+        """Refuse a session that this rank, being late, will not join. Return False if another refusal was there before."""
         own = too_late(call, self.rank)
         with self._reachable():
             counts = self._refuse(own)
@@ -196,7 +196,7 @@ class StoreComm:
         return counts == own
 
     def abort(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank, unless it is one that they reported."""
+        """Tell the other ranks of an error of this rank, unless the error came from them."""
         if self._refusal is not None:
             return
         self._store.allow(self._farewell())
@@ -204,10 +204,10 @@ class StoreComm:
             while self._refuse(refusal_of(error, self.rank)) is None:
                 self._step += 1
             for step in range(self._step):
-                self._payloads.drop(f"{step}/to/{self.rank}")  # what rank 0 sent, and this rank will not take any more
+                self._payloads.drop(f"{step}/to/{self.rank}")  # sent by rank 0; this rank will not take it any more
 
     def leave(self, *, waits: bool = True) -> None:
-        """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
+        """Count this rank out; the last rank deletes all keys. Raises nothing if the store is gone."""
         self._store.allow(self._farewell())
         with suppress(DistError):
             if self.rank == 0 and waits:
@@ -226,14 +226,14 @@ class StoreComm:
         return staying <= len(absent)
 
     def miss(self, call: bytes, reason: PeerError) -> None:
-        """Give up a session for which this rank had come when there was no store yet."""
+        """Give up a session to which this rank came before the store existed; tell the others so."""
         with self._reachable():
             self._store.append(self._key("in"), encode_frame(Frame(self.rank, False, call)))
             self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
         self.leave(waits=False)
 
     def undo(self) -> None:
-        """Call the `undo` of a gather that did not take place: this step was refused, so no later one will."""
+        """Call the `undo` of a gather that failed on all ranks: its step, or an earlier one, was refused."""
         if self._refusal is not None and self._undo is not None and self._step <= self._undo[0]:
             self._undo[1]()
 
@@ -243,12 +243,12 @@ class StoreComm:
         return "/".join(map(str, (self._step, *parts)))
 
     def _arrive(self, payload: bytes, *, shown: bool = False) -> None:
-        """Put this rank's message into the step's inbox; the last one to do so rings."""
+        """Append this rank's message to the step's inbox. The last rank rings the bell."""
         self._stop_if_over()
         separate = len(payload) > _INLINE_BYTES and self.rank != 0
         if separate:
             self._payloads.save({self._key("from", self.rank): payload})
-        # Rank 0 keeps its own payload; its frame shows the others that it has arrived, and sometimes (`shown`) for which call.
+        # Rank 0 keeps its own payload. Its frame shows the others that it has arrived; with `shown`, also its call.
         is_empty = separate or (self.rank == 0 and not shown)
         frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
         self._store.append(self._key("in"), encode_frame(frame))
@@ -256,7 +256,7 @@ class StoreComm:
             self._store.set(self._key("bell"), b"")
 
     def _collect(self, own: bytes) -> list[bytes]:
-        """Wait for all messages of this step, on rank 0; returns them by rank."""
+        """Wait on rank 0 for all messages of this step, and return them by rank."""
         bell = self._key("bell")
         self._await([bell])
         if self._store.check([self._key("decision")]):
@@ -269,17 +269,17 @@ class StoreComm:
         return messages
 
     def _decide(self, call: str) -> None:
-        """Let the step pass, on rank 0, unless a rank has refused it."""
+        """Let the step pass, unless a rank has refused it. Called on rank 0."""
         self._apply(self._store.compare_set(self._key("decision"), b"", call.encode()), call)
 
     def _await_decision(self, call: str) -> None:
-        """Wait for the step's decision, on the other ranks, and apply it."""
+        """Wait for the step's decision, and apply it. Called on the ranks above 0."""
         decision = self._key("decision")
         self._await([decision])
         self._apply(self._store.get(decision), call)
 
     def _apply(self, decision: bytes, call: str) -> None:
-        """Go on to the next step, or raise the refusal that the decision is."""
+        """Go on to the next step, or raise the error if the decision is a refusal."""
         passed = _passed(decision)
         if not passed:
             self._refusal = Refusal.decode(decision)
@@ -301,7 +301,7 @@ class StoreComm:
         return self._refusal
 
     def _refuse(self, refusal: Refusal) -> Refusal | None:
-        """Refuse this step; returns the refusal that counts, perhaps another rank's; None where rank 0 has let the step pass."""
+        """Refuse this step. Return the refusal that was first, perhaps another rank's; None if rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
         if _passed(decision):
             return None
@@ -310,7 +310,7 @@ class StoreComm:
         return self._refusal
 
     def _await(self, keys: list[str]) -> None:
-        """Wait until a key is there: the bell, or the decision; refuse the step if it is known that it will not be."""
+        """Wait for a key, the bell or the decision. Refuse the step when the time is over or a needed rank has ended."""
         if not self._wait(lambda: self._store.check(keys) or self._refuse_without_ended(), self._timeout_s):
             self._stop_if_given_up()
             self._expire()
@@ -322,7 +322,7 @@ class StoreComm:
             )
 
     def _refuse_without_ended(self) -> bool:
-        """Refuse the step if a rank that it still needs has ended; True once it is decided."""
+        """Refuse the step if a rank that it still needs has ended. Return True once the step is decided."""
         if not self._may_look() or not (ended := self._ended()):
             return False
         arrived = self._arrived()
@@ -337,7 +337,7 @@ class StoreComm:
         return True
 
     def _may_look(self) -> bool:
-        """Tell whether it is time to look again whether ranks have ended: about every half second."""
+        """Whether half a second has passed since the last check for ended ranks."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -349,7 +349,7 @@ class StoreComm:
         return {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
 
     def _expire(self) -> None:
-        """Refuse the step, as the time is over, and name the ranks that are missing; unless it is decided at this very moment."""
+        """Refuse the step because its time is over, and name the absent ranks. Does nothing if the last rank has just arrived."""
         arrived = self._arrived()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else ()
         if arrived and not absent and self.rank == 0:
@@ -357,7 +357,7 @@ class StoreComm:
         self._refuse(expired(self._title, absent, self._timeout_s))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until it is done (True), or the time is over or all sessions are given up (False)."""
+        """Poll until `done` returns True, and return True; False when the time is over or all sessions are given up."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin
@@ -367,13 +367,13 @@ class StoreComm:
         return True
 
     def _delete_all(self) -> None:
-        """Delete every key of the session; called when no rank will touch one any more."""
+        """Delete every key of the session, once no rank uses them any more."""
         for step in range(self._step + 1):
             self._payloads.drop(f"{step}/all")
             for name in ("in", "arrived", "bell", "decision"):
                 self._store.delete_key(f"{step}/{name}")
         if self._refusal is not None:
-            # What was put down for a step that was refused, so that nobody has taken it.
+            # Payloads of the refused step, which no rank has taken.
             for rank in range(1, self.size):
                 self._payloads.drop(f"{self._step}/from/{rank}")
                 self._payloads.drop(f"{self._step}/to/{rank}")
@@ -393,14 +393,14 @@ class StoreComm:
 
 
 def give_up_sessions() -> None:
-    """Have all sessions that this process is in now end where they wait for others: it must end, and cannot wait any longer.
+    """Make all current sessions of this process stop waiting for other ranks, because the process must end now.
 
-    The others are told. A session that is opened afterwards is none of them.
+    The other ranks are told. Sessions that are opened later are not affected.
     """
     global _given_up
     _given_up += 1
 
 
 def _passed(decision: bytes) -> str:
-    """Parse a decision: the call that it lets pass, "" if it is a refusal."""
+    """Return the call that a decision lets pass, or "" if the decision is a refusal."""
     return decision.decode() if decision in _PASSED else ""

@@ -1,9 +1,10 @@
-"""The turn of a session that ranks open only where they need one: they meet in a step of its own, and then in collectives alone.
+"""A turn: a place among the sessions whose session is opened only if it is needed. Ranks meet by one counter instead.
 
-1. The turn has its number among the sessions of all ranks, opened or not. So a rank that calls something else instead opens the
-   very session of this turn. Who waits looks there about twice a second, and then opens it too, which raises on all.
-2. To meet, each rank adds itself, with a flag, to one counter. Whoever is the last writes the verdict: the flags of all. A rank
-   that has waited too long, or sees that one which is missing has ended, writes a refusal. The first to write it wins.
+1. A turn takes a number among the sessions of all ranks, opened or not. So a rank that makes another call instead opens the
+   session with this number. A waiting rank looks for that about twice a second, and then opens the session too, which raises the
+   error of different calls on all ranks.
+2. To meet, each rank adds 1 and its flags to one counter. The last rank writes the verdict: the flags of all. A rank that has
+   waited too long, or sees that a missing rank has ended, writes a refusal. The first writer wins.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from .store import StoreComm
 from .wire import Refusal, name_ranks
 
 FAILED, CHANGED = 1, 2
-"""Flags of a rank that comes."""
+"""Flags with which a rank comes to `Meeting.meet`."""
 
 _BITS = 20
 _LIMIT = 1 << _BITS
-"""Of the counter: the bits of how many ranks have come, and of how many of them with each flag."""
+"""The counter is three numbers of `_BITS` bits: the ranks that have come, and those of them with each flag."""
 
 
 class Meeting(StoreComm):
-    """The step in which ranks meet before their session, which may never be opened, has any."""
+    """The step in which ranks meet before, or instead of, opening the session."""
 
     def meet(self, flags: int, look: Callable[[], None]) -> int:
-        """Wait until all ranks have come; returns the flags of all, joined.
+        """Wait until all ranks have come, and return the flags of all, or-ed. `look` is called about twice a second.
 
         Raises
         ------
         PeerError
-            Some rank has ended, or did not come in time.
+            A rank has ended, or did not come in time.
         """
         word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate((FAILED, CHANGED), 1))
         with self._reachable():
@@ -43,7 +44,7 @@ class Meeting(StoreComm):
             if is_last:
                 joined = sum(flag for i, flag in enumerate((FAILED, CHANGED), 1) if (total >> _BITS * i) % _LIMIT)
                 verdict = self._store.compare_set("verdict", b"", b"%d" % joined)
-            # Only then, so that whoever is killed before it has done all of this counts as missing.
+            # Last: a rank that is killed before this line counts as missing.
             self._store.append("here", b"%d " % self.rank)
             if not is_last:
                 self._may_look()  # in half a second: mostly all are here by then
@@ -57,7 +58,7 @@ class Meeting(StoreComm):
         return int(verdict)
 
     def forget(self) -> None:
-        """Delete what this step has left, once all ranks have come to a later one."""
+        """Delete the keys of this step, once all ranks have come to a later turn."""
         with suppress(PeerError), self._reachable():
             self._forget()
 
@@ -66,7 +67,7 @@ class Meeting(StoreComm):
             self._store.delete_key(key)
 
     def _delete_all(self) -> None:
-        """Delete every key of the session, and of this step too: where it was refused, no later one may come to `forget` it."""
+        """Delete every key of the session and of this step; after a refusal, no later turn may come that would `forget` it."""
         super()._delete_all()
         self._forget()
 
@@ -82,7 +83,7 @@ class Meeting(StoreComm):
         return False
 
     def _miss(self, ranks: list[int], what: str) -> None:
-        if ranks:  # else the verdict is there by now
+        if ranks:  # else the last rank has come, and the verdict is there
             refusal = Refusal("PeerError", f"{self._title}: {what}", tuple(ranks))
             self._store.compare_set("verdict", b"", refusal.encode())
 
@@ -93,11 +94,11 @@ class Turn:
     Parameters
     ----------
     session
-        That of this turn, which has not been entered.
+        The session of this turn, not yet entered.
     comm
-        Makes its `Meeting`; None where this process is on its own.
+        Makes its `Meeting`; None if this process is on its own.
     call
-        What the session is for.
+        The `call_of` of the session.
     """
 
     def __init__(
@@ -108,12 +109,12 @@ class Turn:
         self._meeting: Meeting | None = None
 
     def meet(self, flags: int, before: Turn | None) -> int:
-        """Wait until all ranks have come to this turn; returns the flags of all, joined. Collective.
+        """Wait until all ranks have come to this turn, and return the flags of all, or-ed. Collective.
 
         Parameters
         ----------
         before
-            An earlier turn, which all have left by then.
+            An earlier turn, whose keys are deleted: all ranks have left it once they have come here.
 
         Raises
         ------
@@ -134,19 +135,19 @@ class Turn:
         return self._session
 
     def look(self) -> None:
-        """Raise what another rank has put down in place of coming, if one has.
+        """Raise the error of another rank that does not come to this turn, if there is one.
 
         Raises
         ------
-        PeerError
-            It has given up, or called something else; other errors of this package where it gave up for them.
+        CheckpointError
+            The other rank gave up because of this error; a `PeerError` if it made another call.
         """
         if self._comm is not None and self._comm().is_for_others(self._call):
             with self.opened():
                 pass
 
     def give_up(self, error: BaseException) -> None:
-        """Tell whoever opens the session, or looks, of an error of this rank, which does not open it any more."""
+        """Tell the other ranks of an error of this rank, which will not open the session any more."""
         if self._comm is None or self._is_opened:
             return
         with suppress(PeerError):  # the store is gone, and `error` says more

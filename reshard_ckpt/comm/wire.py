@@ -21,7 +21,7 @@ _MAX_NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One rank's message in an inbox; a `separate` one has its payload under a key of its own, and none here."""
+    """One rank's message in an inbox. If `separate`, the payload has a key of its own, and `payload` here is empty."""
 
     rank: int
     separate: bool
@@ -48,7 +48,7 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a session ended early: what every rank that did not fail itself raises, and the ranks that never arrived."""
+    """The reason why a session ended early: the error that every other rank raises, and the ranks that never arrived."""
 
     kind: str
     message: str
@@ -72,7 +72,7 @@ class Refusal:
         try:
             kind, message, ranks, problems, absent = json.loads(data)
             return cls(kind, message, tuple(ranks), tuple(problems), tuple(absent))
-        except (ValueError, TypeError) as error:  # also what is no UTF-8, and what is no JSON
+        except (ValueError, TypeError) as error:  # neither UTF-8 nor JSON
             raise _foreign(data) from error
 
 
@@ -85,12 +85,12 @@ def _foreign(data: bytes) -> PeerError:
 
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:
-    """Convert an error of this rank to what the other ranks raise: the same class where it is one of this package's."""
+    """Make the refusal from an error of this rank. The other ranks raise the same class if it is one of this package."""
     if not isinstance(error, CheckpointError):
         # Not `str(error)`, which may itself raise for a class that is not ours.
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         return Refusal("PeerError", f"rank {rank}: {text[:_MAX_MESSAGE_CHARS]}", ranks=(rank,))
-    # The nearest class that every rank knows: a room may have finer ones of its own.
+    # The nearest public class: `errors` does not have the subclasses of single modules.
     kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
     ranks = error.ranks if isinstance(error, PeerError) else ()
     problems = tuple(_at_most(error.problems, _MAX_PROBLEMS_CHARS)) if isinstance(error, MismatchError) else ()
