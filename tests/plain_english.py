@@ -27,7 +27,7 @@ RIDDLES = {
     r"\b[Tt]hose (that|which|of which)\b": "repeat the noun",
     r"\b[Ww]ho (has|have|is|are|had)\b": "say which rank or process",
     r"(?<![Tt]here )\b(is|are) none\b|\b[Nn]one for what\b": "say what is missing, as in 'there is no …' or 'returns None if …'",
-    r"\bis no [a-z]": "write 'is not a …'",
+    r"(?<![Tt]here )\bis no [a-z]": "write 'is not a …'",
     r"\bso that what\b": "name the thing in place of 'what'",
 }
 """Each pattern, and the way out of it."""

@@ -13,8 +13,8 @@ BUDGETS = {
     "save": {"functions": 450, "frames": 755, "files": 76},
     "load": {"functions": 373, "frames": 615, "files": 73},
 }
-"""The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500 frames
-in 50 files for a save, and 400 in 45 for a load."""
+"""The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
+frames in 50 files for a save, and 400 in 45 for a load."""
 
 
 @pytest.mark.parametrize("name", BUDGETS)

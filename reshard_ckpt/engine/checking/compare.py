@@ -28,14 +28,14 @@ class TensorDifference:
     Attributes
     ----------
     name, num_elements
-        Of which tensor.
+        The tensor, and its number of elements.
     num_different
-        Elements whose bytes differ; so a NaN equals itself, and 0.0 differs from -0.0. Where the dtypes differ, after both were
-        converted to one that holds either.
+        Elements whose bytes differ; so a NaN equals itself, and 0.0 differs from -0.0. If the dtypes differ, both are first
+        converted to a dtype that holds either.
     max_abs, max_rel
-        The largest ``|a - b|``, and the largest ``|a - b| / max(|a|, |b|)``; where one of the two is NaN, it does not count.
+        The largest ``|a - b|``, and the largest ``|a - b| / max(|a|, |b|)``. Elements with a NaN on one side do not count.
     num_nan
-        Elements that are NaN in one of the two alone.
+        Elements that are NaN in just one of the two.
     """
 
     name: str

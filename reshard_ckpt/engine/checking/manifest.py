@@ -22,7 +22,7 @@ from ..loading.read import REQUEST_BYTES, num_threads
 
 
 def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> str:
-    """Read a whole checkpoint and list it as it is; returns the key of the manifest, which replaces one that is there."""
+    """Hash all files of a checkpoint as they are now, publish the manifest in place of an earlier one, and return its key."""
     digests: dict[str, bytes] = {}
     for name, found in _hashes(storage, _keys(catalog), workers, report):
         if isinstance(found, CheckpointError):
@@ -36,12 +36,12 @@ def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = N
 def check_manifest(
     storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent
 ) -> Iterator[str]:
-    """Yield a line for each problem: files that are not listed, are not there, or are not those that were listed.
+    """Yield a line for each file that is not listed, is missing, or has another digest than the listed one.
 
     Raises
     ------
     CorruptError
-        There is no manifest, or the file is not one.
+        The manifest is missing, or damaged.
     """
     key = manifest_key(catalog.save_id)
     where = f"{storage.url}: {key}"

@@ -31,11 +31,11 @@ class TensorStats:
     Attributes
     ----------
     name, num_elements
-        Of which tensor.
+        The tensor, and its number of elements.
     min, max, mean
-        Of its finite numbers, None where there are none; of a complex tensor, of the magnitudes.
+        Over its finite numbers; None if it has no finite number. For a complex tensor, over the magnitudes.
     num_nan, num_inf
-        How many numbers are NaN, and how many infinite.
+        Numbers of NaNs and of infinite numbers.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Verification of a checkpoint: reads all files, block by block, and names what is not as it was written.
+"""Verification of a checkpoint: read all files, hash their blocks, and name the damaged parts.
 
-1. The rows of every tensor must tile it, and every file be there, whole.
-2. Windows of all files are read and hashed by several threads. Only a few are under way at any time, and digests are opened file
-   by file, so memory does not grow with the checkpoint.
-3. Neighbouring blocks that are damaged are one problem, named with the tensors and values that lie there.
+1. The rows of every tensor must tile it, and every file must exist with its size.
+2. Several threads read and hash windows of the files. Only a few windows are under way at any time, and digests are opened one
+   file at a time, so memory does not grow with the checkpoint.
+3. Damaged blocks that are neighbours are one problem, named with the tensors and values in them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class VerifyReport:
     Attributes
     ----------
     problems
-        One line for each thing that is wrong: the file, the bytes, and the tensors or values that these hold.
+        One line for each problem: the file, the byte range, and the tensors or values in it.
     num_files, num_bytes
-        The files of the checkpoint and their bytes.
+        The number of files of the checkpoint, and their bytes.
     bytes_unproved
-        Of them, bytes of files that have no checksums, as those of other formats: nothing but their sizes was checked.
+        Bytes of files without checksums, such as files of other formats; only their sizes were checked.
     """
 
     problems: tuple[str, ...]
@@ -48,7 +48,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no problem was found."""
         return not self.problems
 
 
@@ -58,7 +58,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     Parameters
     ----------
     workers
-        Threads that read and hash, each with a buffer of `REQUEST_BYTES`; as many as a load uses, by default.
+        Threads that read and hash, each with a buffer of `REQUEST_BYTES`; by default as many as in a load.
     """
     check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
     faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
@@ -86,7 +86,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Damage:
-    """Bytes of a file that are not what was written."""
+    """A byte range of a file whose digest does not fit."""
 
     file: int
     begin: int
@@ -94,7 +94,7 @@ class _Damage:
 
 
 class _Check:
-    """One verification: the findings so far, in order of the files, damage as ranges and other problems as messages."""
+    """One verification, with its findings so far in order of the files: damaged ranges, and messages of other problems."""
 
     def __init__(self, storage: Storage, catalog: Catalog, tally: Tally) -> None:
         self.storage, self.catalog, self.tally = storage, catalog, tally
@@ -102,14 +102,14 @@ class _Check:
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
-        """Yield what is to be read of the files that are there; a file that is not becomes a problem here."""
+        """Yield the windows to read of each file that exists; a missing file becomes a problem here."""
         for index, entry in enumerate(self.catalog.files):
             try:
                 digests = open_files(self.storage, self.catalog, [index], [index]).get(index)
             except CheckpointError as error:
                 self.found.append(str(error))
                 digests = None
-            if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be checked
+            if digests is None:  # a foreign file has no checksums: only its size can be checked
                 self.tally.add(entry.size)
                 continue
             for low in range(0, entry.size, REQUEST_BYTES):

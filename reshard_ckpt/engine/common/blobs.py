@@ -1,4 +1,4 @@
-"""Values that are kept as bytes in shard files, each as a tensor of bytes."""
+"""Blobs: values whose encoded bytes lie in shard files, each as a tensor of bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Blob:
     spec: TensorSpec
     tensor: torch.Tensor
     own: str | None = None
-    """The name of the value, where every rank has its own; else None."""
+    """The name of the value if every rank has a value of its own, else None."""
 
 
 def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:

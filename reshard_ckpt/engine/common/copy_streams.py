@@ -1,15 +1,16 @@
 """The streams that this package copies on, one pair for each device, and their order with the streams of the job.
 
-1. A device has a stream that packs and one that copies over the link. They are made once and kept: torch caches a device's memory
-   by stream, so that streams of each save would strand what the saves before had cached.
-2. `CopyStreams` is made in the thread whose work it follows: what is queued here comes after all that its current streams have.
-3. Whatever queues copies does so inside of `CopyStreams.entered`, in any thread.
-4. No thread makes a device current that the job does not use, not even the one that is current when it comes here: with CUDA each
-   rank would make a context there, of half a gigabyte, and all ranks on device 0. torch's events do so when they are recorded,
-   waited for by a stream, and destroyed. So `Mark` switches devices by guards, which go back without that, and keeps its events.
+1. A device has one stream that packs, and one that copies over the link. They are made once and kept: torch caches a device's
+   memory by stream, so new streams in each save would strand the memory that earlier saves had cached.
+2. `CopyStreams` is made in the thread whose work it follows: all copies come after the work that the thread's current streams
+   have queued.
+3. Copies are queued inside `CopyStreams.entered`, in any thread.
+4. No thread makes a device current that the job does not use, not even the device that is current on entry. With CUDA, each rank
+   would make a context of half a gigabyte there, and all ranks on device 0. torch's events do so when they are recorded, waited
+   for by a stream, and destroyed. So `Mark` switches devices by guards, which avoid it, and keeps its events.
 
-It serves any accelerator through `torch.accelerator`, `torch.Stream` and `torch.Event`, by the type of its device. The CPU, and
-devices that torch gives no streams, have none: to copy from them ends with the copy.
+It serves any accelerator by the type of its device, through `torch.accelerator`, `torch.Stream` and `torch.Event`. The CPU, and
+devices for which torch has no streams, need none: their copies have ended when the call returns.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ PACK_BYTES = 4 << 20
 """The most that is packed on a device before it goes over the link: enough for the link's full rate."""
 
 SMALL_BYTES = 256 << 10
-"""Smaller tensors, and those that are not in order, are packed: a copy over the link has a fixed cost."""
+"""Smaller tensors, and tensors whose memory is not in order, are packed: each copy over the link has a fixed cost."""
 
 _WITHOUT_STREAMS = {"cpu", "meta", "mps"}
 
 
 def on_device(device: torch.device | None) -> AbstractContextManager[object]:
-    """Make a device the current one of this thread inside of a ``with`` block; None changes nothing."""
+    """Make a device the current one of this thread inside a ``with`` block; None changes nothing."""
     if device is None:
         return nullcontext()
-    # That of the device's own module first: not every backend has what the other, of newer releases of torch, asks of it.
+    # The guard of the device's own module comes first: not every backend supports the newer one of torch.accelerator.
     guard: Any = getattr(torch.get_device_module(device), "device", None) or torch.accelerator.device_index
     made: AbstractContextManager[object] = guard(device.index)
     return made
@@ -49,7 +50,7 @@ _SPARE_EVENTS: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
 
 
 class Mark:
-    """A point of a stream, behind all that is queued there when this is made."""
+    """A point of a stream: after all work that is queued there when the mark is made."""
 
     __slots__ = ("_event", "_spare")
 
@@ -66,7 +67,7 @@ class Mark:
             self._spare.append(self._event)
 
     def hold(self, stream: torch.Stream) -> None:
-        """Have what is queued on a stream from now on come after this point."""
+        """Make all later work on a stream wait for this point."""
         with on_device(stream.device):
             stream.wait_event(self._event)
 
@@ -97,7 +98,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Tell whether work on a device is queued on streams that torch knows."""
+    """Whether torch queues the work of a device on streams."""
     if device.type in _WITHOUT_STREAMS:
         return False
     accelerator = current_accelerator()
@@ -105,13 +106,13 @@ def has_streams(device: torch.device) -> bool:
 
 
 class CopyStreams:
-    """The streams of the devices that some tensors lie on, behind what the current streams of this thread have queued."""
+    """The copy streams of the devices of some tensors. Their work comes after the work of this thread's current streams."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
         self.by_device = {device: streams_of(device) for device in devices if has_streams(device)}
         for streams in self:
-            # A thread of ours has other current streams, which would wait for nothing.
+            # Here and not in a thread of ours, which has other current streams.
             now = Mark(torch.accelerator.current_stream(streams.device))
             now.hold(streams.pack)
             now.hold(streams.link)
@@ -124,7 +125,7 @@ class CopyStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Copy over the link inside of this; where that fails, wait for what was queued, as nobody else will."""
+        """Make the link streams current in a ``with`` block. If the block fails, wait for the queued copies: nobody else will."""
         with ExitStack() as before:
             try:
                 for streams in self:
@@ -137,23 +138,23 @@ class CopyStreams:
                 raise
 
     def record(self) -> list[Mark]:
-        """Mark what is queued so far; each link comes after what was packed for it."""
+        """Return a mark of each link stream, after all copies so far; the link follows the packing."""
         return [Mark(streams.link) for streams in self]
 
     def follow(self, marks: Sequence[Mark]) -> None:
-        """Have what this thread queues on these devices from now on come after `marks`; the host waits for nothing."""
+        """Make later work of this thread on these devices wait for `marks`. The host does not wait."""
         for streams, mark in zip(self, marks, strict=True):
             mark.hold(torch.accelerator.current_stream(streams.device))
 
     def synchronize(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued copies."""
         for streams in self:
             streams.pack.synchronize()
             streams.link.synchronize()
 
 
 class Scratch:
-    """Two buffers on a device, by turns: while one goes over the link, the other is packed; or unpacked, on the way in."""
+    """Two buffers on a device, used in turn: while one is copied over the link, the other is packed (or unpacked in a load)."""
 
     def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
         self._streams = streams
@@ -162,7 +163,7 @@ class Scratch:
         self._turn = 0
 
     def begin(self) -> torch.Tensor:
-        """Return the next buffer; until `send`, what is queued in this thread packs."""
+        """Return the next buffer, and make the packing stream current until `send`."""
         self._turn = 1 - self._turn
         if (sent := self._free[self._turn]) is not None:
             sent.hold(self._streams.pack)
@@ -170,7 +171,7 @@ class Scratch:
         return self._buffers[self._turn]
 
     def send(self, part: slice, target: torch.Tensor) -> None:
-        """Queue the copy of a part of what is packed into pinned host memory."""
+        """Queue the copy of a part of the packed buffer into pinned host memory."""
         Mark(self._streams.pack).hold(self._streams.link)
         torch.accelerator.set_stream(self._streams.link)
         target.copy_(self._buffers[self._turn][part], non_blocking=True)

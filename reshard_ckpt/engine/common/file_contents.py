@@ -10,11 +10,11 @@ from ...core.words import few
 
 
 class FileContents:
-    """An index of the rows of all files by their bytes; it is made only where damage was found, and then serves any range."""
+    """An index of the rows of all files by their bytes. It is made once damage was found, and then serves any range."""
 
     def __init__(self, catalog: Catalog) -> None:
         table, rows = catalog.tensors_table, catalog.rows
-        # owner: the tensor of each row. All columns kept are in order of file and offset, those of file f from first[f] on.
+        # owner[i]: the tensor of row i. The columns kept below are sorted by file and offset; file f begins at first[f].
         owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
         sizes = rows.count * item_bytes_of(table.dtype)[owner]
         order = np.lexsort((rows.offset, rows.file))
@@ -25,7 +25,7 @@ class FileContents:
         self._values = {index: value.name for value in catalog.values_table for index in value.blobs}
 
     def names(self, file: int, begin: int, end: int) -> list[str]:
-        """List what lies in these bytes, in order of place."""
+        """List the tensors and values in these bytes of a file, in order of place."""
         part = slice(self._first[file], self._first[file + 1])
         last = int(np.searchsorted(self._begin[part], end))
         hit = np.flatnonzero(self._end[part][:last] > begin)
@@ -34,11 +34,11 @@ class FileContents:
         return list(dict.fromkeys(self._values.get(i, names[i]) for i in owners))
 
     def text(self, file: int, begin: int, end: int) -> str:
-        """Describe what lies in these bytes, in words."""
+        """Name the tensors and values in these bytes of a file, for a message."""
         names = self.names(file, begin, end)
         return few(names) if names else "its header alone"
 
 
 def contents_from(catalog: Catalog, file: int, begin: int = 0) -> str:
-    """Describe what lies in a file from some byte on, in words."""
+    """Name the tensors and values of a file from byte `begin` on, for a message."""
     return FileContents(catalog).text(file, begin, catalog.files[file].size)

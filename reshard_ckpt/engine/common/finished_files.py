@@ -1,7 +1,7 @@
 """A check that a file from an earlier, killed attempt is whole, so that the next attempt keeps it.
 
-The digests of a file are kept once it is durable. They show that the file still holds what was written then. That this is also
-what is to be written now follows from the name of the folder, which is derived from the source and the options.
+The digests of a file are kept once it is durable; they prove that its bytes have not changed since. The name of the folder is the
+identity of the request (`identity.py`); it proves that the same bytes are wanted now.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _STEP_BYTES = 32 * BLOCK_BYTES
 def finished_digests(
     storage: Storage, key: str, num_bytes: int, header: bytes, digests_storage: Storage, digests_key: str
 ) -> bytes | None:
-    """Return the digests file of a file that an earlier attempt finished; None if there is no such file.
+    """Return the bytes of the digests file if an earlier attempt finished the file `key`, else None.
 
-    It is finished if it has this size and begins with `header`, and every block of it has its recorded digest.
+    A file is finished if it has this size, begins with `header`, and each of its blocks has its recorded digest.
     """
     if storage.size(key) != num_bytes:
         return None

@@ -1,7 +1,7 @@
-"""Host memory for staging: buffers that are allocated once and reused, in as few pages as can be.
+"""Host memory for staging: buffers in large pages that are allocated once and reused.
 
-Memory that was never touched costs several times a plain copy the first time, since the kernel makes each page on the first
-touch; large pages (`MADV_HUGEPAGE`) make that cheaper, and reuse makes it happen once. For an accelerator the buffer is pinned
+The first write to new memory takes several times as long as a plain copy, because the kernel makes each page on its first touch.
+Large pages (`MADV_HUGEPAGE`) make that cheaper, and reuse makes it happen once. For an accelerator the buffer is pinned
 (`pinning.py`), so that the device copies into it at full speed.
 """
 
@@ -26,24 +26,24 @@ def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 class Pool:
-    """The staging buffers of this process that no save uses at the moment, pinned ones apart."""
+    """The idle staging buffers of this process: at most one pinned and one that is not."""
 
     def __init__(self) -> None:
         self.forked()
 
     def take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Take a buffer of at least this size: the idle one if it is large enough, else a new one in its place."""
+        """Take a buffer of at least this size: the idle one if it is large enough, else a new one."""
         with self._lock:
             idle = self._idle.pop(pinned, None)
         if idle is None or idle.numel() < num_bytes:
-            del idle  # before the new one is allocated: never both
+            del idle  # freed first, so that the two never exist together
             idle = allocate(num_bytes, pinned=pinned)
         if pinned:
             self._pinned.add(idle.data_ptr())
         return idle
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep the buffer, of which a part may have been used, for the next save; of two, the larger."""
+        """Keep the whole buffer of a view for the next save. Of two idle buffers, keep the larger."""
         buffer = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
         with self._lock:
             pinned = buffer.data_ptr() in self._pinned
@@ -58,7 +58,7 @@ class Pool:
             self._idle.clear()
 
     def forked(self) -> None:
-        """Begin anew, also in a forked child: a thread that is gone may hold the lock."""
+        """Empty the pool. In a forked child, a thread that exists only in the parent may hold the old lock."""
         self._lock = threading.Lock()
         self._idle: dict[bool, torch.Tensor] = {}
         # The addresses of pinned buffers that are in use.
@@ -66,4 +66,4 @@ class Pool:
 
 
 POOL = Pool()
-"""One for the process: saves follow each other, and every one needs the same memory."""
+"""The pool of this process: its saves run one after another, and each needs the same memory."""

@@ -1,8 +1,8 @@
-"""The identity of resumable work: digits that are equal only where the same bytes come of it.
+"""The identity of resumable work: digits that are equal only for requests that write the same bytes.
 
-Work that was cut off may keep its finished files only for the same request. So its name is made of everything that decides its
-bytes: the catalogs of its sources, which hold the digests of all their files, the plan, and the options. Whole objects are
-passed, and every field of them counts: a field that is added to a plan or to the options is part of the identity from then on.
+After a kill, the files that were finished may be kept only for the same request. So the identity covers everything that decides
+their bytes: the catalogs of the sources, which hold the digests of all files, the plan, and the options. Whole objects are
+passed, and each of their fields counts, so a field that is added to a plan or to the options later counts too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...format.values import encode_value
 
 
 def has_checksums(catalog: Catalog) -> bool:
-    """Return whether a catalog identifies the bytes of its tensors: each of its files has a digest."""
+    """Whether a catalog identifies the bytes of its tensors: each of its files has digests."""
     return all(file.digests_key for file in catalog.files)
 
 
 def identity(*parts: object) -> str:
-    """Return 32 hexadecimal digits that any two different requests have different.
+    """Return 32 hexadecimal digits, which differ for any two different requests.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def identity(*parts: object) -> str:
     Raises
     ------
     TypeError
-        Something is none of these, such as a function: pass what it does instead.
+        A part has another type, such as a function: pass its decisions as values instead.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def identity(*parts: object) -> str:
 
 
 def _spelled(value: Any) -> Any:
-    """Spell an object that msgpack does not know as values that it knows, or whose parts it passes here again."""
+    """Convert an object that msgpack cannot pack into plain values; msgpack passes their parts here again if it must."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         if isinstance(value, Catalog):  # a user's values, of more types than msgpack has
@@ -66,4 +66,4 @@ def _spelled(value: Any) -> Any:
         return list(value)
     if isinstance(value, int):  # beyond 64 bits
         return ["int", hex(value)]
-    raise TypeError(f"{value!r:.100} is {type(value)}, which has no spelling; pass what it decides")
+    raise TypeError(f"{value!r:.100} is {type(value)}, which has no spelling; pass its decisions as plain values")

@@ -1,7 +1,7 @@
-"""torch's inference mode, which a caller may be in: nothing that outlives a call is made in it.
+"""torch's inference mode: public calls leave it, because tensors that are made in it stay read-only outside.
 
-What is made there cannot be written to outside of it. So one save in a function for validation would leave a staging buffer that
-no later save can fill, and state that a load makes for an optimizer could never be stepped.
+Otherwise one save in a validation function would leave a staging buffer that no later save can fill, and optimizer state that a
+load creates could never be stepped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log lines that begin with the rank and its mesh coordinates."""
+"""The logger of this package, whose lines begin with the rank and its mesh coordinates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A memo of results by their inputs: the last inputs are kept whole, and compared whole.
+"""A memo of results by their inputs. It keeps the last inputs, and compares new ones with them by equality.
 
-For inputs that are slow to hash but quick to compare: most of what describes a state is, from save to save, the same objects,
-which Python compares by identity first. A result is reused only where all of its input is equal.
+It is for inputs that are slow to hash but quick to compare: from save to save, the description of a state consists mostly of the
+same objects, and Python compares those by identity first. A result is reused only if its whole input is equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """The values of the last few keys; safe in threads.
+    """The values of the last `limit` keys. Thread-safe.
 
     >>> memo = Memo(2)
     >>> [memo.get(key, lambda: key * 10) for key in (1, 2, 1)]
@@ -26,7 +26,7 @@ class Memo(Generic[Key, Value]):
         self._items: tuple[tuple[Key, Value], ...] = ()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of a key that is equal to this one, or make it and keep it."""
+        """Return the value of an equal key; if there is none, make the value and keep it."""
         found = self._find(key)
         if found is not None:
             return found[0]
@@ -35,12 +35,12 @@ class Memo(Generic[Key, Value]):
         return value
 
     def find(self, key: Key) -> Value | None:
-        """Return the value of a key that is equal to this one; None where there is none."""
+        """Return the value of an equal key, or None."""
         found = self._find(key)
         return None if found is None else found[0]
 
     def keep(self, key: Key, value: Value) -> None:
-        """Keep a value, in place of the one of an equal key, or of the one that was not used for longest."""
+        """Keep a value. It replaces the value of an equal key, or else the least recently used one."""
         others = [item for item in self._items if item[0] != key]
         self._items = ((key, value), *others[: self._limit - 1])
 

@@ -1,7 +1,7 @@
 """Notes: small documents beside the checkpoints of a run, such as its lineage, verified and bounded in size.
 
-A note is 8 bytes of magic, the XXH3-128 of the body, and the body: msgpack of the note's version and of its value. Nothing in it
-is believed before the digest fits; a hostile writer can put only a value of plain types into it, which `Note.parse` checks.
+A note is 8 bytes of magic, the XXH3-128 of the body, and the body: msgpack of the note's version and of its value. The digest is
+checked before the body is decoded. A hostile file can hold only a value of plain types, which `Note.parse` checks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Note(Generic[T]):
     Attributes
     ----------
     key
-        Its file, below the root of a run.
+        The key of its file, below the root of a run.
     version
-        Of its value; a reader refuses any other.
+        Version of the encoded value; a reader refuses any other.
     max_bytes
-        The largest file that is read.
+        Size of the largest file that is read.
     parse
-        Makes the value from plain types as msgpack has them. It may raise any error for a body that does not fit.
+        Makes the value from the plain types of msgpack. It may raise any error for a body that does not fit.
     cure
-        What to do about a damaged one, and what that means.
+        For messages: the next step if the note is damaged, and its consequence.
     """
 
     key: str
@@ -57,7 +57,7 @@ class Note(Generic[T]):
         Raises
         ------
         CorruptError
-            It is damaged, or of another version; the message names the file, and what to do.
+            The note is damaged, or of another version. The message names the file and the next step.
         """
         try:
             if len(data) > self.max_bytes:
@@ -69,16 +69,16 @@ class Note(Generic[T]):
             if version != self.version:
                 raise ValueError(f"version {version!r:.40}, and this release reads {self.version}")
             return self.parse(value)
-        except Exception as error:  # a parser may raise any for a body that no writer has made
+        except Exception as error:  # `parse` may raise any error for a body that no writer has made
             raise CorruptError(f"{where}: this note cannot be read ({error!s:.200}); {self.cure}") from error
 
     def read(self, storage: Storage) -> T | None:
-        """Read the note from a root; None where there is none.
+        """Read the note from the root of a run; None if the file does not exist.
 
         Raises
         ------
         CorruptError
-            As of `decoded`.
+            As for `decoded`.
         """
         where = f"{storage.url}/{self.key}"
         try:
@@ -90,5 +90,5 @@ class Note(Generic[T]):
         return self.decoded(data, where=where)
 
     def keep(self, storage: Storage, value: Any) -> None:
-        """Put the note in place, atomically."""
+        """Publish the note atomically."""
         storage.publish(self.key, self.encoded(value))

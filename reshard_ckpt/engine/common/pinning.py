@@ -1,8 +1,8 @@
-"""Pinning host memory: the device then copies from and into it at full speed, and while the host goes on.
+"""Pinning host memory, so that a device copies from and into it at full speed, while the host goes on.
 
-torch's own pinned memory is rounded up to a power of two, and is never given back to the system. So a mapping of ours is
-registered with the device instead, where that is known how; elsewhere torch's own serves. It is done on the device that is
-current in the thread, and undone there: with CUDA both make a context on it.
+torch rounds its pinned memory up to a power of two, and never returns it to the system. So this module registers a mapping of its
+own with the device, for devices in `REGISTRARS`; for others it uses torch's pinned memory. A mapping is registered and
+unregistered on the device that was current in the thread: with CUDA both calls make a context there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .copy_streams import on_device
 
 @dataclass(frozen=True, slots=True)
 class Registrar:
-    """How memory is registered with devices of one type: by address and size, and by address; both raise if it cannot be."""
+    """The functions that register memory with devices of one type, by address and size, and unregister it, by address.
+
+    Both raise an error if the driver refuses.
+    """
 
     register: Callable[[int, int], None]
     unregister: Callable[[int], None]
@@ -42,11 +45,11 @@ def _check_cuda(code: Any) -> None:
 
 
 REGISTRARS = {"cuda": Registrar(_cuda_register, _cuda_unregister)}
-"""By the type of the device."""
+"""Registrars by the type of the device."""
 
 
 class PinnableMap(mmap.mmap):
-    """A mapping that `pin` may register; it is unregistered before it is unmapped, when nobody views it any more."""
+    """A mapping that `pin` may register. It unregisters itself before it is unmapped, after the last view of it is gone."""
 
     registrar: Registrar | None = None
     address = 0
@@ -59,7 +62,7 @@ class PinnableMap(mmap.mmap):
 
 
 def pin(mapping: PinnableMap) -> bool:
-    """Register a mapping with the accelerator, by its current device; False where it is not known how, or the driver refuses."""
+    """Register a mapping with the current device. Return False if its type has no registrar, or if the driver refuses."""
     registrar = _registrar()
     if registrar is None or mapping.registrar is not None:
         return registrar is not None
@@ -86,7 +89,7 @@ def _registrar() -> Registrar | None:
 
 
 def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
-    """Map private memory in large pages where there are such; None on a system without mappings of this kind."""
+    """Map private memory, in large pages if the kernel has them; None on a system without private mappings."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return None
     mapping = kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,8 +1,9 @@
-"""Progress of long work: bytes, rate and time left, for a function of the caller, or as a line on stderr.
+"""Progress of long work: bytes, rate and time left, passed to a function of the caller, or shown as a line on stderr.
 
-1. Work that takes a while counts its bytes with a `Tally`, from any of its threads.
-2. The tally calls an `OnProgress` with the name of the step, bytes done and bytes in all; first with 0 done, last with all.
-3. `StatusLine` makes lines of that: rewritten on a terminal, new ones now and then in a log, none for a moment's work.
+1. Long work counts its bytes with a `Tally`, from any of its threads.
+2. The tally calls an `OnProgress` with the name of the step, bytes done and bytes in all: first with 0 done, last with all.
+3. `StatusLine` prints them: one line that it rewrites on a terminal, or a new line every few seconds in a log. Work that takes
+   less than a second gets no line.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ OnProgress = Callable[[str, int, int], None]
 """Called with the name of a step, the bytes done and the bytes in all. An exception that it raises ends the work."""
 
 MOMENT_S = 1.0
-"""Work that takes less time has no line."""
+"""Work of fewer seconds gets no line."""
 
 TERMINAL_PAUSE_S = 0.2
 PLAIN_PAUSE_S = 10.0
 
 
 def reporter(progress: bool | OnProgress) -> OnProgress:
-    """Convert the option ``progress=`` of public functions: True is a line on stderr, False nothing."""
+    """Convert the option ``progress=`` of public functions: True gives a line on stderr, False gives nothing."""
     if progress is False:
         return silent
     if progress is not True and not callable(progress):
@@ -36,7 +37,7 @@ def reporter(progress: bool | OnProgress) -> OnProgress:
 
 
 def silent(step: str, done: int, total: int) -> None:
-    """Do nothing: the `OnProgress` of callers that want none."""
+    """The `OnProgress` of callers that want no progress: do nothing."""
 
 
 class Tally:
@@ -49,7 +50,7 @@ class Tally:
         report(step, 0, total)
 
     def add(self, num_bytes: int) -> None:
-        """Count and report that so many more bytes are done."""
+        """Add to the bytes that are done, and report the new number."""
         with self._lock:
             self._done += num_bytes
             self._report(self._step, self._done, self._total)
@@ -61,9 +62,9 @@ class StatusLine:
     Parameters
     ----------
     stream
-        Where to; stderr by default. One that is closed or missing is no reason for the work to fail.
+        The stream to write to; by default stderr. Errors of a closed or missing stream are ignored.
     clock
-        Seconds from any beginning.
+        Returns seconds since any fixed moment.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,7 +93,7 @@ class StatusLine:
 
     def _show(self, text: str, now: float) -> None:
         self._reported = now
-        padded = text.ljust(self._width)  # over what an earlier, longer line left
+        padded = text.ljust(self._width)  # covers the rest of an earlier, longer line
         self._width = len(text)
         self._write(f"\r{padded}" if self._rewrites else f"{text}\n")
 

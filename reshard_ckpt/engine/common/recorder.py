@@ -1,9 +1,9 @@
 """The timeline of a save: its steps, timed on all ranks and put on one axis of time.
 
-1. Each rank has a `Recorder`: wall-clock time at its start, and the monotonic clock from there on.
-2. Its steps are recorded in whatever thread they run. `TimedComm` also notes when each message is sent and received.
-3. With its receipt a rank sends all of that (`sealed`); rank 0 compares the times of the messages on both sides, corrects the
-   clocks that these contradict, and makes the `Timeline`.
+1. Each rank has a `Recorder`. It reads the wall clock at its start, and the monotonic clock from then on.
+2. It records the steps of all threads of a save. `TimedComm` also records when each message was sent and received.
+3. Each rank sends its records with its receipt (`Recorder.sealed`). Rank 0 compares the times of each message on both sides,
+   corrects the clocks that these contradict, and makes the `Timeline`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
 
 class CommCall(NamedTuple):
-    """One call of a session: whether its messages went to rank 0 or came from there, and when it began and ended here."""
+    """One call of a session: whether its messages went to rank 0 (else from it), and its begin and end on this rank."""
 
     to_first: bool
     began: float
@@ -38,12 +38,12 @@ class CommCall(NamedTuple):
 
 
 class Recorder:
-    """This rank's steps; its methods may be called in any thread.
+    """The recorded steps of this rank. All methods are thread-safe.
 
     Attributes
     ----------
     report, log
-        Receive the bytes under way, and log lines. To be set before the work begins.
+        The `OnProgress` and the logger of the save; set them before the work begins.
     """
 
     def __init__(self) -> None:
@@ -56,31 +56,31 @@ class Recorder:
         self.began = self.now()
 
     def now(self) -> float:
-        """Seconds since 1970, as the clock stood when this recorder was made."""
+        """Return seconds since 1970: the wall clock when the recorder was made, plus the monotonic time since."""
         return self._epoch + time.monotonic()
 
     @contextmanager
     def step(self, name: str, num_bytes: int = 0) -> Iterator[None]:
-        """Record what the ``with`` block does, unless it fails."""
+        """Record the ``with`` block as one step, unless it fails."""
         began = self.now()
         yield
         self.add(name, began, num_bytes)
 
     def add(self, name: str, began: float, num_bytes: int = 0) -> None:
-        """Record a step that ends now."""
+        """Record a step that began at `began` and ends now."""
         thread = _THREADS.get(threading.current_thread().name, "caller")
         with self._lock:
             self._steps.append([name, thread, began, self.now(), num_bytes])
 
     def sealed(self) -> bytes:
-        """All so far, and the time, as bytes: to be sent at once."""
+        """Return all records and the current time as bytes. Send them at once: rank 0 compares the time with its own."""
         with self._lock:
             packed: bytes = msgpack.packb([self.now(), self.calls, self._steps])
         return packed
 
 
 class TimedComm:
-    """A `Comm` whose calls a recorder notes."""
+    """A `Comm` that records its calls."""
 
     def __init__(self, comm: Comm, recorder: Recorder) -> None:
         self._comm, self._recorder = comm, recorder
@@ -104,7 +104,7 @@ class TimedComm:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank sealed."""
+    """The content of `Recorder.sealed`, decoded."""
 
     sealed_at: float
     calls: tuple[CommCall, ...]
@@ -112,15 +112,23 @@ class RankRecord:
 
 
 def opened(data: bytes) -> RankRecord:
-    """The inverse of `Recorder.sealed`."""
+    """Decode the bytes of `Recorder.sealed`."""
     sealed_at, calls, steps = msgpack.unpackb(data, use_list=False)
     return RankRecord(sealed_at, tuple(CommCall(*call) for call in calls), steps)
 
 
 def clock_bounds(first: Sequence[CommCall], other: RankRecord, received_at: float) -> ClockBounds:
-    """How far the clock of another rank is ahead of rank 0's, from the calls of both, and when rank 0 had its record."""
+    """Return bounds of the seconds by which another rank's clock is ahead of rank 0's.
+
+    Parameters
+    ----------
+    first
+        The calls of rank 0.
+    received_at
+        Time on rank 0 when it had the other rank's record.
+    """
     least, most = other.sealed_at - received_at, float("inf")
-    for here, there in zip(first, other.calls, strict=False):  # rank 0 may have gone further meanwhile
+    for here, there in zip(first, other.calls, strict=False):  # rank 0 may have made more calls since
         if here.to_first:
             least = max(least, there.began - here.ended)
         else:
@@ -129,14 +137,14 @@ def clock_bounds(first: Sequence[CommCall], other: RankRecord, received_at: floa
 
 
 def timeline(recorder: Recorder, records: Sequence[bytes], received_at: float, *, save_id: str, mesh: Mesh | None) -> Timeline:
-    """The timeline of all ranks, on rank 0.
+    """Make the timeline of all ranks, on rank 0.
 
     Parameters
     ----------
     records
-        What each rank sealed, by rank; rank 0's own is taken anew, with what it did since.
+        `Recorder.sealed` of each rank, by rank. Rank 0's entry is not used: `recorder` has its later steps too.
     received_at
-        When rank 0 had them.
+        Time on rank 0 when it had all of them.
     """
     parts = [opened(recorder.sealed()), *(opened(data) for data in records[1:])]
     bounds = [ClockBounds(0.0, 0.0), *(clock_bounds(recorder.calls, part, received_at) for part in parts[1:])]

@@ -1,9 +1,9 @@
-"""Catalogs under other names: the same rows and files; only the names that a load goes by change.
+"""Renaming: a catalog with the same rows and files under other names.
 
 1. Each name is passed through the user's mapping or function.
-2. State of an optimizer that this leaves alone follows its parameter, which its link knows: ``model.old.w`` to ``model.new.w``
-   takes ``optimizer.state.old.w.exp_avg`` along.
-3. Links follow the names, and groups list the parameters as the state goes by now.
+2. Optimizer state that is not renamed itself follows its parameter, which its link names: renaming ``model.old.w`` to
+   ``model.new.w`` also renames ``optimizer.state.old.w.exp_avg``.
+3. Links get the new names, and parameter groups list the new FQNs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 
 def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
-    """Make a function that renames a name, or the longest dotted prefix of it, that the mapping has.
+    """Return a function that renames a name if the mapping has it, or else its longest dotted prefix that the mapping has.
 
     >>> by_mapping({"model.old": "model.new"})("model.old.weight")
     'model.new.weight'
@@ -52,17 +52,17 @@ def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], bytes] | None = None) -> Catalog:
-    """Pass every saved name through `rename`; state of optimizers follows its parameters, unless `rename` changes it itself.
+    """Return a catalog with every saved name passed through `rename`. Optimizer state follows its parameter, as above.
 
     Parameters
     ----------
     read
-        Gives the bytes of a large value, which lie in a file: the groups of an optimizer name its parameters.
+        Returns the bytes of a value that lies in a file; needed for large parameter groups, which name parameters.
 
     Raises
     ------
     NameCollisionError
-        Two saved names become one.
+        `rename` gives two saved names one new name.
     """
     if not (callable(rename) or isinstance(rename, Mapping)):
         raise UsageError(f"rename={rename!r}: pass a dict of saved names to new ones, or a function of a saved name")
@@ -89,7 +89,7 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
 
 @dataclass(slots=True)
 class _NewNames:
-    """The new name of every tensor and value, and what becomes of the links between them."""
+    """The new names of all tensors and values, and the new links between them."""
 
     catalog: Catalog
     rename: Rename
@@ -113,21 +113,22 @@ class _NewNames:
         return self._new[name] if name in self._new else self._explicit(name)
 
     def _explicit(self, name: str) -> str:
-        """What the user's mapping or function makes of a name."""
+        """Return the name that the user's mapping or function gives to a name."""
         new = by_mapping(self.rename)(name) if isinstance(self.rename, Mapping) else self.rename(name)
         check_text(new, "a name")
         return new
 
     def _optimizer(self, optimizer: str) -> str:
-        """The new name of an optimizer: what its groups go by."""
+        """Return the new name of an optimizer: the prefix of the new name of its groups."""
         old = groups_name(optimizer)
         new = optimizer_of(self[old])
         return optimizer if new is None else new
 
     def _moved(self, name: str, link: StateLink) -> StateLink | None:
-        """The link of state that was renamed itself, if its new name is that of an optimizer's state.
+        """Return the link of state that was renamed itself; None if its new name is not that of optimizer state.
 
-        The name of the optimizer and the key, or else how the parameter alone is renamed, leave one way to divide it.
+        The new name is divided into optimizer, FQN and key: by the optimizer's new name and the old key if both fit, else by the
+        new name of the entry ``<optimizer>.state.<fqn>``.
         """
         optimizer, new = self._optimizer(link.optimizer), self._new[name]
         head, tail = state_name(optimizer), f".{link.key}"
@@ -140,23 +141,23 @@ class _NewNames:
         return None
 
     def _following(self, link: StateLink) -> StateLink:
-        """The link of state that was not renamed itself, and goes where its parameter goes."""
+        """Return the link of state that was not renamed itself: it follows its parameter."""
         if link.parameter is None:
             return link
         parameter = self._new[link.parameter]
         return replace(link, fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
 
     def _fqn(self, old: str, new: str, fqn: str) -> str:
-        """The FQN of a parameter under its new name; what is above the FQN may have been renamed as well."""
+        """Return the FQN of a parameter under its new name. The part of the name above the FQN may have been renamed too."""
         if old == new or not f".{old}".endswith(f".{fqn}"):
             return fqn
         root = old.removesuffix(fqn).removesuffix(".")
-        # What is still below the root lies deeper in it, though a mapping may name just the root, as in {"model": "model.inner"}.
+        # A new name below the old root lies deeper in it, also if the mapping names just the root: {"model": "model.inner"}.
         is_deeper = new.startswith(f"{root}.")
         moved = self._explicit(root) if isinstance(self.rename, Mapping) and root and not is_deeper else root
         if moved and new.startswith(f"{moved}."):
             return new[len(moved) + 1 :]
-        if f".{new}".endswith(f".{fqn}"):  # it is called the same, below something else
+        if f".{new}".endswith(f".{fqn}"):  # the same FQN below another root
             return fqn
         if not moved:
             return new
@@ -164,7 +165,7 @@ class _NewNames:
         return ".".join(parts[num_parts(root) :]) or new
 
     def listed(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """The new FQNs of the parameters in an optimizer's groups: those of their state, else those of the parameters."""
+        """Return the new FQNs of the parameters in each group: as their state was renamed, or as they were if stateless."""
         stateless = {str(p) for group in groups for p in group["params"]} - {fqn for o, fqn in self._fqns if o == optimizer}
         parameters = find_parameters(stateless, (name for name in self.catalog.names if name not in self._old))
         head = state_name(self._optimizer(optimizer))
@@ -181,7 +182,7 @@ class _NewNames:
         return [[new_fqn(str(param)) for param in group["params"]] for group in groups]
 
     def links(self, groups: Mapping[str, Sequence[str]]) -> dict[str, StateLink]:
-        """The links under the new names; what became state of another optimizer only now is linked by its name.
+        """Return the links by new name. Tensors that are optimizer state only under their new name are linked by that name.
 
         Parameters
         ----------
@@ -193,14 +194,14 @@ class _NewNames:
         if not changed.issubset(links):
             known = {optimizer: fqns for name, fqns in groups.items() if (optimizer := optimizer_of(name)) is not None}
             links |= {n: link for n, link in links_from_names(self._new.values(), known).items() if n in changed - links.keys()}
-        # State by number has a parameter only now that it has a name.
+        # State that was keyed by number gets its parameter by its new name.
         unknown = {link.fqn for name, link in links.items() if link.parameter is None and name in changed}
         found = find_parameters(unknown, (name for name in self._new.values() if name not in links))
         return {name: replace(link, parameter=link.parameter or found.get(link.fqn)) for name, link in links.items()}
 
 
 def _groups_of(value: ValueEntry, read: Callable[[ValueEntry], bytes] | None) -> list[Any] | None:
-    """The groups that a value holds; those of a state dict by number are a plain value."""
+    """Return the parameter groups in a value, or None. In a state dict keyed by number they are a plain value."""
     may_be = value.kind is ValueKind.PARAM_GROUPS or (value.kind is ValueKind.PLAIN and optimizer_of(value.name) is not None)
     data = value.data if value.data is not None or read is None or not may_be else read(value)
     groups = decode_value(data, name=value.name) if may_be and data is not None else None
@@ -217,7 +218,7 @@ def _renamed_value(
     link = links.get(name)
     if value.name in groups:
         old, new = groups[value.name], listed[value.name]
-        if new != [[str(param) for param in group["params"]] for group in old]:  # else numbers stay numbers
+        if new != [[str(param) for param in group["params"]] for group in old]:  # unchanged groups keep numbers as numbers
             kept = [{key: item for key, item in group.items() if key != "param_names"} for group in old]
             data = encode_value([{**group, "params": own} for group, own in zip(kept, new, strict=True)], name)
             value = replace(value, kind=ValueKind.PARAM_GROUPS, data=data, blobs=())
@@ -227,7 +228,7 @@ def _renamed_value(
 
 
 def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
-    """Give the catalog as if it had nothing of the names that fit any of the patterns."""
+    """Return a catalog without the tensors and values whose names match one of the patterns."""
     table = catalog.tensors_table
     kind = table.kind.copy()
     kind[[i for i, name in enumerate(table.names) if matches(name, patterns) and kind[i] == TensorKind.TENSOR]] = (

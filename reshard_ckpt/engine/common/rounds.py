@@ -1,14 +1,14 @@
-"""The rounds of an exchange: what each rank packs for the others travels in messages of bounded size, and is unpacked at once.
+"""The rounds of an exchange: each rank packs bytes for the others into messages of bounded size, and unpacks theirs.
 
-1. A *traffic* says how many bytes travel between this rank and each other one in a round, packs them, and unpacks what came.
-   Where the bytes come from is its own business: live tensors, or files that it reads and verifies.
-2. While one round is under way, the next is packed; while it is unpacked, the next is under way.
-3. The part for each rank begins with a byte that says whether its sender has failed. So all ranks stop after the same round, and
-   none waits in a collective that another one never enters. Messages of these bytes alone come first, when each rank has the
-   memory that it needs, and last, when all is in place.
-4. Ranks of one machine read each other's messages where they were packed; through the process group go their heads, and what
-   travels between machines.
-5. `settle` brings the outcome of all ranks together: what failed on one is raised on all, with what had been overwritten on any.
+1. A `Traffic` gives the bytes between this rank and each other one in a round, packs the bytes to send, and unpacks the received
+   ones. It may take them from live tensors, or from files that it reads and verifies.
+2. While one round travels, the next one is packed; while a round is unpacked, the next one travels.
+3. The part for each rank begins with a flag: whether its sender has failed. So all ranks stop after the same round, and no rank
+   waits in a collective that another one never enters. A message of flags alone comes first, once each rank has allocated its
+   memory, and another one last, once all bytes are in place.
+4. Ranks of one machine read each other's parts in shared memory, where they were packed. The process group carries only the heads
+   of these parts, and the parts between machines.
+5. `settle` ends the exchange: if a rank failed, all ranks raise its error, with the names of the tensors overwritten on any rank.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
 
 HEAD_BYTES = 16
-"""The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
+"""Bytes of the head of each part: a multiple of every element size, so that parts are aligned for all dtypes."""
 
 _FAILED = 1
-"""A head is two integers: a byte that says whether its sender has failed, and the number of the message; then where in the
-sender's shared memory the part begins."""
+"""A head is two int64. The first holds the flag `_FAILED` in its lowest byte, and the number of the message above it. The second
+is the byte of the sender's shared memory at which the part begins."""
 
 NUM_BUFFERS = 4
-"""Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied.
+"""Two buffers for messages to send and two for received ones: one of each pair travels while the other is filled or emptied.
 
-As many in shared memory: when a round is packed, others may still read the one three before.
+Shared memory has as many slots: while a round is packed, other ranks may still read the round three before it.
 """
 
 _HEADS = NUM_BUFFERS, NUM_BUFFERS + 1
-"""The buffers of messages of heads alone."""
+"""The buffers of messages that consist of heads alone."""
 
 PAGE_BYTES = 4096
-"""What each round has of shared memory is whole pages."""
+"""The slot of each round in shared memory is a multiple of this."""
 
 LARGE_BYTES = 16 << 20
-"""Buffers of this size lie in large pages: they may then take 2 MiB more than was asked for."""
+"""Buffers from this size on lie in large pages, and may be up to 2 MiB larger than asked for."""
 
 
 class Traffic(Protocol):
-    """One rank's side of an exchange; `num_rounds` is the same on all ranks. Failures are raised, and stop all ranks."""
+    """One rank's side of an exchange. `num_rounds` is the same on all ranks. An error that a method raises stops all ranks."""
 
     num_rounds: int
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the bytes that go to every rank in a round, and those that come from every rank."""
+        """Return the numbers of bytes that this rank sends to each rank in a round, and receives from each rank."""
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Put the bytes for rank r, in the order that it expects, into ``out[r]`` from byte ``starts[r]`` on."""
+        """Write the bytes for rank r into ``out[r]`` from byte ``starts[r]`` on, in the order in which rank r unpacks them."""
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Take the bytes of rank r from byte ``starts[r]`` of ``data[r]`` on."""
+        """Take the bytes of rank r out of ``data[r]``, from byte ``starts[r]`` on."""
 
 
 class Buffers:
-    """The memory of messages, kept from exchange to exchange; it grows to the largest.
+    """The memory of messages, kept from exchange to exchange. It grows to the size of the largest.
 
     Parameters
     ----------
     first
-        The number of the first message, below 2³¹, the same on all ranks: for others' messages it should be another.
+        The number of the first message, below 2³¹, the same on all ranks. Different exchanges should have different ones.
     """
 
     def __init__(self, device: torch.device, first: int = 0) -> None:
@@ -83,7 +83,7 @@ class Buffers:
         self._shared: SharedMemory | None = None
 
     def get(self, which: int, num_bytes: int) -> torch.Tensor:
-        """Return that many bytes of one of the `NUM_BUFFERS` buffers."""
+        """Return `num_bytes` of buffer number `which`, 1-D uint8."""
         buffer = self._buffers.get(which)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(which, None)
@@ -95,12 +95,12 @@ class Buffers:
         return buffer[:num_bytes]
 
     def numbers(self, count: int) -> int:
-        """Return the first of as many numbers for messages, which are used up."""
+        """Take `count` message numbers, and return the first of them."""
         self._number += count
         return self._number - count
 
     def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
-        """Share memory with the ranks of this machine, the first time; collective then."""
+        """Return the memory shared with the ranks of this machine. The first call makes it, and is collective."""
         if self._shared is None:
             self._shared = share(exchange, num_bytes)
         return self._shared
@@ -111,7 +111,7 @@ def _padded(size: int) -> int:
 
 
 class _Message:
-    """Where the part of each rank lies in a message of one round; only the heads of parts in `elsewhere` do."""
+    """The layout of a message: a head and a part for each rank. A rank in `elsewhere` has only a head here."""
 
     def __init__(self, sizes: Sequence[int], elsewhere: Sequence[bool]) -> None:
         self.sizes = [HEAD_BYTES + (0 if other else _padded(size)) for size, other in zip(sizes, elsewhere, strict=True)]
@@ -126,16 +126,16 @@ class Rounds:
     Parameters
     ----------
     buffers
-        Those of an earlier exchange, to be used again.
+        The buffers of an earlier exchange, to be reused.
 
     Attributes
     ----------
     failure
-        What failed on this rank, if anything.
+        The error of this rank, or None.
     stopped
-        Whether some rank had failed, so that the rounds are not complete.
+        Whether the rounds ended early because some rank had failed.
     complete
-        Whether all ranks are known to have put everything in place.
+        Whether all ranks are known to have all bytes in place.
     """
 
     def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
@@ -149,7 +149,7 @@ class Rounds:
         self.stopped = self.complete = False
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Do some work, unless something has failed; the next message tells the others of a failure."""
+        """Call `work`, unless this rank has failed already. The next message tells the other ranks of a failure."""
         if self.failure is None:
             try:
                 work()
@@ -162,14 +162,14 @@ class Rounds:
         Parameters
         ----------
         changed
-            Names the tensors that have new values on this rank, wholly or in part.
+            Returns the names of the tensors that have new values on this rank, wholly or in part.
         last
-            Called one after the other after the last round, each once all ranks have done the one before.
+            Functions to call after the last round, in order. Each is called once all ranks have called the one before it.
 
         Raises
         ------
         PeerError
-            The process group failed, so that the others may not come to `settle`.
+            The process group failed, so other ranks may not come to `settle`.
         """
         try:
             self._run(last)
@@ -212,13 +212,13 @@ class Rounds:
             self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
 
     def _allocate(self) -> None:
-        """Allocate all messages: once the first is under way, a rank that cannot would leave the others waiting."""
+        """Allocate all messages before the first is sent: a rank that failed to allocate later would leave the others waiting."""
         for number in range(self._traffic.num_rounds):
             for which, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
                 self._buffers.get(which, message.num_bytes)
 
     def _meet(self, number: int) -> Callable[[], bool]:
-        """Start a message of heads alone; what is returned waits for it, and tells whether all ranks go on."""
+        """Start a message of heads alone. Return a function that waits for it, and returns whether all ranks go on."""
         nothing = [0] * self._exchange.size
         message = _Message(nothing, [True] * len(nothing))
         out, data = (self._buffers.get(which, message.num_bytes) for which in _HEADS)
@@ -232,7 +232,7 @@ class Rounds:
         return all_go_on
 
     def _await(self, number: int, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
-        """Wait for a message, and see whether one of its senders has failed; returns where the part of each rank lies."""
+        """Wait for a message, set `stopped` if a sender failed, and return memory and first byte of each rank's part."""
         wait, data, message = arriving
         wait()
         at = (torch.tensor(message.heads, device="cpu")[:, None] + torch.arange(HEAD_BYTES, device="cpu")).to(data.device)
@@ -249,12 +249,12 @@ class Rounds:
         return memories, starts
 
     def _messages(self, number: int) -> tuple[_Message, _Message]:
-        """Lay out what is sent and what is received in a round."""
+        """Lay out the message that this rank sends in a round, and the one that it receives."""
         sent, received = self._traffic.sizes(number)
         return _Message(sent, self._shared.readers), _Message(received, [memory is not None for memory in self._shared.read])
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
-        """Pack the message of a round; the heads say whether this rank has failed by now, and where shared parts lie."""
+        """Pack the message of a round. Its heads hold the flag of a failure, and the places of the parts in shared memory."""
         sizes, message = self._traffic.sizes(number)[0], self._messages(number)[0]
         out = self._buffers.get(number % 2, message.num_bytes)
         memories, starts = [out] * len(sizes), list(message.starts)
@@ -280,39 +280,41 @@ class Rounds:
 
 
 _Arriving = tuple[Callable[[], None], torch.Tensor, _Message]
-"""A message under way: what waits for it, where it arrives, and where its parts lie."""
+"""A message under way: a function that waits for it, the buffer in which it arrives, and its layout."""
 
 Explain = Callable[[BaseException, str], CheckpointError]
-"""Makes the error of a failure on this rank; the text says what has been overwritten on any rank."""
+"""Makes the error to raise from a failure on this rank, and from a text that names the tensors overwritten on any rank."""
 
 
 def pack_table(table: I64) -> bytes:
-    """Pack rows of integers, column by column as differences, as neighbours are alike."""
+    """Pack a table of integers: each column as the differences of its neighbours, which are small, and compressed."""
     head: bytes = int(table.shape[1]).to_bytes(4, "little")
     return head + zlib.compress(np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes(), 1)
 
 
 def unpack_table(data: bytes) -> I64:
-    """Unpack what `pack_table` has packed."""
+    """Unpack a table that `pack_table` packed."""
     width = int.from_bytes(data[:4], "little")
     table: I64 = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T.cumsum(axis=0)
     return table
 
 
 def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:
-    """Raise what failed on any rank on all of them, with what has been overwritten. Collective; not needed after complete rounds.
+    """If any rank failed, raise its error on all ranks, with the names of overwritten tensors. Collective.
+
+    It is not needed once the rounds are complete.
 
     Parameters
     ----------
     failure
-        What failed on this rank, if anything.
+        The error of this rank, or None.
     changed
-        Names the tensors that have new values on this rank, wholly or in part.
+        Returns the names of the tensors that have new values on this rank, wholly or in part.
 
     Raises
     ------
     CheckpointError
-        Some rank failed.
+        A rank failed.
     """
     failed = comm.gather(b"" if failure is None else b"1")
     if comm.broadcast(None if failed is None else b"1" if any(failed) else b"") == b"":
@@ -322,7 +324,7 @@ def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iter
     overwritten = overwritten_text(msgpack.unpackb(comm.broadcast(names)))
     if failure is not None:
         if not isinstance(failure, Exception):
-            raise failure  # an interrupt is none of ours to translate
+            raise failure  # an interrupt stays itself
         error = explain(failure, overwritten)
         raise error from (None if error is failure else failure)
     comm.gather(b"")  # raises the error of the rank that failed
@@ -338,7 +340,7 @@ def overwritten_text(names: Sequence[str]) -> str:
 
 
 def named_error(failure: BaseException, overwritten: str) -> CheckpointError:
-    """Make an error of this package from any failure, with what has been overwritten."""
+    """Return a `CheckpointError` for any failure, with the text on overwritten tensors appended."""
     if isinstance(failure, CheckpointError):
         failure.args = (f"{failure}; {overwritten}", *failure.args[1:])
         return failure

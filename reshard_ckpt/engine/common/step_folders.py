@@ -1,7 +1,8 @@
 """The step folders below the root of a run: finding them, naming them, and removing one.
 
-A checkpoint is removed catalog first: before that it is whole, after it it is no checkpoint. Its other files follow, except those
-that another committed catalog refers to. A reader has a shared lock on the catalog meanwhile, so that it cannot be removed.
+The catalog of a checkpoint is removed first: before that the checkpoint is whole, after it the checkpoint is gone. Its other
+files follow, except files that another committed catalog refers to. A reader holds a shared lock on the catalog, so a checkpoint
+that is being read is not removed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
 def find_steps(root: Storage) -> tuple[list[int], list[int]]:
-    """Find the steps that are committed, and those that have a folder but no catalog; each in order."""
+    """Return the committed steps, and the steps whose folder has no catalog; both sorted."""
     steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
     committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
     return committed, sorted(set(steps) - set(committed))
 
 
 def describe_run(root: Storage) -> str | None:
-    """Describe a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
+    """Describe, for a message, a folder that holds the checkpoints of a run. Return None if it holds no step folder."""
     committed, begun = find_steps(root)
     if not committed and not begun:
         return None
@@ -54,7 +55,7 @@ def name_steps(steps: Sequence[int], limit: int = 6) -> str:
 
 @contextmanager
 def reading(storage: Storage) -> Iterator[None]:
-    """Keep a checkpoint from being removed while it is read, where the store can."""
+    """Keep a checkpoint from being removed while the ``with`` block reads it, if the store has locks."""
     try:
         lock = storage.lock(CATALOG_KEY, shared=True)
     except (MissingKey, LocksUnsupported):
@@ -64,7 +65,7 @@ def reading(storage: Storage) -> Iterator[None]:
 
 
 def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
-    """Remove one checkpoint; False, and nothing removed, while it is being read.
+    """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     Raises
     ------
     CorruptError
-        The catalog of another step is damaged, so nobody knows to what it refers.
+        The catalog of another step is damaged, so the files that it refers to are unknown.
     """
     above, _, name = storage.url.rpartition("/")
     if not _STEP.fullmatch(name) or above.endswith(":/"):  # memory://step_1 has nothing above it

@@ -1,7 +1,7 @@
-"""The bytes of local tensors and their pieces, as views, without copies where the memory is in order.
+"""The bytes of local tensors and their pieces: views if the memory is in order, else copies.
 
-The memory of a piece is affine (see `core.catalog.specs.Piece`). So a view is `torch.as_strided`, and a piece whose strides are
-its box's own row-major ones is one slice of the storage.
+A piece has a base and strides in memory (see `core.catalog.specs.Piece`), so `torch.as_strided` gives a view of it. If the
+strides are the row-major strides of its box, the piece is one slice of the storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.geometry.runs import decompose
 
 
 class LocalTensor(NamedTuple):
-    """A tensor of this rank: its description, and the local memory that its pieces lie in (any device, any strides)."""
+    """A tensor of this rank: its description, and the local memory of its pieces (any device, any strides)."""
 
     spec: TensorSpec
     memory: torch.Tensor
@@ -26,14 +26,14 @@ class LocalTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A piece, and the local memory that it lies in."""
+    """A piece, and the local tensor whose memory holds it."""
 
     tensor: torch.Tensor
     piece: Piece
 
 
 class LocalRun(NamedTuple):
-    """Consecutive elements of the box of a piece, from `start` on, inside the piece's own run; and their memory."""
+    """Consecutive elements of a piece's box, from `start` on, within the piece's own run."""
 
     local: LocalPiece
     start: int
@@ -45,61 +45,61 @@ class LocalRun(NamedTuple):
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor's whole storage."""
+    """Return the bytes of a CPU tensor's whole storage."""
     raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return raw.numpy().data
 
 
 def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
-    """The bytes of `count` consecutive elements of a CPU tensor's storage, counted from the tensor's own first one."""
+    """Return the bytes of `count` elements of a CPU tensor's storage; `first` counts from the tensor's first element."""
     begin = (tensor.storage_offset() + first) * tensor.element_size()
     return storage_bytes(tensor)[begin : begin + count * tensor.element_size()]
 
 
 def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
-    """The strided region of a tensor's storage whose first element is `base` elements after the tensor's own."""
+    """Return the strided region of a tensor's storage that begins `base` elements after the tensor's first element."""
     first = tensor.storage_offset() + base
-    if tensor.is_inference():  # outside of the inference mode no view of it can be written to, but its storage can
+    if tensor.is_inference():  # outside inference mode its views are read-only, its storage is not
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), first, lengths, strides)
     return torch.as_strided(tensor, lengths, strides, first)
 
 
 def count_up(tensor: torch.Tensor) -> None:
-    """Count up the version of a tensor that was written past torch: no backward pass may take it for what was there before."""
-    if not tensor.is_inference():  # those keep no version
+    """Count up the version of a tensor that was written without torch, so that a backward pass notices the change."""
+    if not tensor.is_inference():  # inference tensors keep no version
         torch.autograd.graph.increment_version(tensor)
 
 
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
-"""For each size of an element, a numpy dtype that copies its bytes as they are."""
+"""A numpy dtype for each element size, to copy elements of any dtype as raw bytes."""
 
 
 def is_in_order(piece: Piece) -> bool:
-    """Whether consecutive elements of the run are consecutive in memory."""
+    """Whether consecutive elements of the piece are consecutive in memory."""
     return is_row_major(piece.lengths, piece.strides)
 
 
 def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | None:
-    """The bytes of a run of the piece's box where they lie; None where they lie on a device, or in another order."""
+    """Return a view of the bytes of a run of the piece's box; None if they lie on a device or are not in order."""
     if local.tensor.device.type != "cpu" or not is_in_order(local.piece):
         return None
     return element_bytes(local.tensor, local.piece.base + start, count)
 
 
 def slices(data: memoryview, size: int) -> Iterator[memoryview]:
-    """The bytes in parts of this size; the last one may be shorter."""
+    """Yield the bytes in parts of `size`; the last one may be shorter."""
     return (data[at : at + size] for at in range(0, len(data), size))
 
 
 def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a run of the piece's box, in order, in chunks no larger than the scratch buffer.
+    """Yield the bytes of a run of the piece's box, in order, in chunks of at most the size of `scratch`.
 
-    CPU memory that is in order is not copied; other memory goes through `scratch`, which the next chunk overwrites.
+    CPU memory that is in order is not copied. Other memory is copied into `scratch`, which the next chunk overwrites.
 
     Parameters
     ----------
     start, count
-        Elements of the box, inside the piece's own run.
+        Elements of the box, within the piece's own run.
     scratch
         1-D uint8 host memory, aligned for every dtype.
     """
@@ -117,16 +117,16 @@ def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> 
 
 
 def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy a run of the piece's box, in order, into memory of the host, or of its own device.
+    """Copy a run of the piece's box, in order, into host memory or into memory of the same device.
 
     Parameters
     ----------
     start, count
-        Elements of the box, inside the piece's own run.
+        Elements of the box, within the piece's own run.
     out
-        1-D uint8, as long as the run, aligned for its dtype.
+        1-D uint8 of the run's size in bytes, aligned for its dtype.
     non_blocking
-        From a device: only queue it, on the current stream. For pinned memory alone, and the caller has to wait for the stream.
+        Only queue the copy from a device, on the current stream. `out` must be pinned, and the caller waits for the stream.
     """
     typed = out.view(local.tensor.dtype)
     if is_in_order(local.piece):
