@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from ..memory.options import Memory
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage
 from .attempts import PRIOR_S, AttemptLog
+from .pending import PendingSaves
 from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
@@ -110,12 +110,11 @@ class Manager(RunSteps):
         refuse_memory_unless(memory, self._root, read_only=read_only)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
-        self._pending: SaveHandle | None = None
         self._process = os.getpid()
-        self._settled = threading.Event()
         self._is_first = True
         self._is_closed = False
-        self._preemption = Preemption(self._root, self._session)
+        self._pending = PendingSaves()
+        self._preemption = Preemption(self._root, self._session, self._pending)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
         self._has_failed = False
@@ -250,9 +249,7 @@ class Manager(RunSteps):
             except BaseException:
                 self._costs.end(None)
                 raise
-            self._pending, settled = handle, threading.Event()
-            self._settled = settled
-            self._preemption.pending = handle
+            settled = self._pending.add(handle)
 
             def settle(done: SaveHandle) -> None:
                 try:
@@ -345,11 +342,9 @@ class Manager(RunSteps):
             return
         try:
             self._wait()
-            error = None if self._pending is None else self._pending.running.take_error()
-            if error is not None:
-                raise error
+            self._pending.raise_errors()
         finally:
-            failed = self._has_failed or (self._pending is not None and self._pending.failed())
+            failed = self._has_failed or self._pending.failed()
             self._end_attempt(failed=failed)
             try:
                 if self._memory is not None and not self._is_closed:
@@ -379,9 +374,9 @@ class Manager(RunSteps):
             attempts.close(failed=failed)
 
     def _wait(self) -> None:
-        """Wait for the save in progress and for the pruning after it."""
-        if self._pending is not None and not self._preemption.gave_up:
-            self._settled.wait()
+        """Wait for the saves in progress and for the pruning after each."""
+        if not self._preemption.gave_up:
+            self._pending.wait()
 
     def _committed(self, step: int) -> None:
         """Prune after a step that this process, among others, has just committed."""

@@ -22,8 +22,8 @@ from typing import Any
 
 from ..comm import Stop, give_up_sessions, open_session, open_stop
 from ..engine.common.logs import LOGGER
-from ..engine.saving.handle import SaveHandle
 from ..errors import UsageError
+from .pending import PendingSaves
 
 GRACE_S = 20.0
 """How long a save may go on after SIGTERM by default: torchrun, Slurm and Kubernetes kill after 30 s."""
@@ -51,18 +51,17 @@ class Preemption:
     ----------
     root, session
         The path of the run, and the options of every session.
+    pending
+        The saves that are under way.
 
     Attributes
     ----------
-    pending
-        The save that is under way.
     gave_up
         Whether a save was not finished in time.
     """
 
-    def __init__(self, root: str, session: Mapping[str, Any]) -> None:
-        self._root, self._session = root, session
-        self.pending: SaveHandle | None = None
+    def __init__(self, root: str, session: Mapping[str, Any], pending: PendingSaves) -> None:
+        self._root, self._session, self._pending = root, session, pending
         self.gave_up = False
         self._stop: Stop | None = None
         self._grace_s, self._deadline = GRACE_S, math.inf
@@ -145,12 +144,12 @@ class Preemption:
         return time.monotonic() >= self._deadline
 
     def _finish_save_and_end(self) -> None:
-        if self.pending is not None and not self.pending.done():
+        if not self._pending.done():
             LOGGER.warning("SIGTERM: finishing the save that is under way")
-            while not self.pending.done() and not self._is_over():
+            while not self._pending.done() and not self._is_over():
                 time.sleep(_POLL_S)
         self._has_come = False
-        if self._depth or (self.pending is not None and not self.pending.done()):
+        if self._depth or not self._pending.done():
             LOGGER.error("SIGTERM: not finished within %g s, so given up; the checkpoint of before is still there", self._grace_s)
             self.gave_up = True
             give_up_sessions()

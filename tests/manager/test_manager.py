@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.checkpoint import Manager, Memory, saving
 from reshard_ckpt.engine.common.step_folders import find_steps, reading, remove_step
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
@@ -373,6 +373,27 @@ def test_a_failed_background_save_is_raised_at_close_and_lets_go(tmp_path: Path)
         save_and_close()
     manager.close()
     Manager(tmp_path).close()
+
+
+def test_close_raises_the_errors_of_both_saves_that_two_threads_began_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    both, launch = threading.Barrier(2), saving.launch
+
+    def at_once(*args: Any) -> Any:
+        both.wait()  # each has had its turn, and neither has begun to write
+        return launch(*args)
+
+    manager = Manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "launch", at_once)
+        threads = [threading.Thread(target=manager.async_save, args=(step, state(step))) for step in (1, 2)]
+        for step, thread in zip((1, 2), threads, strict=True):
+            (tmp_path / f"step_{step}").touch()
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with pytest.raises(CheckpointError, match="2 saves failed in the background: ") as caught:
+        manager.close()
+    assert all(f"{tmp_path}/step_{step}" in str(caught.value) for step in (1, 2))
 
 
 def test_signals_are_handled_in_the_main_thread_alone(tmp_path: Path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two classes of this name
 from contextlib import suppress
@@ -130,6 +130,11 @@ class RunningSave:
         return error
 
     @property
+    def has_unseen_error(self) -> bool:
+        """Whether the save has failed, and nobody has taken its error yet."""
+        return self.failure is not None and not self._error_is_known
+
+    @property
     def failure(self) -> BaseException | None:
         """The error of the save if it has failed, else None."""
         return self._outcome if isinstance(self._outcome, BaseException) else None
@@ -226,6 +231,12 @@ class SaveHandle:
         self.running.committed.add_done_callback(call)
 
 
+def joint_error(errors: Sequence[BaseException], which: str = "") -> CheckpointError:
+    """Return one error for those of several saves; `which` says which saves these are."""
+    what = "the save" if len(errors) == 1 else f"{len(errors)} saves"
+    return CheckpointError(f"{what}{which} failed in the background: {'; '.join(map(str, errors))}")
+
+
 class SaveQueue:
     """The saves of this process, one at a time: they share the staging memory, and each error has to be raised somewhere."""
 
@@ -257,9 +268,7 @@ class SaveQueue:
         self._begun = [save for save in self._begun if save not in begun]
         errors = [error for save in begun if (error := save.running.take_error()) is not None]
         if errors:
-            what = "the save" if len(errors) == 1 else f"{len(errors)} saves"
-            reasons = "; ".join(map(str, errors))
-            raise CheckpointError(f"{what} before this one failed in the background: {reasons}") from errors[0]
+            raise joint_error(errors, " before this one") from errors[0]
 
     def wait_staged(self) -> None:
         """Wait until the state that the earlier saves copy may change."""
