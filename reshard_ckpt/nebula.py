@@ -5,13 +5,14 @@ A checkpoint has *files*: named states, as for ``torch.save``. All ranks make al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .checkpoint import Manager, Memory, SaveHandle
+from .core.trees import Path, map_tree
 from .errors import CheckpointNotFound, CorruptError, UsageError
 from .format.values import decode_value, encode_value
 from .manager.open_runs import RUNS, TAG, close_runs, look_at, memory_from_environment, open_run, step_for, tags_of
@@ -72,13 +73,14 @@ class Checkpoint:
         """Add a file: a module, a state dict, or any tree of tensors and plain values."""
         tensors: dict[str, torch.Tensor] = {}
 
-        def taken(node: Any, path: str) -> Any:
+        def taken(path: Path, node: Any) -> Any:
             if not isinstance(node, torch.Tensor):
                 return node
-            tensors[path] = node.detach()
-            return {_TENSOR: path, "shape": list(node.shape), "dtype": str(node.dtype).removeprefix("torch.")}
+            key = "".join(f"/{key!r}" for key in path)
+            tensors[key] = node.detach()
+            return {_TENSOR: key, "shape": list(node.shape), "dtype": str(node.dtype).removeprefix("torch.")}
 
-        tree = encode_value(_mapped(state.state_dict() if hasattr(state, "state_dict") else state, taken), name)
+        tree = encode_value(map_tree(taken, state.state_dict() if hasattr(state, "state_dict") else state), name)
         self._files[name] = {"tensors": tensors, _TREE: tree}
         if len(self._files) == self._num_files:
             self.commit()
@@ -111,13 +113,13 @@ class Checkpoint:
             raise CheckpointNotFound(f"nebula: the checkpoint {self.tag!r} has no file {name!r}")
         tensors: dict[str, torch.Tensor] = {}
 
-        def made(node: Any, path: str) -> Any:
+        def made(path: Path, node: Any) -> Any:
             if not isinstance(node, Mapping) or _TENSOR not in node:
                 return node
             tensors[node[_TENSOR]] = torch.empty(node["shape"], dtype=getattr(torch, node["dtype"]), device=map_location)
             return tensors[node[_TENSOR]]
 
-        tree = _mapped(decode_value(found["files"][name][_TREE]), made)
+        tree = map_tree(made, decode_value(found["files"][name][_TREE]))
         look_at(manager(), step, {"files": {name: {"tensors": tensors}}})
         _LOOKED_AT.append(step)
         return tree
@@ -147,15 +149,3 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
     return tags_of(manager(persist_path))
-
-
-def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Apply `change` to the nodes of a tree, the outermost first; the inside of a changed node is not visited."""
-    changed = change(node, path)
-    if changed is not node:
-        return changed
-    if isinstance(node, Mapping):
-        return {key: _mapped(value, change, f"{path}/{key!r}") for key, value in node.items()}
-    if type(node) in (list, tuple):  # other classes may not be made of a list; `encode_value` refuses them by name
-        return type(node)(_mapped(value, change, f"{path}/{i}") for i, value in enumerate(node))
-    return node

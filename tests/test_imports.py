@@ -46,7 +46,7 @@ ALLOWED = {
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "plugins": _FORMATS | {"checkpoint"},
-    "nebula": {"checkpoint", "format", "manager"},
+    "nebula": {"checkpoint", "core", "format", "manager"},
     # A family imports no other one: see `test_no_family_imports_another`.
     "families": _FORMATS | {"checkpoint", "manager", "plugins"},
     "megatron": {"families"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..checkpoint.loading import load_target, target_of
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, summarize
+from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.router import Below
@@ -108,7 +109,7 @@ def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalo
     """Warn where DCP would be silent: dtypes converted, and places that are empty where the checkpoint has something."""
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {_first_lines(report.converted)}", stacklevel=3)
-    empty = list(_empty(form, ""))
+    empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
     if not empty:
         return
     below = Below((*saved.names, *saved.value_names))
@@ -120,14 +121,6 @@ def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalo
             "make the state exist before loading (get_optimizer_state_dict does for an optimizer)",
             stacklevel=3,
         )
-
-
-def _empty(value: Any, name: str) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for key, child in value.items():
-            yield from _empty(child, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, Mapping) and name:
-        yield name
 
 
 def _first_lines(lines: tuple[str, ...] | list[str]) -> str:

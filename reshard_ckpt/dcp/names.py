@@ -14,10 +14,11 @@ from typing import Any
 
 from ..core.catalog.links import GROUPS, STATE
 from ..core.catalog.specs import ValueKind, ValueSpec
+from ..core.trees import Path, name_of
 from ..format.values import encode_path, encode_value
-from ..formats.dcp.names import NestedBuilder, dotted, taken_apart
+from ..formats.dcp.names import NestedBuilder, taken_apart
 from ..state.optimizer_dicts import are_named_groups, flat_groups, is_flattened, nested, saved_groups
-from ..state.paths import Index, Path, name_of, path_keys
+from ..state.paths import Index, path_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class KeyedValue:
 
     @property
     def name(self) -> str:
-        return dotted(self.path)
+        return name_of(self.path)
 
 
 def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:

@@ -15,6 +15,7 @@ from ..core.catalog.specs import Ints, StateLink, ValueKind
 from ..core.geometry.dtypes import CODES
 from ..core.geometry.ordering import group_ids
 from ..core.geometry.runs import I64, pad_rows
+from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
 from ..format.links import linked
@@ -240,7 +241,7 @@ class CatalogBuilder:
 
     def value(self, path: Sequence[Any], value: Any) -> None:
         """Add a value other than a tensor by its keys in the state: ``("extra", "step")`` gets the name ``extra.step``."""
-        name = ".".join(map(str, path))
+        name = name_of(path)
         self._values.append(ValueEntry(name, encode_path(list(path)), ValueKind.PLAIN, encode_value(value, name)))
 
     def unreadable(self, name: str, why: CheckpointError) -> None:

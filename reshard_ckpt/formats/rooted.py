@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from ..core.trees import name_of
 from ..errors import CorruptError, UnsupportedError
 from ..storage.protocol import Storage
 from ..torchfile.pickle_reader import StandInClass
 from .dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
-from .dcp.names import KeyPath, dotted
+from .dcp.names import KeyPath
 
 Classes = Mapping[tuple[str, str], StandInClass]
 PathOf = Callable[[KeyPath], KeyPath | None]
@@ -92,7 +93,7 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
         path = path_of(saved.paths.get(fqn, (fqn,)))
         if path is None:
             continue
-        name = dotted(path)
+        name = name_of(path)
         if name in paths:
             raise CorruptError(f"{where}: {fqn:.200} and another entry are both {name:.200}; use another checkpoint")
         paths[name] = path

@@ -15,7 +15,7 @@ A folder with ``pytorch_model.bin``, or an index and its parts, is one flat stat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 from ..core.catalog.model import FileEntry, ValueEntry
 from ..core.catalog.specs import TensorSpec, is_row_major
+from ..core.trees import children, flatten, name_of
 from ..core.words import a
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
@@ -192,27 +193,28 @@ def _advice(state: Mapping[Any, Any]) -> dict[str, str]:
         name: f"{name} is keyed by the positions of parameters, and the file does not hold their names (an optimizer made of "
         "model.named_parameters() saves them): load it with torch.load and load_state_dict of the optimizer, then save it "
         "with checkpoint.save"
-        for name in _unnamed(state, ())
+        for name in _unnamed(state)
     }
 
 
-def _unnamed(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
-    if len(path) > _MAX_DEPTH:
-        raise CorruptError(f"{'.'.join(map(str, path[:3]))}…: is nested deeper than {_MAX_DEPTH} levels; use another copy")
-    if _is_optimizer_state(value):
-        names = names_by_number(value["param_groups"])
+def _unnamed(state: Mapping[Any, Any]) -> Iterator[str]:
+    for path, leaf in flatten(state, _children, max_depth=_MAX_DEPTH + 1):
+        if len(path) > _MAX_DEPTH:
+            raise CorruptError(f"{name_of(path[:3])}…: is nested deeper than {_MAX_DEPTH} levels; use another copy")
+        if not _is_optimizer_state(leaf):
+            continue
+        names = names_by_number(leaf["param_groups"])
         if names is None:
-            yield ".".join(map(str, path))
-            return
+            yield name_of(path)
         # State without a group would get no name at all.
-        unknown = [key for key in value["state"] if key not in names]
-        if unknown:
+        elif unknown := [key for key in leaf["state"] if key not in names]:
             raise CorruptError(
                 f"an optimizer has state for parameter {unknown[0]}, which is in none of its groups; use another copy"
             )
-    elif isinstance(value, Mapping | list | tuple):
-        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _unnamed(child, (*path, key))
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    return None if _is_optimizer_state(node) else children(node)
 
 
 FORMAT = Format("torch", "a file that torch.save wrote, or a folder with pytorch_model.bin or its index", open_path, order=70)

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -25,7 +25,8 @@ import torch
 from ..core.catalog.links import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
-from ..errors import NameCollisionError, StorageError, UnsupportedError
+from ..core.trees import put
+from ..errors import StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.paths import Index, saved_path
@@ -188,32 +189,19 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
         # State of an optimizer goes to torch's numbered form, any other tensor below the first part of its name.
         path = _path(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
-            _put(root, path, tensor)
+            put(root, path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
     for entry in catalog.values_table:
         path = _value_path(entry) if (link := links.get(entry.name)) is None else optimizers[link.optimizer].path(link)
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
-            _put(root, path, values[entry.name])
+            put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
     having = {link.optimizer for link in links.values()}
     for one in optimizers.values():
-        _put(root, (*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
+        put(root, (*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
         if one.name not in having:
-            _put(root, (*one.above, STATE), {})
+            put(root, (*one.above, STATE), {})
     return root
-
-
-def _put(root: dict[Any, Any], path: Iterable[Any], value: Any) -> None:
-    """Set the value at a path of nested dicts."""
-    *above, last = path
-    node = root
-    for key in above:
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise NameCollisionError(f"{'.'.join(map(str, above))}: is a value, and has others below it; rename one of them")
-    if last in node:
-        raise NameCollisionError(f"{'.'.join(map(str, (*above, last)))}: two things have this name; rename one of them")
-    node[last] = value
 
 
 def _path(name: str) -> tuple[str, ...]:

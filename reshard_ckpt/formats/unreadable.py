@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..core.trees import children_of_dict, flatten, name_of, put
 from ..errors import CheckpointError
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..state.optimizer_dicts import is_numbered, is_optimizer_tree, names_by_number
-from ..state.paths import name_of
 from ..state.tensors import is_tensor_like, local_memory
-
-Path = tuple[Any, ...]
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
     """Drop unreadable tensors and values from the dicts of a state; return the rest of it, and the errors by name."""
-    unreadable: dict[str, CheckpointError] = {}
-    return _prune(state, (), unreadable), unreadable
-
-
-def _prune(node: Mapping[Any, Any], path: Path, unreadable: dict[str, CheckpointError]) -> dict[Any, Any]:
     kept: dict[Any, Any] = {}
-    for key, child in node.items():
-        where = (*path, key)
-        if isinstance(child, Mapping) and child:
-            kept[key] = child if _is_named_optimizer(child) else _prune(child, where, unreadable)
-            if kept[key]:
-                continue
-            del kept[key]
-        elif (why := _read_error(child, name_of(where))) is None:
-            kept[key] = child
+    unreadable: dict[str, CheckpointError] = {}
+    for path, leaf in (entry for key, child in state.items() for entry in flatten(child, _children, (key,))):
+        why = None if isinstance(leaf, Mapping) and leaf else _read_error(leaf, name_of(path))
+        if why is None:
+            put(kept, path, leaf)
         else:
-            unreadable[name_of(where)] = why
-    return kept
+            unreadable[name_of(path)] = why
+    return kept, unreadable
 
 
-def _is_named_optimizer(value: Mapping[Any, Any]) -> bool:
-    return is_optimizer_tree(value) or (is_numbered(value) and names_by_number(value["param_groups"]) is not None)
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the keys and children of a dict; the state dict of an optimizer that names its parameters is a leaf."""
+    numbered = is_numbered(node) and names_by_number(node["param_groups"]) is not None
+    return None if numbered or (isinstance(node, Mapping) and is_optimizer_tree(node)) else children_of_dict(node)
 
 
 def _read_error(leaf: Any, name: str) -> CheckpointError | None:

@@ -20,6 +20,7 @@ from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
 from ..core.catalog.specs import StateLink, ValueKind
+from ..core.trees import name_of
 from ..engine.common.tensor_bytes import LocalTensor
 from ..format.values import check_keys, decode_steps, keys_of
 from .collector import Collector, NamedValue
@@ -30,7 +31,7 @@ from .opened import OpenedState, open_state
 from .optimizer_dicts import saved_groups
 from .optimizer_target import OptimizersTarget
 from .optimizers import optimizer_contents
-from .paths import Steps, link_in_dict, name_of, saved_path
+from .paths import Steps, link_in_dict, saved_path
 from .router import Below, Router, ValueTarget
 from .scan import (
     GroupsItem,

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.catalog.specs import Replication
+from ..core.trees import Path, name_of
 from .modules import ModuleState, read_module
 from .optimizer_dicts import are_numbered_groups
 from .owners import Owners
-from .paths import Path, name_of
 from .scan import ModulesItem, TensorItem, Tree, scan
 from .tensors import LocalMemories, TensorLike
 from .torch_classes import is_dtensor

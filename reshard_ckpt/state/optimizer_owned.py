@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..core.trees import leaves
 from .torch_classes import is_dtensor
 from .watched import optimizers_of
 
 
 def optimizers_in(state: Any) -> Iterator[Optimizer]:
     """The optimizers in a state, however its containers nest, and those that they wrap, which may be stepped by themselves."""
-    if isinstance(state, Optimizer):
-        yield from optimizers_of(state)
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from optimizers_in(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from optimizers_in(value)
+    return (optimizer for leaf in leaves(state) if isinstance(leaf, Optimizer) for optimizer in optimizers_of(leaf))
 
 
 def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:

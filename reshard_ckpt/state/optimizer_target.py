@@ -21,6 +21,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import SWITCHES, Groups, Selection, are_groups
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT
+from ..core.trees import map_tree
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
 from .optimizers import state_memory
@@ -229,7 +230,8 @@ class OptimizersTarget:
             device = None if owner.param is None else owner.param.device
             entry = state[param] if param in state else state.setdefault(param, {})
             entry.update(entries)
-            entry.update({key: _moved(value, device) for key, value in found.items()})
+            # Decoded values may hold tensors, which go to the parameter's device.
+            entry.update(map_tree(lambda _, node: node.to(device) if isinstance(node, torch.Tensor) else node, found))
 
 
 def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -243,14 +245,3 @@ def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> Non
             group[key] = value.item()
         else:
             group[key] = copy.deepcopy(value)
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    """A decoded value with its tensors, if any, on the parameter's device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(v, device) for v in value)
-    if isinstance(value, dict):
-        return {key: _moved(v, device) for key, v in value.items()}
-    return value

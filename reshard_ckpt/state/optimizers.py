@@ -14,6 +14,7 @@ from typing import Any
 from ..core.catalog.links import GROUPS, STATE, groups_name
 from ..core.catalog.param_groups import hyperparameters, merge
 from ..core.catalog.specs import Ints, Replication, StateLink, ValueKind
+from ..core.trees import Path, leaves
 from ..core.words import a
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UnsupportedError
@@ -21,7 +22,6 @@ from .collector import NamedValue
 from .declared import parts_of
 from .layouts import Layout, whole
 from .owners import Owner
-from .paths import Path
 from .tensors import LocalMemory, TensorLike, is_tensor_like, local_memory
 from .views import OptimizerView
 
@@ -98,18 +98,12 @@ def _state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
 
 def _state_value(value: Any, owner: Owner, name: str) -> Any:
     """Return a state entry that is no tensor, once it is known to mean the same on every rank."""
-    if owner.layout is not None and not owner.layout.is_whole and _holds_tensors(value):
+    if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
         raise UnsupportedError(
             f"{name}: {a(type(value).__name__)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
             "place; hold its tensors as entries of their own"
         )
     return value
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(v) for v in value.values())
-    return is_tensor_like(value) or (isinstance(value, list | tuple) and any(_holds_tensors(v) for v in value))
 
 
 def _named(group: Mapping[str, Any], members: Iterable[Owner]) -> dict[str, Any]:

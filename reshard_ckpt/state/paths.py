@@ -13,10 +13,9 @@ from typing import Any
 
 from ..core.catalog.links import STATE
 from ..core.catalog.specs import StateLink
+from ..core.trees import Path, name_of
 from ..format.value_decode import FACTORIES
 from ..format.values import keys_of
-
-Path = tuple[Any, ...]
 
 _KINDS = (OrderedDict, Counter, defaultdict)
 
@@ -29,15 +28,6 @@ class Unwrapped(str):
     """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
 
     key: str
-
-
-def name_of(path: Path) -> str:
-    """Return the name of what lies at a path.
-
-    >>> name_of(("model", "layers.0.weight"))
-    'model.layers.0.weight'
-    """
-    return ".".join(str(key) for key in path)
 
 
 def path_keys(path: Path) -> list[Any]:

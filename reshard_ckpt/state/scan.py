@@ -24,12 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.catalog.wrappers import unwrapped_keys
+from ..core.trees import Path, name_of
 from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .declared import parts_of
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of, names_by_number
-from .paths import Index, Path, Unwrapped, name_of
+from .paths import Index, Unwrapped
 from .shards import PerRank, Shards
 from .tensors import TensorLike, is_tensor_like
 from .watched import Watched

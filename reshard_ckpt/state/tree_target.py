@@ -14,11 +14,12 @@ from typing import Any
 from ..core.catalog.param_groups import SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import LEAVES_OUT
+from ..core.trees import Path, name_of
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .mesh import RankSet
 from .modules import is_nothing
-from .paths import Index, Path, in_order, name_of, new_dict, own_key
+from .paths import Index, in_order, new_dict, own_key
 from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, give_state, is_stateful
 from .shards import PerRank, PerRankValues
 from .tensors import TensorLike, is_tensor_like, local_memory

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..core.trees import Path
 from ..errors import UsageError
 from .owners import Owner, Owners
-from .paths import Path
 from .scan import Item, NumberedItem, OptimizersItem, Tree, by_number, check_names, opened_objects, tree_of
 from .watched import Watched, has_own_state_dict, optimizers_of
 

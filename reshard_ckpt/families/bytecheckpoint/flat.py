@@ -17,10 +17,11 @@ import numpy as np
 
 from ...core.catalog.specs import Ints
 from ...core.geometry.runs import decompose
+from ...core.trees import name_of
 from ...errors import CorruptError
 from ...formats.dcp.heads import HeadParser
 from ...formats.dcp.metadata import Chunk, Extent, Metadata, SavedTensor
-from ...formats.dcp.names import KeyPath, dotted
+from ...formats.dcp.names import KeyPath
 
 _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fsdp_numels_with_padding")
 
@@ -97,7 +98,7 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
         held = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
         for part in flats[flat]:
             path: KeyPath = (part.fqn,) if key is None else ("state", part.fqn, key)
-            name = dotted(path)
+            name = name_of(path)
             if name in tensors:
                 raise CorruptError(f"{where}: {name:.200} is in two flat parameters; use another checkpoint")
             chunks = [piece for chunk in _within(held, part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]

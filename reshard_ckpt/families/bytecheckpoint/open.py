@@ -15,9 +15,10 @@ from functools import partial
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.wrappers import unwrapped, unwrapped_keys
+from ...core.trees import name_of
 from ...formats.dcp.folder import FolderMetadata
 from ...formats.dcp.metadata import Metadata
-from ...formats.dcp.names import MODEL, OPTIMIZER, KeyPath, dotted
+from ...formats.dcp.names import MODEL, OPTIMIZER, KeyPath
 from ...formats.dcp.read import MoreContents, advice_on_numbers, catalog_of
 from ...formats.protocol import Format, Source, open_located
 from ...formats.rooted import PathOf, classes_of, is_written_by, read_part, renamed, together
@@ -72,12 +73,12 @@ def _open(storage: Storage, extra: MoreContents) -> Catalog:
 
 
 def _model_path(model: Metadata | None) -> PathOf:
-    names = [dotted(model.paths.get(fqn, (fqn,))) for fqn in (*model.tensors, *model.values)] if model is not None else []
+    names = [name_of(model.paths.get(fqn, (fqn,))) for fqn in (*model.tensors, *model.values)] if model is not None else []
     return partial(_path_in_model, dict(zip(names, unwrapped_keys(names), strict=True)))
 
 
 def _path_in_model(clean: dict[str, str], path: KeyPath) -> KeyPath:
-    return MODEL, clean.get(dotted(path)) or unwrapped(dotted(path))
+    return MODEL, clean.get(name_of(path)) or unwrapped(name_of(path))
 
 
 def _optimizer_path(path: KeyPath) -> KeyPath:

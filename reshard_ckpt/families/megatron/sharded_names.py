@@ -23,11 +23,12 @@ from typing import Any
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import ValueKind
 from ...core.report import summarize
+from ...core.trees import Path, name_of
 from ...errors import CorruptError, LayoutError
 from ...format.checksums import digest128
 from ...format.values import decode_path, encode_path
 from ...state.collector import NamedValue
-from ...state.paths import Index, Path, name_of, path_keys, saved_path
+from ...state.paths import Index, path_keys, saved_path
 
 COMMON = "common_state"
 COMMON_FILE = "common.pt"

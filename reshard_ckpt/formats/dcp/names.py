@@ -22,6 +22,7 @@ import torch
 
 from ...core.catalog.links import GROUPS, STATE
 from ...core.catalog.specs import StateLink
+from ...core.trees import flatten, leaves
 from ...format.values import decode_path
 from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
 from ...state.paths import Index, saved_path
@@ -47,11 +48,6 @@ class Names:
 
     paths: dict[str, KeyPath] = field(default_factory=dict)
     groups: dict[KeyPath, dict[str, GroupEntry]] = field(default_factory=dict)
-
-
-def dotted(path: Iterable[Key]) -> str:
-    """Join the keys of a path by dots."""
-    return ".".join(map(str, path))
 
 
 def key_path(encoded: bytes) -> KeyPath:
@@ -154,20 +150,16 @@ def state_path(link: StateLink, form: str) -> KeyPath:
 
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Flatten a value as DCP does: dicts always, lists if they hold a dict or a tensor."""
-    if isinstance(value, Mapping) and value:
-        for key, child in value.items():
-            yield from taken_apart((*path, str(key)), child)
-    elif isinstance(value, list) and not _is_terminal(value):
-        for index, child in enumerate(value):
-            yield from taken_apart((*path, index), child)
-    else:
-        yield path, value
+    return flatten(value, _children, path)
 
 
-def _is_terminal(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_terminal(child) for child in value)
-    return not isinstance(value, Mapping | torch.Tensor)
+def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
+    if isinstance(node, Mapping) and node:
+        return ((str(key), child) for key, child in node.items())
+    if not isinstance(node, list):
+        return None
+    inside = leaves(node, lambda child: enumerate(child) if isinstance(child, list) else None)
+    return enumerate(node) if any(isinstance(leaf, Mapping | torch.Tensor) for leaf in inside) else None
 
 
 class NestedBuilder:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,6 +20,7 @@ import torch
 from ...core.catalog.links import GROUPS
 from ...core.catalog.model import Catalog, FileEntry, ValueEntry
 from ...core.catalog.specs import ValueKind
+from ...core.trees import flatten, name_of
 from ...errors import CheckpointError, CorruptError
 from ...format.links import linked
 from ...format.torch_dtypes import dtype_code
@@ -37,7 +38,6 @@ from .names import (
     KeyPath,
     Names,
     NestedBuilder,
-    dotted,
     groups_from_entries,
     names_of,
     raw_paths,
@@ -186,7 +186,7 @@ class _Folder:
         return replace(catalog, unreadable={**self._unreadable, **more.unreadable})
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
-        name, saved = dotted(path), self._saved.tensors.get(fqn)
+        name, saved = name_of(path), self._saved.tensors.get(fqn)
         if saved is None or fqn in self._errors:
             if fqn in self._errors:
                 self._unreadable[name] = self._errors[fqn]
@@ -205,28 +205,28 @@ class _Folder:
         for fqn, path in paths.items():
             at = whole[path]
             if fqn in self._errors:
-                self._unreadable[dotted(at)] = self._errors[fqn]
+                self._unreadable[name_of(at)] = self._errors[fqn]
             elif at == path:
                 self._add_value(path, ValueKind.PLAIN, self._values[fqn])
             else:
                 lists.setdefault(at, NestedBuilder()).put(path[len(at) :], self._values[fqn])
         for at, branch in lists.items():
-            if dotted(at) not in self._unreadable:
+            if name_of(at) not in self._unreadable:
                 self._add_value(at, ValueKind.PLAIN, branch.plain())
 
     def _add_value(self, path: KeyPath, kind: ValueKind, value: Any) -> None:
         # The encoding of paths has a tuple of one index for a step into a list.
         keys = [(key,) if isinstance(key, int) else key for key in path]
-        leaves = _leaves(keys, value) if kind is ValueKind.PLAIN else [(keys, value)]
-        for where, leaf in leaves:
-            name = dotted(key[0] if isinstance(key, tuple) else key for key in where)
+        # A dict, which torch before 2.4 saved as one value, becomes a value for each key.
+        for where, leaf in flatten(value, _in_plain_dict if kind is ValueKind.PLAIN else lambda node: None, tuple(keys)):
+            name = name_of(key[0] if isinstance(key, tuple) else key for key in where)
             self._entries.append(ValueEntry(name, encode_path(where), kind, encode_value(leaf, name)))
 
     def _add_groups(self, optimizer: KeyPath, entries: Mapping[str, GroupEntry], by_number: bool) -> None:
         path = (*optimizer, GROUPS)
         unreadable = [self._errors[fqn] for fqn in entries if fqn in self._errors]
         if unreadable:
-            self._unreadable[dotted(path)] = unreadable[0]
+            self._unreadable[name_of(path)] = unreadable[0]
             return
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
         found = groups_from_entries(entries, values)
@@ -264,13 +264,8 @@ class _Folder:
         return read_whole(self._storage, saved, self._located.parts[fqn], [file.key for file in self._located.files])
 
 
-def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield a value and its path. A dict, which torch before 2.4 saved as one value, yields a value for each key."""
-    if type(value) is dict and value:
-        for key, child in value.items():
-            yield from _leaves([*keys, key], child)
-    else:
-        yield keys, value
+def _in_plain_dict(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    return node.items() if type(node) is dict and node else None
 
 
 def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ...core.catalog.links import optimizer_of
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
 from ...core.geometry.runs import cut_boxes
+from ...core.trees import name_of
 from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError
 from ...format.torch_dtypes import TORCH_DTYPES
@@ -32,7 +33,7 @@ from ..protocol import BytesOf
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import KeyPath, dotted, key_path, state_path, taken_apart
+from .names import KeyPath, key_path, state_path, taken_apart
 
 CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk, because ``torch.distributed.checkpoint.load`` has a whole chunk in memory at once."""
@@ -223,7 +224,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
     flat: dict[str, Any] = {}
 
     def add(path: KeyPath, value: Any) -> None:
-        name = dotted(path)
+        name = name_of(path)
         if name in flat or name in catalog:
             raise NameCollisionError(f"{name}: two things have this name in a folder of DCP; rename one of them")
         flat[name], paths[name] = value, path

@@ -1,0 +1,121 @@
+"""Trees of dicts, lists and tuples: flatten one into paths and leaves, build one from these, copy one with other leaves.
+
+A path is the tuple of the keys and indices that lead from the root to a node. A function of type `Children` decides where a tree
+ends: it returns the keys and children of a node, and None for a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import NameCollisionError
+
+Path = tuple[Any, ...]
+Children = Callable[[Any], Iterable[tuple[Any, Any]] | None]
+
+
+def name_of(path: Iterable[Any]) -> str:
+    """Return the name of the node at a path: the keys, joined by dots.
+
+    >>> name_of(("model", "layers.0.weight"))
+    'model.layers.0.weight'
+    """
+    return ".".join(map(str, path))
+
+
+def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the keys and children of a dict, or the indices and children of a list or tuple; None for a leaf."""
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, list | tuple) else None
+
+
+def children_of_dict(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the keys and children of a dict; None for an empty dict and for all else, so that lists are leaves."""
+    return node.items() if isinstance(node, Mapping) and node else None
+
+
+def flatten(
+    tree: Any, children: Children = children, path: Path = (), *, max_depth: int | None = None
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and the value of each leaf, in order.
+
+    Parameters
+    ----------
+    path
+        The path of the tree itself, which all paths begin with.
+    max_depth
+        A node whose path has this many keys is a leaf.
+
+    Examples
+    --------
+    >>> list(flatten({"a": [1, 2], "b": {}}, children_of_dict))
+    [(('a',), [1, 2]), (('b',), {})]
+    """
+    below = None if len(path) == max_depth else children(tree)
+    if below is None:
+        yield path, tree
+    else:
+        for key, child in below:
+            yield from flatten(child, children, (*path, key), max_depth=max_depth)
+
+
+def leaves(tree: Any, children: Children = children) -> Iterator[Any]:
+    """Yield the leaves of a tree, in order."""
+    below = children(tree)
+    if below is None:
+        yield tree
+    else:
+        for _, child in below:
+            yield from leaves(child, children)
+
+
+def put(tree: dict[Any, Any], path: Path, value: Any, advice: str = "rename one of them") -> None:
+    """Set the value at a path of nested dicts, and make the dicts that are missing.
+
+    Raises
+    ------
+    NameCollisionError
+        The path has a value already, or leads through a value. `advice` ends the message.
+    """
+    *above, last = path
+    node = tree
+    for depth, key in enumerate(above):
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise NameCollisionError(f"{name_of(above[: depth + 1])}: is a value, and has others below it; {advice}")
+    if last in node:
+        raise NameCollisionError(f"{name_of(path)}: two things have this name; {advice}")
+    node[last] = value
+
+
+def unflatten(entries: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
+    """Build nested dicts of the values at these paths; see `put`.
+
+    >>> unflatten([(("a", "b"), 1), (("a", "c"), 2)])
+    {'a': {'b': 1, 'c': 2}}
+    """
+    tree: dict[Any, Any] = {}
+    for path, value in entries:
+        put(tree, path, value)
+    return tree
+
+
+def map_tree(change: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+    """Copy the dicts, lists and tuples of a tree, with the nodes that `change` returns.
+
+    `change` is called with the path and the value of each node, the outermost first. Where it returns another object, that takes
+    the node's place, and nothing inside of it is visited. Instances of subclasses of list and tuple are leaves.
+
+    >>> map_tree(lambda path, node: -node if isinstance(node, int) else node, {"a": [1, (2, "b")]})
+    {'a': [-1, (-2, 'b')]}
+    """
+    changed = change(path, tree)
+    if changed is not tree:
+        return changed
+    if isinstance(tree, Mapping):
+        return {key: map_tree(change, child, (*path, key)) for key, child in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tree(change, child, (*path, i)) for i, child in enumerate(tree))
+    return tree
