@@ -174,7 +174,7 @@ def write_as_one_rank(
 ) -> ReshardReport:
     """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
-    topology = TargetTopology(Mesh(("dp",), (1,)), (), None, orders_of_groups(source, catalog, choice.values))
+    topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
         return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, verify=verify, report=report)
 

@@ -293,7 +293,7 @@ def prepare(
     Call it on all ranks, with the state and the options that `async_save` will get. State that an optimizer creates in its first
     step is not counted if it does not exist yet.
     """
-    options = SaveOptions(replicas=replicas)
+    options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), session as comm:
         local_shards = _described(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())

@@ -54,7 +54,8 @@ class SettledHome:
 
     def __init__(self, line: Line, rank: int, size: int, timeout_s: float) -> None:
         self._line = line
-        self._peers = Peers(line.open(timeout_s).below("home"), rank, size)
+        self._peers = Peers(rank, size)
+        self._peers.arrive(line.open(timeout_s).below("home"))
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
         with named_failure(f"{title}: the job's key-value store does not answer"):
@@ -77,15 +78,18 @@ class HostedHome:
         self._meeting, self._key, self._rank, self._size, self._host = meeting, key, rank, size, host
         self._lock = threading.Lock()
         self._line, self._record = Line(self._connect), b""
-        self._server: Any = None
-        self._peers: Peers | None = None
+        self._started: tuple[Any, bytes] | None = None
+        self._peers = Peers(rank, size)
+        self._has_met = False
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
         with named_failure(f"{title}: the job's key-value store does not answer"):
             with held(self._lock, timeout_s, f"{title}: the ranks did not meet"):
-                peers = self._peers = self._peers or self._meet(title, timeout_s)
+                if not self._has_met:
+                    self._meet(title, timeout_s)
+                    self._has_met = True
             root = self._line.open(timeout_s).below(self._nonce())
-        return root.below(name), partial(peers.ended, root)
+        return root.below(name), partial(self._peers.ended, root)
 
     def _nonce(self) -> str:
         return self._record.partition(b" ")[0].decode()
@@ -97,29 +101,34 @@ class HostedHome:
             raise DistError(f"nobody replies at its address within {timeout_s:g} s")
         return client
 
-    def _meet(self, title: str, timeout_s: float) -> Peers:
+    def _meet(self, title: str, timeout_s: float) -> None:
+        """Meet the other ranks. It may be called again if it has failed, also where only a reply was lost."""
         meeting = self._meeting.open(timeout_s)
         meeting.allow(timeout_s)
         if self._rank == 0:
-            client, self._record = bounded(self._start, timeout_s, f"{title}: rank 0 did not start its key-value store")
+            client, record = bounded(self._start, timeout_s, f"{title}: rank 0 did not start its key-value store")
         else:
-            client, self._record = self._find(meeting, title, timeout_s)
+            client, record = self._find(meeting, title, timeout_s)
+        if record != self._record:
+            self._record, self._peers = record, Peers(self._rank, self._size)
         self._line = Line(self._connect, client)
         root = self._line.open(timeout_s).below(self._nonce())
         root.allow(timeout_s)
-        peers = Peers(root, self._rank, self._size)
+        num_here = self._peers.arrive(root)
         if self._rank == 0:
             meeting.set(self._key, self._record)
-        elif peers.num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:
+        elif num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:
             meeting.delete_key(self._key)
-        return peers
 
     def _start(self) -> tuple[Any, bytes]:
-        host, nonce = own_address(self._host), uuid.uuid4().hex
-        # Kept as long as this home, even after a missed reply.
-        self._server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
-        # If the job's store is on this machine, ranks on other machines reach it by another name than this one does.
-        return self._server, f"{nonce} {self._server.port} {'' if is_loopback(host) else host}".encode()
+        """Start the store, once in the life of this home: others may have read its address even if rank 0 missed a reply."""
+        if self._started is None:
+            host, nonce = own_address(self._host), uuid.uuid4().hex
+            server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
+            # If the job's store is on this machine, ranks on other machines reach it by another name than this one does.
+            record = f"{nonce} {server.port} {'' if is_loopback(host) else host}".encode()
+            self._started = self._started or (server, record)
+        return self._started
 
     def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
         """Wait for the address of the living rank 0, and connect to its store."""

@@ -67,7 +67,8 @@ class Links:
         own.allow(timeout_s)
         what = "the ranks that hold each other's memory did not meet"
         with named_failure(what):
-            peers = Peers(own, rank, size)
+            peers = Peers(rank, size)
+            peers.arrive(own)
             own.append("came", b"%d " % rank)
             try:
                 with named_failure(what):

@@ -22,20 +22,22 @@ Ended = Callable[[], frozenset[int]]
 class Peers:
     """The ranks of a group that run on this machine.
 
-    Parameters
-    ----------
-    store
-        The keys of this group. `ended` gets them anew, because the connection may have been replaced since.
+    Each method gets the group's keys anew, because the connection may have been replaced since.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
-        self._size = size
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self._key = f"on/{_machine()}"
-        self._is_complete = False
+        self._is_counted = self._is_complete = False
         self._processes: list[list[str]] = []
-        store.append(self._key, f"{rank}:{os.getpid()}:{_began(os.getpid())} ".encode())
-        self.num_here: int = store.add("here", 1)
-        """The number of ranks that have registered, this one included."""
+
+    def arrive(self, store: KeyValueStore) -> int:
+        """Register this rank's process; return the number of ranks that have registered. It may be called again if it failed."""
+        pid = os.getpid()
+        store.append(self._key, f"{self._rank}:{pid}:{_began(pid)} ".encode())
+        # Counted once, as a call whose reply was lost may have counted. One rank too few does less harm than one too many.
+        amount, self._is_counted = int(not self._is_counted), True
+        return store.add("here", amount)
 
     def ended(self, store: KeyValueStore) -> frozenset[int]:
         """Return the ranks of this machine whose processes are known to have ended."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 
 MAX_NAME_BYTES = 1 << 16
 """The longest name that a catalog holds, in bytes of UTF-8. A longer one could be written but not read again."""
@@ -20,6 +21,13 @@ def a(noun: str) -> str:
     ('a torch.device', 'an argparse.Namespace', 'a uint8')
     """
     return f"{'an' if _VOWEL.match(noun) else 'a'} {noun}"
+
+
+def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -> None:
+    """Raise `UsageError` unless the value of an option is a whole number, `least` or more; or, if that is allowed, None."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_count and not (or_none and value is None):
+        raise UsageError(f"{option}={value!r}: pass a whole number, {least} or more{', or None' if or_none else ''}")
 
 
 def plural(count: int, one: str, more: str | None = None) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..core.words import check_count
 from ..errors import UsageError
 
 
@@ -28,11 +29,7 @@ class Retention:
             ("keep_every", self.keep_every, 1),
             ("keep_best", self.keep_best, 0),
         ):
-            if value is None and name != "keep_best":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                optional = "" if name == "keep_best" else ", or None"
-                raise UsageError(f"{name}={value!r}: pass a whole number, {least} or more{optional}")
+            check_count(name, value, least, or_none=name != "keep_best")
         if self.best not in ("max", "min"):
             raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
 

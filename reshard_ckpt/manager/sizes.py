@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 
+from ..core.words import check_count
 from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
 from ..errors import UsageError
 from ..format.checksums import digests_file_bytes
@@ -112,24 +114,36 @@ def sizes(
     >>> found.tensor_bytes, found.num_kept
     (84000000000, 3)
     """
-    for option, count in {"parameters": parameters, "ranks": ranks, "nodes": nodes, "save_every": save_every}.items():
-        if not 1 <= count < 1e18:
-            raise UsageError(f"{option}={count!r}: pass a number, 1 or more")
+    if isinstance(parameters, bool) or not isinstance(parameters, int | float) or not 1 <= parameters < 1e18:
+        raise UsageError(f"parameters={parameters!r}: pass a number, 1 or more and below 1e18")
+    for option, count in {"ranks": ranks, "nodes": nodes, "keep_last": keep_last, "save_every": save_every}.items():
+        check_count(option, count, 1)
+    check_count("steps", steps, 0)
+    check_count("host_buffer_bytes", host_buffer_bytes, 1, or_none=True)
+    Retention(keep_last, keep_every, keep_best)  # checks them
+    if memory is not None and not isinstance(memory, Memory):
+        raise UsageError(f"memory={memory!r}: pass checkpoint.Memory(), or None")
     if ranks % nodes:
         raise UsageError(f"ranks={ranks}, nodes={nodes}: each node has as many ranks as the others")
     if keep_every is not None and steps < save_every:
         raise UsageError(f"keep_every={keep_every}: pass steps= and save_every= too, which say how many are kept")
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(masters, bool):
+        raise UsageError(f"masters={masters!r}: pass True or False")
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer={optimizer!r}: there are {', '.join(OPTIMIZERS)}; none is 0 tensors a parameter")
     item_bytes = _item_bytes("dtype", dtype)
-    state_bytes = _item_bytes("optimizer_dtype", optimizer_dtype or ("float32" if masters else dtype))
+    if optimizer_dtype is None:
+        optimizer_dtype = "float32" if masters else dtype
+    state_bytes = _item_bytes("optimizer_dtype", optimizer_dtype)
     tensor_bytes = round(parameters) * (item_bytes + 4 * masters + OPTIMIZERS[optimizer] * state_bytes)
     part = -(-tensor_bytes // ranks)  # of one rank
     checkpoint_bytes = tensor_bytes + ranks * digests_file_bytes(part)
 
-    rule = Retention(keep_last, keep_every, keep_best)
-    saved = range(save_every, steps + 1, save_every)
-    num_kept = min(len(rule.kept(saved, {})) + keep_best, len(saved)) if saved else keep_last + keep_best
+    num_saves = steps // save_every
+    newest = min(keep_last, num_saves)
+    before = (num_saves - newest) * save_every  # the last save that is not among the newest
+    every = 0 if keep_every is None else before // lcm(keep_every, save_every)
+    num_kept = min(newest + every + keep_best, num_saves) if num_saves else keep_last + keep_best
 
     whole = -(-part // STEP_BYTES) * STEP_BYTES
     ring = whole if host_buffer_bytes is None else min(whole, max(host_buffer_bytes, MIN_RING_BYTES))

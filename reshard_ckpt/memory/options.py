@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core.words import check_count
 from ..errors import UsageError
 from .node import FOLDER
 
@@ -36,10 +37,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         for option, least in (("copies", 0), ("generations", 1)):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"Memory({option}={value!r}): pass a whole number, {least} or more")
+            check_count(option, getattr(self, option), least)
         if not isinstance(self.drop_on_clean_exit, bool):
             raise UsageError(f"Memory(drop_on_clean_exit={self.drop_on_clean_exit!r}): pass True or False")
-        if self.max_bytes is not None and self.max_bytes <= 0:
-            raise UsageError(f"Memory(max_bytes={self.max_bytes!r}): pass a number of bytes above 0, or None")
+        check_count("max_bytes", self.max_bytes, 1, or_none=True)

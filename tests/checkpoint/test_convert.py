@@ -155,6 +155,14 @@ def test_a_torch_file_is_a_sound_zip_with_aligned_records(tmp_path: Path):
     assert all(a.offset + a.size <= b.offset for a, b in pairwise(records))
 
 
+def test_a_conversion_declares_no_axes(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"model": {"w": torch.arange(12.0).reshape(3, 4)}})
+    checkpoint.convert(tmp_path / "n", tmp_path / "d", to="dcp")
+    checkpoint.convert(tmp_path / "d", tmp_path / "r", to="reshard")
+    saved, found = checkpoint.catalog(tmp_path / "n"), checkpoint.catalog(tmp_path / "r")
+    assert (found.mesh, found.tensor("model.w").placement) == (saved.mesh, saved.tensor("model.w").placement)
+
+
 def test_a_state_comes_back_from_every_format(tmp_path: Path):
     model, optimizer = trained()
     checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer, "extra": {"step": 7}})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from reshard_ckpt.comm import StoreComm, _session
 from reshard_ckpt.comm import peers as peers_module
@@ -119,6 +120,53 @@ def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
     assert said[1] == "together"
 
 
+class Late:
+    """A store that does one call, but whose reply to it is lost."""
+
+    def __init__(self, store: Any, method: str) -> None:
+        self._store, self._method = store, method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        done = getattr(self._store, name)(*args)
+        if name == self._method:
+            self._method = ""
+            raise DistError("the reply was lost")
+        return done
+
+    def add(self, *args: Any) -> Any:
+        return self._call("add", *args)
+
+    def set(self, *args: Any) -> Any:
+        return self._call("set", *args)
+
+
+def test_a_rank_whose_reply_was_lost_counts_once(monkeypatch: pytest.MonkeyPatch):
+    job, prefixed = tcp_store(), dist.PrefixStore
+    homes = [HostedHome(line(job), "home", rank, 3, "127.0.0.1") for rank in range(3)]
+    homes[0].session("0", title="save", timeout_s=600)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "PrefixStore", lambda name, store: Late(prefixed(name, store), "add"))
+        with pytest.raises(PeerError, match="the reply was lost"):
+            homes[1].session("0", title="save", timeout_s=600)
+    homes[1].session("1", title="save", timeout_s=600)
+    assert job.check(["home"])  # rank 2 needs it still
+    homes[2].session("1", title="save", timeout_s=600)
+    assert not job.check(["home"])
+
+
+def test_rank_0_whose_reply_was_lost_stays_at_the_address_that_others_may_have_read():
+    job = tcp_store()
+    late = HostedHome(line(Late(job, "set")), "home", 0, 2, "127.0.0.1")
+    with pytest.raises(PeerError, match="the reply was lost"):
+        late.session("0", title="save", timeout_s=600)
+    other = HostedHome(line(job), "home", 1, 2, "127.0.0.1").session("1", title="save", timeout_s=600)[0]
+    late.session("1", title="save", timeout_s=600)[0].set("word", b"of rank 0")
+    assert other.check(["word"])
+
+
 def test_a_store_of_the_job_that_is_gone_is_a_named_error():
     job = tcp_store()
     client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
@@ -141,7 +189,8 @@ def test_a_foreign_message_is_a_named_error(data: bytes):
 def test_a_process_that_was_killed_has_ended_also_before_anybody_has_asked_for_it():
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         store = dist.HashStore()
-        peers = Peers(store, 0, 3)
+        peers = Peers(0, 3)
+        peers.arrive(store)
         began = peers_module._began(process.pid)
         store.append(peers._key, f"1:{process.pid}:{began} 2:{process.pid}:1 ".encode())
         assert peers.ended(store) == {2}  # its number is another process's by now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -372,3 +372,10 @@ def test_what_fails_before_the_thread_runs_is_raised_at_once_and_leaves_no_sessi
     monkeypatch.undo()
     checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(600)
     assert checkpoint.read(tmp_path)["a"][0] == 1
+
+
+@pytest.mark.parametrize("call", [checkpoint.prepare, lambda state, **given: checkpoint.async_save("unused", state, **given)])
+@pytest.mark.parametrize("size", [-5, 0, 1.5, "1GB"])
+def test_a_staging_buffer_of_no_size_is_refused(call: Callable[..., object], size: object):
+    with pytest.raises(UsageError, match="host_buffer_bytes="):
+        call({"a": torch.zeros(8)}, host_buffer_bytes=size)

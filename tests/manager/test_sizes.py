@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 from reshard_ckpt import LocalShard, checkpoint, errors
 from reshard_ckpt.engine.common.host_memory import POOL
+from reshard_ckpt.manager.retention import Retention
 from tests.cli.running import run
 from tests.launch import run_ranks
 
@@ -100,6 +103,19 @@ def test_dtypes_optimizers_and_bounds_count():
     [
         ({"ranks": 0}, "ranks=0"),
         ({"ranks": 7, "nodes": 2}, "ranks=7, nodes=2"),
+        ({"ranks": 2.5}, "ranks=2.5"),
+        ({"nodes": True}, "nodes=True"),
+        ({"parameters": "7e9"}, "parameters='7e9'"),
+        ({"steps": -1}, "steps=-1"),
+        ({"save_every": 1.5}, "save_every=1.5"),
+        ({"keep_last": None}, "keep_last=None"),
+        ({"keep_best": -1}, "keep_best=-1"),
+        ({"masters": "no"}, "masters='no'"),
+        ({"memory": True}, "memory=True"),
+        ({"host_buffer_bytes": -5}, "host_buffer_bytes=-5"),
+        ({"host_buffer_bytes": "1GB"}, "host_buffer_bytes='1GB'"),
+        ({"optimizer_dtype": ""}, "optimizer_dtype=''"),
+        ({"optimizer": ["adamw"]}, "adamw"),
         ({"keep_every": 100}, "steps="),
         ({"optimizer": "adamm"}, "adamw"),
         ({"dtype": "fp33"}, "bfloat16"),
@@ -108,7 +124,25 @@ def test_dtypes_optimizers_and_bounds_count():
 )
 def test_an_impossible_job_is_refused(options: dict[str, Any], named: str):
     with pytest.raises(errors.UsageError, match=named):
-        checkpoint.sizes(1e6, **options)
+        checkpoint.sizes(**{"parameters": 1e6, **options})
+
+
+@given(steps=st.integers(0, 60), save_every=st.integers(1, 9), keep_last=st.integers(1, 9), keep_every=st.integers(1, 20))
+def test_as_many_are_kept_as_a_run_keeps(steps: int, save_every: int, keep_last: int, keep_every: int):
+    saved = range(save_every, steps + 1, save_every)
+    assume(saved)
+    kept = Retention(keep_last, keep_every).kept(saved, {})
+    options = {"steps": steps, "save_every": save_every, "keep_last": keep_last, "keep_every": keep_every}
+    assert checkpoint.sizes(1e6, **options).num_kept == len(kept)
+
+
+def test_a_run_of_any_length_is_counted_at_once():
+    assert checkpoint.sizes(1e6, keep_every=10**9, steps=10**30).num_kept == 10**21
+
+
+def test_the_command_refuses_by_the_names_of_its_own_options():
+    said = run("sizes", "--parameters", "7e9", "--host-buffer-bytes", -5).err
+    assert "--host-buffer-bytes -5" in said
 
 
 def test_the_command_prints_what_the_function_returns():

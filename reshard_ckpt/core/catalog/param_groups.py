@@ -171,8 +171,8 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     if not lacking or not extra:
         return []
     return [
-        f"{name}: saved by another kind of optimizer, with {', '.join(lacking)}, where this one has {', '.join(extra)}; make the "
-        "optimizer of the kind that was saved, or leave it out of the state"
+        f"{name}: saved by another kind of optimizer, with {', '.join(lacking)}, where this one has {', '.join(extra)}; load "
+        "into an optimizer of the kind that was saved, or leave this one out of the state"
     ]
 
 

@@ -31,8 +31,8 @@ def identity(*parts: object) -> str:
     Parameters
     ----------
     parts
-        The sources' catalogs, the plan and the options: plain values, arrays, and frozen dataclasses of them. The fields of a
-        dataclass that its comparison leaves out are left out here.
+        The sources' catalogs, the plan and the options: plain values, numpy arrays and scalars, and frozen dataclasses of them.
+        The fields of a dataclass that its comparison leaves out are left out here.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def _spelled(value: Any) -> Any:
         if isinstance(value, Catalog):  # a user's values, of more types than msgpack has
             parts["metadata"] = encode_value(value.metadata, "metadata")
         return [type(value).__qualname__, parts]
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return [value.dtype.str, value.shape, digest128(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)]
     if isinstance(value, Enum):
         return [type(value).__qualname__, value.name]

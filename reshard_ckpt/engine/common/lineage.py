@@ -33,7 +33,7 @@ class Lineage:
     attempt
         The number of the newest attempt; 0 before the first.
     starts
-        Pairs of an attempt and the step that it had loaded; −1 where it began from nothing.
+        Pairs of an attempt and the step that it had loaded. An attempt that began from nothing has no pair.
     superseded
         Ids of saves in the store that no longer count.
 

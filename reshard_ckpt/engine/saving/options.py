@@ -15,6 +15,7 @@ from ...comm.protocol import Comm
 from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
+from ...core.words import check_count
 from ...errors import UsageError
 from ...format.values import decode_value
 from ...storage.protocol import Storage
@@ -54,6 +55,7 @@ class SaveOptions:
         _check_choice("staging", self.staging, ("eager", "lazy"))
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
         _check_choice("replicas", self.replicas, ("verify", "sample"))
+        check_count("host_buffer_bytes", self.host_buffer_bytes, 1, or_none=True)
         if isinstance(self.hold, str):
             _check_choice("hold", self.hold, ("optimizers", "caller"))
         elif not isinstance(self.hold, Optimizer | list | tuple):
