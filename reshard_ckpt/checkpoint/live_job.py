@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ..comm import CHANGED, FAILED, Comm, Turn
+from ..comm import CHANGED, FAILED, Comm, Turn, merge_of_all, union
 from ..comm.exchange import HOST, carries, node_name, open_exchange
 from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
@@ -278,11 +278,7 @@ class Job:
     def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
         """Let all ranks vote on whether the load can go on. Collective: gather, broadcast, then the messages of `vote`."""
         target, saved = opened.target, opened.saved
-        gathered = comm.gather(msgpack.packb(target.prefixes))
-        union = None
-        if gathered is not None:  # rank 0 judges unexpected names for all ranks, and may want nothing itself
-            union = msgpack.packb(list(dict.fromkeys(name for data in gathered for name in msgpack.unpackb(data))))
-        prefixes = msgpack.unpackb(comm.broadcast(union))
+        prefixes = merge_of_all(comm, target.prefixes, union)  # rank 0 judges unexpected names for all, and may want none itself
         unfit = missing_values(saved, target.values) + target.check(opened.values)
         wanted = Wanted(prefixes, (*wanted_names(target), *opened.ignored), unfit, target.unplaced)
         return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgpack
-
 from ..errors import PeerError
 from .bounded import BoundedStore
 from .calls import call_of
 from .exchange import Exchange, open_exchange
 from .group import Group, Missed, SessionCounter, current_group, launched_group
-from .protocol import ALONE, Comm, SoloComm
+from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
 from .turns import CHANGED, FAILED, Meeting, Turn
@@ -35,12 +33,15 @@ __all__ = [
     "Turn",
     "give_up_sessions",
     "launched_group",
+    "merge_of_all",
     "open_exchange",
     "open_session",
     "open_session_by_name",
     "open_stop",
     "open_turn",
     "shared_store",
+    "union",
+    "value_of_first",
     "values_of_all",
 ]
 
@@ -98,9 +99,8 @@ def values_of_all(
 ) -> list[Any]:
     """Return the small values of all ranks, by rank, in a session of its own. They travel as msgpack: tuples become lists."""
     with open_session(kind, subject, process_group=process_group, timeout_s=timeout_s) as comm:
-        gathered = comm.gather(msgpack.packb(own))
-        data = comm.broadcast(None if gathered is None else msgpack.packb(gathered))
-    return [msgpack.unpackb(one, strict_map_key=False) for one in msgpack.unpackb(data)]
+        values: list[Any] = merge_of_all(comm, own)
+    return values
 
 
 def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> Turn:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
+
+import msgpack
 
 
 class _Alone:
@@ -68,3 +70,32 @@ class SoloComm:
         assert payloads is not None
         assert len(payloads) == 1
         return bytes(payloads[0])
+
+
+def merge_of_all(comm: Comm, mine: Any, merge: Callable[[list[Any]], Any] = list) -> Any:
+    """Merge a plain value of each rank on rank 0, and return the result on every rank. Collective: a gather and a broadcast.
+
+    Parameters
+    ----------
+    mine
+        This rank's value, of types that msgpack has; tuples arrive as lists.
+    merge
+        Called on rank 0 with the values of all ranks, by rank; by default it returns them as they are. All ranks raise its error.
+    """
+    gathered = comm.gather(msgpack.packb(mine))
+    merged = None if gathered is None else msgpack.packb(merge([_unpacked(data) for data in gathered]))
+    return _unpacked(comm.broadcast(merged))
+
+
+def value_of_first(comm: Comm, make: Callable[[], Any]) -> Any:
+    """Return on every rank a plain value that `make` returns on rank 0; it is called there alone. Collective: a broadcast."""
+    return _unpacked(comm.broadcast(msgpack.packb(make()) if comm.rank == 0 else None))
+
+
+def union(lists: list[list[Any]]) -> list[Any]:
+    """Return the items of several lists, each once, in order of first occurrence: a `merge` for `merge_of_all`."""
+    return list(dict.fromkeys(item for one in lists for item in one))
+
+
+def _unpacked(data: bytes) -> Any:
+    return msgpack.unpackb(data, strict_map_key=False)

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-import msgpack
 import numpy as np
 import torch
 
 from ...comm import Exchange
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import SharedMemory, share
 from ...core.geometry.runs import I64
 from ...core.words import few
@@ -316,12 +315,9 @@ def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iter
     CheckpointError
         A rank failed.
     """
-    failed = comm.gather(b"" if failure is None else b"1")
-    if comm.broadcast(None if failed is None else b"1" if any(failed) else b"") == b"":
+    if not merge_of_all(comm, failure is not None, any):
         return
-    gathered = comm.gather(msgpack.packb(sorted(changed())))
-    names = None if gathered is None else msgpack.packb(sorted({name for data in gathered for name in msgpack.unpackb(data)}))
-    overwritten = overwritten_text(msgpack.unpackb(comm.broadcast(names)))
+    overwritten = overwritten_text(sorted(merge_of_all(comm, list(changed()), union)))
     if failure is not None:
         if not isinstance(failure, Exception):
             raise failure  # an interrupt stays itself

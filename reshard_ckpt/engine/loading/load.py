@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
-import msgpack
 import numpy as np
 import torch
 
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all, union
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import TensorSpec
 from ...core.geometry.runs import I64
@@ -307,12 +306,7 @@ def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[T
     MismatchError
         Targets on some rank would get different bytes. It is raised on all ranks; no target has changed.
     """
-    gathered = comm.gather(msgpack.packb(conflicts(storage, catalog, ties, verify=options.verify)))
-    merged = None
-    if gathered is not None:
-        lines = dict.fromkeys(line for data in gathered for line in msgpack.unpackb(data))
-        merged = msgpack.packb(list(lines))
-    refuse_conflicts(msgpack.unpackb(comm.broadcast(merged)))
+    refuse_conflicts(merge_of_all(comm, conflicts(storage, catalog, ties, verify=options.verify), union))
 
 
 def refuse_conflicts(lines: Sequence[str]) -> None:

@@ -20,12 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 
-import msgpack
 import numpy as np
 import torch
 
 from ...comm import Exchange
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.specs import Ints
 from ...core.geometry.ordering import is_new
 from ...core.geometry.runs import I64, volumes
@@ -138,9 +137,8 @@ def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
     """Return the wants of all ranks, by rank, on every rank. Collective: a gather and a broadcast."""
-    gathered = comm.gather(pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size])))
-    tables = msgpack.unpackb(comm.broadcast(None if gathered is None else msgpack.packb(gathered)))
-    return [Wants(*unpack_table(data).T) for data in tables]
+    mine = pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size]))
+    return [Wants(*unpack_table(data).T) for data in merge_of_all(comm, mine)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP
@@ -99,14 +97,14 @@ def vote(
         "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
         "together": _together(options),
     }
-    gathered = comm.gather(msgpack.packb(own_vote))
-    merged = None
-    if gathered is not None:
-        votes = [msgpack.unpackb(data) for data in gathered]
+
+    def merge(votes: list[Any]) -> dict[str, Any]:
         _refuse_apart([one["together"] for one in votes])
-        merged = msgpack.packb(_merge(catalog, votes, wanted.prefixes))
-    result = msgpack.unpackb(comm.broadcast(merged), use_list=False)
-    report = LoadReport(**result["problems"])
+        return _merge(catalog, votes, wanted.prefixes)
+
+    result = merge_of_all(comm, own_vote, merge)
+    problems: dict[str, Any] = {kind: tuple(lines) for kind, lines in result["problems"].items()}
+    report = LoadReport(**problems)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
         advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report)])

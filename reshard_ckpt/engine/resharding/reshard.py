@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import msgpack
 import numpy as np
 
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
@@ -226,15 +226,14 @@ def commit(
     """Publish the catalog once all processes have written their share, and return their summed counts without receipts.
     Collective."""
     packed = [[rank, encode_receipt(receipt)] for rank, receipt in done.receipts.items()]
-    gathered = comm.gather(msgpack.packb([packed, done.bytes_read, done.bytes_kept]))
-    total = None
-    if gathered is not None:
-        parts = [msgpack.unpackb(data) for data in gathered]
+
+    def published(parts: list[Any]) -> list[int]:
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
         contents = SaveContents(plan.plan, plan.values, save_id, plan.catalog.metadata, plan.catalog.created_s)
         publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], before=before)
-        total = msgpack.packb([sum(part[1] for part in parts), sum(part[2] for part in parts)])
-    return ProcessReport({}, *msgpack.unpackb(comm.broadcast(total)))
+        return [sum(part[1] for part in parts), sum(part[2] for part in parts)]
+
+    return ProcessReport({}, *merge_of_all(comm, [packed, done.bytes_read, done.bytes_kept], published))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-import msgpack
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.specs import Replication
 from ...core.geometry.runs import I64
 from ...core.planning.save_plan import Checks, SavePlan
@@ -286,13 +285,13 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 
     Collective: a gather of fingerprints to rank 0, then a broadcast of the names. Only rank 0 needs the plan.
     """
-    gathered = comm.gather(fingerprints.tobytes())
-    names: list[str] = []
-    if gathered is not None:
+
+    def names_of(gathered: list[bytes]) -> list[str]:
         assert plan is not None
         rows, _ = differing(plan.checks, [np.frombuffer(data, np.uint64) for data in gathered])
-        names = [plan.tables.names[i] for i in np.unique(plan.checks.tensor[rows]).tolist()]
-    return frozenset(msgpack.unpackb(comm.broadcast(msgpack.packb(names))))
+        return [plan.tables.names[i] for i in np.unique(plan.checks.tensor[rows]).tolist()]
+
+    return frozenset(merge_of_all(comm, fingerprints.tobytes(), names_of))
 
 
 def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
