@@ -124,9 +124,8 @@ class Manager(RunSteps):
             storage = opening.enter_context(open_storage(self._root))
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
-                if self._is_first and not read_only:
-                    opening.enter_context(take_lock(storage))
-                self._lineage = RunLineage(storage, comm, self._root, self._session)
+                had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))
+                self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
                 self._stored = StoredSteps(storage, self._root, self._rule, self._lineage, read_only=read_only)
                 if self._is_first and not read_only:
                     self._stored.remove_leftovers()

@@ -91,13 +91,14 @@ def refuse_memory_unless(memory: Any, root: str, *, read_only: bool) -> None:
 
 
 @contextmanager
-def take_lock(storage: Storage) -> Iterator[None]:
-    """Lock the root, so that no other job saves and prunes here."""
+def take_lock(storage: Storage) -> Iterator[bool]:
+    """Lock the root, so that no other job saves and prunes here. Yield whether the root had a manager before."""
+    had_manager = storage.size(RUN_LOCK_KEY) is not None
     try:
         lock = storage.lock(RUN_LOCK_KEY, make=True)
     except LocksUnsupported as error:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
-        yield
+        yield had_manager
         return
     if lock is None:
         holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
@@ -108,4 +109,4 @@ def take_lock(storage: Storage) -> Iterator[None]:
     with lock:
         with suppress(OSError):  # the disk may be full, and a job must be able to load all the same
             lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+        yield had_manager

@@ -6,14 +6,15 @@
       node                                                 a symbolic link whose text is the random id of the node
       <digest of the root>/                                one run; every path to the same root gives the same digest
         root                                               a symbolic link to the root, for people
+        lineage                                            copy of a note that the store refuses: `lineage_copy`
         alive                                              locked by each process of the job (`enter_run`)
         lock                                               locked while slots are made or removed (`node_lock`)
         <random>.slot                                      images: `slots`
         <run>-<attempt>-<step>-<number>-<save id>.gen      generations: `generations`
         spare                                              memory that is reserved for the next generation
 
-Slots, generations and the spare file take memory. The others take none: they are empty, or links whose text lies in the inode. So
-a job finds the checkpoints in memory also if something else has filled the tmpfs.
+Slots, generations, the copy of the lineage and the spare file take memory. The others take none: they are empty, or links whose
+text lies in the inode. So a job finds the checkpoints in memory also if something else has filled the tmpfs.
 """
 
 from __future__ import annotations

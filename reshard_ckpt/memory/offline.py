@@ -13,6 +13,7 @@ from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.keys import RUN_LOCK_KEY, step_name
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
+from .lineage_copy import read_copy
 from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
 
@@ -191,7 +192,9 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation,
     All count where the root, and with it the run's lineage, is lost.
     """
     found = find_generations(path)
-    lineage = LINEAGE.read(storage)
+    lineage, copy = LINEAGE.read(storage), read_copy(path)
+    if copy is not None and (lineage is None or copy.is_newer(lineage)):
+        lineage = copy
     if lineage is not None:
         found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
     passed: list[str] = []

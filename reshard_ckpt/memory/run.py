@@ -29,6 +29,7 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
+from .lineage_copy import drop_copy, keep_copy, read_copy
 from .node import machine_id, node_id, remove_run, runs
 from .options import Memory
 from .persist import is_persisted, stored_save_id
@@ -105,6 +106,10 @@ class MemoryRun:
         self._named = partial(self._store, nonce)
         self._tier = Tier(options, root, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
         self._lineage, self._folder = lineage, self._tier.folder
+        copy = read_copy(self._folder) if topology.leads(comm.rank) else None
+        lineage.adopt(comm, copy)
+        if copy is not None and copy.run != lineage.known.run:  # of a root that was removed: no later job may adopt it
+            drop_copy(self._folder)
         self._tier.run = self._tier.pool.run = lineage.known.run
         self._name_others()
         self._writing: Persisting | None = None
@@ -120,6 +125,8 @@ class MemoryRun:
         self._tier.attempt, self._newest = self._lineage.known.attempt, None
         if not self._tier.topology.leads(self._rank):
             return
+        if self._lineage.is_unwritten:
+            keep_copy(self._folder, self._lineage.known)
         with suppress(StorageError, OSError):  # what stays does not count, and is the first to go where room is needed
             kept = {generation.name for generation in self._known()[-self.options.generations :]}
             mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._tier.run]

@@ -1,8 +1,8 @@
 """The lineage of a run, kept in its root: which saves count after somebody went back to an older step.
 
-An attempt begins with the first save after a load. What earlier attempts had saved beyond the step that was loaded is superseded:
-in memory by the pair of attempt and step, in the store by the ids of the saves. So nodes that were away, and bring back what they
-hold, are judged alike. A load alone changes nothing.
+An attempt begins with the first save after a load. Saves of earlier attempts beyond the step that was loaded are superseded: in
+memory by the pair of attempt and step, in the store by the ids of the saves. So saves on nodes that were away and come back are
+judged alike. A load alone changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lineage:
     Attributes
     ----------
     run
-        Random id of the run, new where there was no lineage: what other runs with this root left in memory does not count.
+        Random id of the run, new where there was no lineage: saves of other runs with this root do not count in memory.
     attempt
         The number of the newest attempt; 0 before the first.
     starts
@@ -50,15 +50,19 @@ class Lineage:
     def begun(self, step: int | None = None, newer: Iterable[str] = (), own: str = "") -> Lineage:
         """Begin an attempt, at the step that was loaded, if any; `newer` are the ids of the saves in the store beyond it.
 
-        `own` is that of what was loaded, if it was in the store: it counts again, also if it had been gone back from.
+        `own` is the id of the save that was loaded, if it was in the store: it counts again if the run had gone back from it.
         """
         attempt = self.attempt + 1
         starts = self.starts if step is None else (*self.starts, (attempt, step))[-_MAX_STARTS:]
         superseded = tuple(dict.fromkeys(one for one in (*self.superseded, *newer) if one != own))
         return replace(self, attempt=attempt, starts=starts, superseded=superseded[-_MAX_STARTS:])
 
+    def is_newer(self, other: Lineage) -> bool:
+        """Whether this is a later state of the same run's lineage."""
+        return self.run == other.run and self.attempt > other.attempt
+
     def counts(self, attempt: int, step: int) -> bool:
-        """Whether what an attempt saved at a step was not superseded by a later one that began before it."""
+        """Whether the save of an attempt at a step counts: no later attempt began before that step."""
         return not any(later > attempt and step > start for later, start in self.starts)
 
 
@@ -93,24 +97,43 @@ class RunLineage:
         The root, for messages.
     session
         Options of every session.
+    had_manager
+        On rank 0, whether the root had a manager before. If it had none, its run is new.
 
     Attributes
     ----------
     known
-        What is in force.
+        The lineage as it is now.
+    is_unwritten
+        Whether the store refused the lineage when the newest attempt began.
     """
 
-    def __init__(self, storage: Storage, comm: Comm, where: str, session: Mapping[str, Any]) -> None:
+    def __init__(self, storage: Storage, comm: Comm, where: str, session: Mapping[str, Any], *, had_manager: bool = True) -> None:
         self._storage, self._where, self._session = storage, where, session
         self._is_first = comm.rank == 0
         self._loaded: tuple[int, bool] | None = None
-        self._is_begun = self._is_unwritten = False
-        own = (LINEAGE.read(storage) or Lineage(secrets.token_hex(16))) if self._is_first else None
-        self.known = self._shared(comm, own)
+        self._is_begun = self.is_unwritten = False
+        stored = LINEAGE.read(storage) if self._is_first else None
+        self._may_be_anyone = stored is None and had_manager
+        self.known = self._shared(comm, (stored or Lineage(secrets.token_hex(16))) if self._is_first else None)
 
     def _shared(self, comm: Comm, own: Lineage | None) -> Lineage:
         data = comm.broadcast(None if own is None else LINEAGE.encoded(astuple(own)))
         return LINEAGE.decoded(data, where=self._where)
+
+    def adopt(self, comm: Comm, copy: Lineage | None) -> None:
+        """Go on from the newest of the copies that nodes have, if the store has none or an older state of it. Collective.
+
+        A root that has a manager's lock and no lineage was begun by a job that could not write its lineage: then a copy is that
+        job's. A root without the lock is new, and no copy is its own.
+        """
+        gathered = comm.gather(b"" if copy is None else LINEAGE.encoded(astuple(copy)))
+        newest = self.known
+        for data in filter(None, gathered or ()):
+            found = LINEAGE.decoded(data, where="a copy from another node")
+            if found.is_newer(newest) or (self._may_be_anyone and found.attempt > newest.attempt):
+                newest = found
+        self.known = self._shared(comm, newest if self._is_first else None)
 
     def refresh(self) -> None:
         """Read the note again: for readers, beside whom a job goes on."""
@@ -145,21 +168,22 @@ class RunLineage:
                 found = self.known.begun(step, beyond, own(step) if step is not None and in_store else "")
                 self._write(found)
             self.known = self._shared(comm, found)
+            self.is_unwritten = comm.broadcast(b"%d" % self.is_unwritten if self._is_first else None) == b"1"
         self._loaded, self._is_begun = None, True
         return True
 
     def _write_again(self) -> None:
-        if self._is_unwritten:
+        if self.is_unwritten and self._is_first:
             self._write(self.known)
 
     def _write(self, lineage: Lineage) -> None:
         try:
             LINEAGE.keep(self._storage, astuple(lineage))
-            self._is_unwritten = False
+            self.is_unwritten = False
         except StorageError as error:  # it may be full, while memory is not
-            self._is_unwritten = True
+            self.is_unwritten = True
             warnings.warn(
-                f"from which step this job went on could not be written: {error}; the next save tries again, and until then a "
-                "restart does not know it",
+                f"from which step this job went on could not be written: {error}; the next save tries again, and until then only "
+                "a restart that finds its copy in the memory of a node knows it",
                 stacklevel=5,
             )
