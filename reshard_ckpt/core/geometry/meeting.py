@@ -65,6 +65,8 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
     crowded = count * asked > CROWDED * (count + asked)
     if crowded.any():
         right, first, last = _swept(one, other, right, first, last, crowded)
+    if not (solid := one.lengths > 0).all():
+        last = np.where(solid.all(axis=1), last, first)  # an empty box of `one` has no candidates
     found = [_touching(one, other, right, first, last, part) for part in batches(last - first, MAX_PAIRS)]
     if len(found) == 1:
         return found[0]

@@ -39,6 +39,13 @@ def test_meet_finds_just_the_pairs_that_share_an_element(data: st.DataObject):
     assert (np.diff(left) >= 0).all()
 
 
+def test_an_empty_box_inside_of_another_is_in_no_pair():
+    zero = np.zeros(1, np.int64)
+    empty, whole = (TensorBoxes(zero, np.array([[at, 0]]), np.array([[length, 1]])) for at, length in ((1, 0), (0, 2)))
+    for one, other in ((empty, whole), (whole, empty)):
+        assert [len(pairs) for pairs in meet(one, other)] == [0, 0]
+
+
 def test_a_fine_grid_is_not_compared_pair_by_pair():
     def grid(num: int) -> TensorBoxes:
         places = np.stack(np.meshgrid(range(num), range(num), indexing="ij"), axis=-1).reshape(-1, 2)
