@@ -15,7 +15,8 @@ import json
 
 import numpy as np
 
-from reshard_ckpt.plugins import CatalogBuilder, CorruptError, Format, Source, Storage, open_located, read_range
+from reshard_ckpt.plugins import CatalogBuilder, Format, Source, Storage, open_located, read_range
+from reshard_ckpt.plugins.errors import CorruptError
 
 INDEX = "index.json"
 HEADER_BYTES = 4096

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -45,7 +46,7 @@ ALLOWED = {
     "memory": _FORMATS | {"checkpoint"},
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
-    "plugins": _FORMATS | {"checkpoint"},
+    "plugins": _FORMATS | {"checkpoint", "manager"},
     "nebula": {"checkpoint", "core", "format", "manager"},
     # A family imports no other one: see `test_no_family_imports_another`.
     "families": _FORMATS | {"checkpoint", "manager", "plugins"},
@@ -167,6 +168,31 @@ def test_no_family_imports_another():
             wrong[relative(path)] = {name[1] for name in named if len(name) == 2 and name[0] == "families"} - {parts[1]}
     assert wrong
     assert wrong_ones(wrong) == {}
+
+
+FINISHED = {"bytecheckpoint"}
+"""Families that import `reshard_ckpt.plugins` alone."""
+
+
+def test_families_import_plugins_alone():
+    wrong = {}
+    for path in MODULES:
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] == "families" and parts[1] in FINISHED:
+            own = f"reshard_ckpt.families.{parts[1]}."
+            ours = {name for name in imports(path) if name.startswith("reshard_ckpt.") and not name.startswith(own)}
+            wrong[relative(path)] = {name for name in ours if not is_name_of_plugins(name)}
+    assert wrong
+    assert wrong_ones(wrong) == {}
+
+
+def is_name_of_plugins(name: str) -> bool:
+    """Whether an import is of `reshard_ckpt.plugins`, and of a name that it, or one of its modules, lists."""
+    package, *below = name.removeprefix("reshard_ckpt.").split(".")
+    if package != "plugins" or not 0 < len(below) < 3:
+        return False
+    module = importlib.import_module(".".join(["reshard_ckpt.plugins", *below[:-1]]))
+    return below[-1] in module.__all__
 
 
 def test_core_is_pure():

@@ -1,13 +1,19 @@
-"""Building a catalog from a list of foreign tensors: sort them by name, store equal boxes once, and check the result."""
+"""Building the catalog over the files of another library: files, tensors, pieces, aliases, values, and what cannot be read.
+
+Tensors, boxes and files get numbers in the order in which they are added. `CatalogBuilder.finish` sorts the tensors by name,
+stores equal boxes once, and checks the result. Rows can be added one by one, or as whole arrays, because a folder of a thousand
+ranks has millions of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..core.catalog.links import link_columns
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
@@ -19,147 +25,298 @@ from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
 from ..format.links import linked
+from ..format.torch_dtypes import TORCH_DTYPES, dtype_code
 from ..format.values import encode_path, encode_value
-from ..torchfile.bounds import refuse_excess
+from ..torchfile.archive import TorchFile
+from ..torchfile.bounds import FileBudget, refuse_excess
+from ..torchfile.tensors import PickledTensor
+from .parts import Part, parts_of_box
+
+Numbers = I64 | int
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """Where a part of a tensor lies: elements ``[start, start + count)`` of a box, in row-major order, in one file.
-
-    `file` is the number of the file, and `offset` the part's first byte in it. By default, the part is the whole box.
-    """
-
-    offsets: Ints
-    lengths: Ints
-    file: int
-    offset: int
-    start: int = 0
-    count: int | None = None
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.lengths) if self.count is None else self.count
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForeignTensor:
-    """A tensor of a foreign checkpoint. If it shares the bytes of another one, `alias_of` names that, and it has no parts."""
+    """A tensor that was added: its number and its parts, but not those of `CatalogBuilder.rows`."""
 
+    number: int
     name: str
     dtype: str
     shape: Ints
-    parts: tuple[FilePart, ...]
-    alias_of: str | None = None
     link: StateLink | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
 
 
-def whole(name: str, dtype: str, shape: Ints, file: int, offset: int, link: StateLink | None = None) -> ForeignTensor:
-    """Describe a tensor that lies whole, in row-major order, in file number `file` from byte `offset` on."""
-    part = FilePart((0,) * len(shape), shape, file, offset)
-    return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else (), link=link)
-
-
-def foreign_file(key: str, size: int, format: str, rank: int = 0) -> FileEntry:
-    """Describe a file without checksums; `rank` is the rank that wrote it, if the format tells."""
-    return FileEntry(key, size, "", b"", format, rank)
-
-
-def foreign_catalog(
-    tensors: Iterable[ForeignTensor],
-    files: Sequence[FileEntry],
-    values: Sequence[ValueEntry] = (),
-    *,
-    format: str,
-    metadata: Any = None,
-    where: str,
-) -> Catalog:
-    """Build the catalog of foreign tensors.
+class CatalogBuilder:
+    """Builds the catalog over the files of another library: add the files, then say where the elements of each tensor lie.
 
     Parameters
     ----------
     format
         The name of the format. It takes the place of the save id, which foreign checkpoints lack.
     where
-        The name of the checkpoint in messages.
+        The URL of the checkpoint, for messages.
 
-    Raises
-    ------
-    CorruptError
-        The tensors do not fit into their files, or break another rule of catalogs.
-    UnsupportedError
-        The tensors have many times the bytes of their files.
-    NameCollisionError
-        Two tensors, or a tensor and a value, have one name.
+    Attributes
+    ----------
+    files, tensors
+        The files that were added, and the tensors by name.
+
+    Examples
+    --------
+    Two files hold the two halves of one tensor:
+
+    >>> builder = CatalogBuilder("halves", "memory://doc")
+    >>> _ = builder.tensor("model.w", "F32", (4, 2))
+    >>> for number, key in enumerate(["upper.bin", "lower.bin"]):
+    ...     file = builder.file(key, size=16)
+    ...     builder.piece("model.w", file=file, offset=0, offsets=(2 * number, 0), lengths=(2, 2))
+    >>> catalog = builder.finish()
+    >>> catalog.names, catalog.shape(0)
+    (('model.w',), (4, 2))
     """
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
-    _check_names([tensor.name for tensor in ordered] + [value.name for value in values], where)
-    parts = [part for tensor in ordered for part in tensor.parts]
-    width = num_dims(ordered)
-    # offsets[p], lengths[p]: box of part p, padded to `width` dims; start[p], count[p]: its run; file[p], offset[p]: its place
-    try:
-        offsets, lengths = pad_rows([part.offsets for part in parts], width, 0), pad_rows([p.lengths for p in parts], width, 1)
-        columns = [[p.start for p in parts], [p.num_elements for p in parts], [p.file for p in parts], [p.offset for p in parts]]
-        start, count, file, offset = (np.array(column, np.int64) for column in columns)
-    except OverflowError:
-        raise CorruptError(f"{where}: a size or an offset is over 2⁶³; use another checkpoint") from None
-    # box[p]: number of part p's box, where equal boxes have one number; first[b]: a part with box b
-    box, first = group_ids(np.hstack([offsets, lengths]))
-    boxes, rows = BoxTable(offsets[first], lengths[first]), RowTable(box, start, count, file, offset)
-    num_rows = np.array([len(tensor.parts) for tensor in ordered], np.int64)
-    return assemble(ordered, num_rows, boxes, rows, files, values, format=format, where=where, metadata=metadata)
 
+    def __init__(self, format: str, where: str) -> None:
+        self.format, self.where = format, where
+        self.files: list[FileEntry] = []
+        self.tensors: dict[str, ForeignTensor] = {}
+        self._file_numbers: dict[str, int] = {}
+        self._aliases: dict[str, tuple[str, StateLink | None]] = {}
+        self._num_tensors = 0
+        self._boxes: list[tuple[Ints, Ints]] = []
+        self._rows: list[tuple[I64, ...]] = []
+        self._values: list[ValueEntry] = []
+        self._unreadable: dict[str, CheckpointError] = {}
+        self._budget = FileBudget()
 
-def num_dims(tensors: Sequence[ForeignTensor]) -> int:
-    """Return the number of columns that these tensors' boxes need: the most dims of any tensor, and at least 1."""
-    return max((len(tensor.shape) for tensor in tensors), default=1) or 1
+    def file(self, key: str, size: int, rank: int = 0) -> int:
+        """Add a file of `size` bytes, unless it is there; return its number. `rank` wrote it, if the format tells."""
+        number = self._file_numbers.setdefault(key, len(self.files))
+        if number == len(self.files):
+            self.files.append(FileEntry(key, size, "", b"", self.format, rank))
+        return number
 
+    def tensor(
+        self,
+        name: str,
+        dtype: str | torch.dtype,
+        shape: Ints,
+        parts: Iterable[Part] = (),
+        *,
+        link: StateLink | None = None,
+        again: bool = False,
+    ) -> int:
+        """Add a tensor and return its number.
 
-def assemble(
-    tensors: Sequence[ForeignTensor],
-    num_rows: I64,
-    boxes: BoxTable,
-    rows: RowTable,
-    files: Iterable[FileEntry],
-    values: Iterable[ValueEntry],
-    *,
-    format: str,
-    where: str,
-    metadata: Any = None,
-) -> Catalog:
-    """Build and check the catalog of tensors that are sorted by name; `num_rows` is the number of rows of each, in that order."""
-    names = [tensor.name for tensor in tensors]
-    index = {name: i for i, name in enumerate(names)}
-    try:
-        shape = pad_rows([tensor.shape for tensor in tensors], num_dims(tensors), 1)
-    except OverflowError:
-        raise CorruptError(f"{where}: a size is over 2⁶³; use another checkpoint") from None
-    catalog = Catalog(
-        save_id=format,
-        created_s=0.0,  # so that copies of one checkpoint on the disks of several nodes have equal catalogs
-        mesh=None,
-        metadata=metadata,
-        tensors_table=TensorTable(
-            names=tuple(names),
-            dtype=np.array([CODES.index(tensor.dtype) for tensor in tensors], np.uint8),
-            kind=np.full(len(tensors), TensorKind.TENSOR, np.uint8),
-            ndim=np.array([len(tensor.shape) for tensor in tensors], np.int64),
-            shape=shape,
-            alias=np.array([-1 if tensor.alias_of is None else index.get(tensor.alias_of, -1) for tensor in tensors], np.int64),
-            placement=np.full(len(tensors), -1, np.int64),
-            row_start=np.append(0, np.cumsum(num_rows)),
-            **link_columns(names, [tensor.link for tensor in tensors], index),
-        ),
-        placements=(),
-        boxes=boxes,
-        rows=rows,
-        files=tuple(files),
-        values_table=tuple(values),
-    )
-    for problem in problems(catalog):
-        raise CorruptError(f"{where}: {problem}; use another checkpoint")
-    refuse_excess(catalog, where)
-    return catalog
+        Parameters
+        ----------
+        dtype
+            A dtype of torch, or its name in safetensors, such as ``"BF16"``.
+        shape
+            The global shape.
+        parts
+            Where it lies, if that is known already; `piece` and `view` add more.
+        link
+            Names the parameter if this is a tensor of an optimizer's state. By default, the link follows from the name.
+        again
+            The tensor may have been added before, with the same dtype and shape, from another file.
+
+        Raises
+        ------
+        NameCollisionError
+            Another tensor has this name.
+        CorruptError
+            With `again`, it has another dtype or shape than before.
+        UnsupportedError
+            The catalog has no such dtype.
+        """
+        code = dtype if isinstance(dtype, str) else dtype_code(dtype, name)
+        known = self.tensors.get(name)
+        if known is None:
+            known = self.tensors[name] = ForeignTensor(self._num_tensors, name, code, shape, link)
+            self._num_tensors += 1
+        elif not again:
+            raise _named_twice(name, self.where)
+        elif (known.dtype, known.shape) != (code, shape):
+            raise CorruptError(
+                f"{self.where}: {name} is {known.dtype} of shape {known.shape} in one file and {code} of shape {shape} in "
+                "another; files of several saves may be mixed, so use another checkpoint"
+            )
+        known.parts += (part for part in parts if part.num_elements)
+        return known.number
+
+    def piece(
+        self,
+        name: str,
+        *,
+        file: int,
+        offset: int,
+        offsets: Ints | None = None,
+        lengths: Ints | None = None,
+        start: int = 0,
+        count: int | None = None,
+    ) -> None:
+        """Say where a part of a tensor lies: the elements `start` to ``start + count`` of a box, in row-major order.
+
+        Parameters
+        ----------
+        file, offset
+            The number of the file, and the byte of the part's first element. The others follow without gaps.
+        offsets, lengths
+            The box, in global coordinates; by default the whole tensor. By default, the part is all of it.
+        """
+        tensor = self.tensors[name]
+        lengths = tensor.shape if lengths is None else lengths
+        offsets = (0,) * len(lengths) if offsets is None else offsets
+        part = Part(offsets, lengths, file, offset, start, count)
+        if part.num_elements:
+            tensor.parts.append(part)
+
+    def view(self, name: str, file: TorchFile, view: PickledTensor, offsets: Ints | None = None) -> None:
+        """Say that a tensor of a torch file, which may have any strides, is the box at `offsets` of a tensor that was added."""
+        if not prod(view.shape):
+            return
+        at, each = file.at(view), view.dtype.itemsize
+        self._budget.spend(file.key, file.size, prod(view.shape) * each, f"{self.where}: {name}")
+        corner = (0,) * len(view.shape) if offsets is None else offsets
+        number = self.file(file.key, file.size)
+        self.tensors[name].parts += parts_of_box(corner, view.shape, view.strides, number, at, each, f"{name} in {file.key}")
+
+    def box(self, offsets: Ints, lengths: Ints) -> int:
+        """Add a box for `rows`; return its number."""
+        self._boxes.append((offsets, lengths))
+        return len(self._boxes) - 1
+
+    def rows(self, tensor: Numbers, box: Numbers, start: Numbers, count: Numbers, file: Numbers, offset: Numbers) -> None:
+        """Add many parts as columns, which are broadcast against each other: `tensor`, `box` and `file` are numbers."""
+        columns = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(c, np.int64)) for c in (tensor, box, start, count, file, offset))
+        )
+        self._rows.append(tuple(columns))
+
+    def parts(self, name: str) -> list[Part]:
+        """Return all parts of a tensor that were added so far."""
+        tensor, found = self.tensors[name], []
+        for columns in self._rows:
+            here = np.flatnonzero(columns[0] == tensor.number)
+            for box, start, count, file, offset in zip(*(column[here].tolist() for column in columns[1:]), strict=True):
+                offsets, lengths = self._boxes[box]
+                found.append(Part(offsets, lengths, file, offset, start, count))
+        return [*tensor.parts, *found]
+
+    def alias(self, name: str, of: str, link: StateLink | None = None) -> None:
+        """Add a second name for the tensor `of`, which shares its bytes, as tied weights do.
+
+        The tensor `of` may be added later; without it, this name is left out.
+        """
+        self._aliases[name] = of, link
+
+    def value(self, path: Sequence[Any], value: Any, kind: ValueKind = ValueKind.PLAIN, link: StateLink | None = None) -> None:
+        """Add a value other than a tensor by its keys in the state: ``("extra", "step")`` gets the name ``extra.step``.
+
+        A step into a list is a tuple of the index. A value that cannot be encoded becomes unreadable.
+        """
+        name = name_of(key[0] if isinstance(key, tuple) else key for key in path)
+        try:
+            self.entry(ValueEntry(name, encode_path(list(path)), kind, encode_value(value, name), link=link))
+        except CheckpointError as error:
+            self.unreadable(name, error)
+
+    def entry(self, value: ValueEntry) -> None:
+        """Add a value that is encoded already."""
+        self._values.append(value)
+
+    def unreadable(self, name: str, why: CheckpointError) -> None:
+        """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; other loads succeed."""
+        self._unreadable[name] = why
+
+    def is_unreadable(self, name: str) -> bool:
+        """Tell whether `unreadable` was called for a name."""
+        return name in self._unreadable
+
+    def finish(self, metadata: Any = None, *, links_from_names: bool = True) -> Catalog:
+        """Build and check the catalog.
+
+        Parameters
+        ----------
+        links_from_names
+            Whether names such as ``optimizer.state.<parameter>.exp_avg`` become links to parameters.
+
+        Raises
+        ------
+        CorruptError
+            Pieces lie outside of their files, or break another rule of catalogs.
+        UnsupportedError
+            The tensors have many times the bytes of their files.
+        NameCollisionError
+            A tensor and a value, or two values, have one name.
+        """
+        for name, (of, link) in self._aliases.items():
+            if of in self.tensors:
+                self.tensor(name, self.tensors[of].dtype, self.tensors[of].shape, link=link)
+        tensors = [self.tensors[name] for name in sorted(self.tensors)]
+        values = sorted(self._values, key=lambda value: value.name)
+        _check_names([tensor.name for tensor in tensors] + [value.name for value in values], self.where)
+        try:
+            catalog = self._catalog(tensors, values, metadata)
+        except OverflowError:
+            raise CorruptError(f"{self.where}: a size or an offset is over 2⁶³; use another checkpoint") from None
+        for problem in problems(catalog):
+            raise CorruptError(f"{self.where}: {problem}; use another checkpoint")
+        refuse_excess(catalog, self.where)
+        return replace(linked(catalog) if links_from_names else catalog, unreadable=self._unreadable)
+
+    def _catalog(self, tensors: Sequence[ForeignTensor], values: Iterable[ValueEntry], metadata: Any) -> Catalog:
+        names = [tensor.name for tensor in tensors]
+        index = {name: i for i, name in enumerate(names)}
+        width = max((len(tensor.shape) for tensor in tensors), default=1) or 1
+        # place[n]: index by name of tensor number n
+        place = np.zeros(self._num_tensors, np.int64)
+        place[[tensor.number for tensor in tensors]] = np.arange(len(tensors))
+        boxes, columns = self._columns([(tensor.number, part) for tensor in tensors for part in tensor.parts], width)
+        tensor, *rows = columns
+        # order: the rows in order of their tensors' names
+        order = np.argsort(place[tensor], kind="stable")
+        num_rows = np.bincount(place[tensor], minlength=len(tensors)) if len(tensor) else np.zeros(len(tensors), np.int64)
+        return Catalog(
+            save_id=self.format,
+            created_s=0.0,  # so that copies of one checkpoint on the disks of several nodes have equal catalogs
+            mesh=None,
+            metadata=metadata,
+            tensors_table=TensorTable(
+                names=tuple(names),
+                dtype=np.array([CODES.index(tensor.dtype) for tensor in tensors], np.uint8),
+                kind=np.full(len(tensors), TensorKind.TENSOR, np.uint8),
+                ndim=np.array([len(tensor.shape) for tensor in tensors], np.int64),
+                shape=pad_rows([tensor.shape for tensor in tensors], width, 1),
+                alias=np.array([index[self._aliases[name][0]] if name in self._aliases else -1 for name in names], np.int64),
+                placement=np.full(len(tensors), -1, np.int64),
+                row_start=np.append(0, np.cumsum(num_rows)),
+                **link_columns(names, [tensor.link for tensor in tensors], index),
+            ),
+            placements=(),
+            boxes=boxes,
+            rows=RowTable(*(column[order] for column in rows)),
+            files=tuple(self.files),
+            values_table=tuple(values),
+        )
+
+    def _columns(self, listed: Sequence[tuple[int, Part]], width: int) -> tuple[BoxTable, list[I64]]:
+        """Return the distinct boxes, and the columns of all rows: tensor, box, start, count, file, offset."""
+        parts = [part for _, part in listed]
+        # offsets[b], lengths[b]: box number b, padded to `width` dims; the boxes of listed parts come after those of `box`
+        offsets = pad_rows([*(o for o, _ in self._boxes), *(part.offsets for part in parts)], width, 0)
+        lengths = pad_rows([*(n for _, n in self._boxes), *(part.lengths for part in parts)], width, 1)
+        own = [[n for n, _ in listed], range(len(self._boxes), len(offsets)), [p.start for p in parts]]
+        own += [[p.num_elements for p in parts], [p.file for p in parts], [p.offset for p in parts]]
+        columns = [np.concatenate(c) for c in zip((*(np.array(c, np.int64) for c in own),), *self._rows, strict=True)]
+        # ids[b]: number of box b among the distinct ones; first[i]: a box that is distinct box i
+        ids, first = group_ids(np.hstack([offsets, lengths]))
+        return BoxTable(offsets[first], lengths[first]), [columns[0], ids[columns[1]], *columns[2:]]
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
@@ -172,98 +329,3 @@ def _check_names(names: Sequence[str], where: str) -> None:
 
 def _named_twice(name: str, where: str) -> NameCollisionError:
     return NameCollisionError(f"{where}: {name} occurs twice; open the file that has the one you want by its own path")
-
-
-class CatalogBuilder:
-    """Builds the catalog over the files of another library: add the files, then say where the elements of each tensor lie.
-
-    Parameters
-    ----------
-    format
-        The name of the format.
-    where
-        The URL of the checkpoint, for messages.
-
-    Examples
-    --------
-    Two files hold the two halves of one tensor:
-
-    >>> builder = CatalogBuilder("halves", "memory://doc")
-    >>> builder.tensor("model.w", "F32", (4, 2))
-    >>> for number, key in enumerate(["upper.bin", "lower.bin"]):
-    ...     file = builder.file(key, size=16)
-    ...     builder.piece("model.w", offsets=(2 * number, 0), lengths=(2, 2), file=file, offset=0)
-    >>> catalog = builder.finish()
-    >>> catalog.names, catalog.shape(0)
-    (('model.w',), (4, 2))
-    """
-
-    def __init__(self, format: str, where: str) -> None:
-        self._format, self._where = format, where
-        self._files: list[FileEntry] = []
-        self._tensors: dict[str, ForeignTensor] = {}
-        self._parts: dict[str, list[FilePart]] = {}
-        self._values: list[ValueEntry] = []
-        self._unreadable: dict[str, CheckpointError] = {}
-
-    def file(self, key: str, size: int) -> int:
-        """Add a file of `size` bytes; return its number, which `piece` takes."""
-        self._files.append(foreign_file(key, size, self._format))
-        return len(self._files) - 1
-
-    def tensor(self, name: str, dtype: str, shape: Ints, *, link: StateLink | None = None) -> None:
-        """Add a tensor: its global shape, and its dtype as safetensors names it, such as ``"BF16"``.
-
-        `link` names the parameter if this is a tensor of an optimizer's state. By default, the link follows from the name.
-        """
-        self._add(ForeignTensor(name, dtype, shape, (), link=link))
-
-    def piece(
-        self, name: str, *, offsets: Ints, lengths: Ints, file: int, offset: int, start: int = 0, count: int | None = None
-    ) -> None:
-        """Say where a part of a tensor lies: the elements `start` to ``start + count`` of a box, in row-major order.
-
-        Parameters
-        ----------
-        offsets, lengths
-            The box, in global coordinates. By default, the part is all of it.
-        file, offset
-            The number of the file, and the byte of the part's first element. The others follow without gaps.
-        """
-        part = FilePart(offsets, lengths, file, offset, start, count)
-        if part.num_elements:
-            self._parts[name].append(part)
-
-    def alias(self, name: str, of: str) -> None:
-        """Add a second name for the tensor `of`, which shares its bytes, as tied weights do."""
-        held = self._tensors[of]
-        self._add(ForeignTensor(name, held.dtype, held.shape, (), alias_of=of))
-
-    def value(self, path: Sequence[Any], value: Any) -> None:
-        """Add a value other than a tensor by its keys in the state: ``("extra", "step")`` gets the name ``extra.step``."""
-        name = name_of(path)
-        self._values.append(ValueEntry(name, encode_path(list(path)), ValueKind.PLAIN, encode_value(value, name)))
-
-    def unreadable(self, name: str, why: CheckpointError) -> None:
-        """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; other loads succeed."""
-        self._unreadable[name] = why
-
-    def finish(self, metadata: Any = None) -> Catalog:
-        """Build and check the catalog.
-
-        Raises
-        ------
-        CorruptError
-            Pieces overlap, leave elements out, or lie outside of their files.
-        NameCollisionError
-            Two tensors, or a tensor and a value, have one name.
-        """
-        tensors = [replace(tensor, parts=tuple(self._parts[tensor.name])) for tensor in self._tensors.values()]
-        values = sorted(self._values, key=lambda value: value.name)
-        catalog = linked(foreign_catalog(tensors, self._files, values, format=self._format, metadata=metadata, where=self._where))
-        return replace(catalog, unreadable=self._unreadable)
-
-    def _add(self, tensor: ForeignTensor) -> None:
-        if tensor.name in self._tensors:
-            raise _named_twice(tensor.name, self._where)
-        self._tensors[tensor.name], self._parts[tensor.name] = tensor, []

@@ -18,12 +18,12 @@ from math import prod
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
 from ..errors import CorruptError, UsageError
-from ..format.links import linked
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
 from ..storage.protocol import read_range
-from .catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
+from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, is_shard, weight_files
+from .parts import Part
 from .protocol import Format, Source, open_located
 
 ROOT = "model"
@@ -52,22 +52,23 @@ def _look(storage: Storage, key: str | None) -> Source | None:
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
     """Build the catalog of these files; of each file, take only the tensors in `weights`."""
-    tensors: list[ForeignTensor] = []
-    sharded: dict[str, list[tuple[Member, FilePart]]] = {}
-    files, metadata = [], {}
-    for number, (key, names) in enumerate(weights.items()):
+    builder = CatalogBuilder("safetensors", storage.url)
+    sharded: dict[str, list[tuple[Member, Part]]] = {}
+    metadata = {}
+    for key, names in weights.items():
         size, header = read_header(storage, key)
         where = f"{storage.url}: {key}"
-        files.append(foreign_file(key, size, "safetensors"))
+        file = builder.file(key, size)
         metadata.update(header.metadata)
         sharding = metadata.pop(SHARDING, None)
         if sharding is None:
-            tensors += _tensors(header, number, names, where)
+            _add_tensors(builder, header, file, names, where)
             continue
-        for member, part in _parts(header, number, names, _parse_sharding(sharding, where), where):
+        for member, part in _parts(header, file, names, _parse_sharding(sharding, where), where):
             sharded.setdefault(member.name, []).append((member, part))
-    tensors += [_join_parts(name, parts, storage.url) for name, parts in sharded.items()]
-    return linked(foreign_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url))
+    for name, parts in sharded.items():
+        _join_parts(builder, name, parts)
+    return builder.finish(metadata or None)
 
 
 def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
@@ -80,29 +81,29 @@ def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
 
 def _parts(
     header: Header, file: int, names: frozenset[str] | None, offsets: Mapping[str, Ints], where: str
-) -> Iterator[tuple[Member, FilePart]]:
+) -> Iterator[tuple[Member, Part]]:
     for member, at in _listed_members(header, names, where):
         begin = offsets.get(member.name, ())
         if len(begin) != len(member.shape) or not all(type(low) is int and low >= 0 for low in begin):
             found = f"{member.name!r:.200} of shape {member.shape} begins at {begin!r:.80}"
             raise CorruptError(f"{where}: {found}, by its {SHARDING}; use another copy of it")
-        yield member, FilePart(begin, member.shape, file, at)
+        yield member, Part(begin, member.shape, file, at)
 
 
-def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
-    """Join the parts of one tensor that lie in several files; if several have the same box, the first counts."""
+def _join_parts(builder: CatalogBuilder, name: str, parts: list[tuple[Member, Part]]) -> None:
+    """Add the parts of one tensor, which lie in several files; if several have the same box, the first counts."""
     (first, _), *_ = parts
     for member, _ in parts:
         if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):
             raise CorruptError(
-                f"{where}: {name!r:.200} is {first.dtype} of {len(first.shape)} dims in one file, and {member.dtype} of "
+                f"{builder.where}: {name!r:.200} is {first.dtype} of {len(first.shape)} dims in one file, and {member.dtype} of "
                 f"{len(member.shape)} in another; keep the files of one save in the folder"
             )
     ends = [[low + n for low, n in zip(part.offsets, part.lengths, strict=True)] for _, part in parts]
     # In reverse, so that of equal boxes the first one stays in the dict.
     distinct = {(part.offsets, part.lengths): part for _, part in reversed(parts) if prod(part.lengths)}
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    return ForeignTensor(f"{ROOT}.{name}", first.dtype, shape, tuple(distinct.values()))
+    builder.tensor(f"{ROOT}.{name}", first.dtype, shape, distinct.values())
 
 
 def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
@@ -115,15 +116,16 @@ def _listed_members(header: Header, names: frozenset[str] | None, where: str) ->
             yield member, offset
 
 
-def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str) -> Iterator[ForeignTensor]:
-    here: dict[str, Member] = {}
+def _add_tensors(builder: CatalogBuilder, header: Header, file: int, names: frozenset[str] | None, where: str) -> None:
+    here = set()
     for member, offset in _listed_members(header, names, where):
-        here[member.name] = member
-        yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
+        here.add(member.name)
+        builder.tensor(f"{ROOT}.{member.name}", member.dtype, member.shape)
+        builder.piece(f"{ROOT}.{member.name}", file=file, offset=offset)
     # safetensors' own save_model stores tied tensors once, and lists their other names in the metadata.
     for name, source in header.metadata.items():
         if source in here and name not in here and name != "format":
-            yield ForeignTensor(f"{ROOT}.{name}", here[source].dtype, here[source].shape, (), f"{ROOT}.{source}")
+            builder.alias(f"{ROOT}.{name}", f"{ROOT}.{source}")
 
 
 def read_header(storage: Storage, key: str) -> tuple[int, Header]:

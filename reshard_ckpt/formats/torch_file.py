@@ -15,32 +15,24 @@ A folder with ``pytorch_model.bin``, or an index and its parts, is one flat stat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..core.catalog.model import FileEntry, ValueEntry
-from ..core.catalog.specs import TensorSpec, is_row_major
 from ..core.trees import children, flatten, name_of
 from ..core.words import a
-from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
-from ..state.capture import capture
-from ..state.entries import Captured
 from ..state.modules import EXTRA_STATE
 from ..state.optimizer_dicts import are_numbered_groups, names_by_number
-from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
 from ..storage.protocol import read_range
-from ..torchfile.mapped import MappedFile, find_mapped, load_archive
+from ..torchfile.mapped import MappedFile, load_archive
 from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
-from .catalog_builder import ForeignTensor, foreign_catalog, foreign_file, whole
+from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, weight_files
+from .loaded_state import serve_state
 from .protocol import Format, Source, open_located
-from .strided import StridedStorage
-from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and the state dict of an optimizer, are put."""
@@ -85,13 +77,9 @@ def _open_file(storage: Storage, key: str) -> Source:
     loaded, mapped = _load(storage, key)
     try:
         state = _with_root_key(loaded)
-        unnamed = _advice(state)
-        state, unreadable = without_unreadable(state)
-        captured = capture(Verbatim(state))
+        return _source(storage, state, {key: mapped}, _advice(state))
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
-    found = _foreign(storage, captured, {key: mapped})
-    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=unnamed)
 
 
 def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
@@ -110,7 +98,7 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
                     f"{storage.url}: {name} is in {key} and in a file before it; open one of them by its own path"
                 )
             merged[name] = loaded[name]
-    return _foreign(storage, capture(Verbatim({MODEL: merged})), mapped)
+    return _source(storage, {MODEL: merged}, mapped, {})
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
@@ -132,44 +120,10 @@ def _is_flat(state: Mapping[Any, Any]) -> bool:
     return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-@dataclass(slots=True)
-class _TensorPlacer:
-    """Converts captured tensors to foreign ones: each is a range of a file, or an additional file that `strided` serves."""
-
-    files: list[FileEntry]
-    mapped: Sequence[MappedFile]
-    strided: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def place(self, entry: LocalTensor) -> ForeignTensor:
-        spec = entry.spec
-        if spec.alias_of is not None or not spec.pieces:
-            return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of, spec.link)
-        found = find_mapped(self.mapped, entry.memory)
-        if found is None or not _is_in_order(spec):
-            found = self._add(entry.memory.detach()), 0
-        return whole(spec.name, spec.dtype, spec.shape, *found, spec.link)
-
-    def _add(self, tensor: torch.Tensor) -> int:
-        key = f"strided/{len(self.strided)}"
-        self.strided[key] = tensor
-        self.files.append(foreign_file(key, tensor.numel() * tensor.itemsize, "torch"))
-        return len(self.files) - 1
-
-
-def _is_in_order(spec: TensorSpec) -> bool:
-    """Return whether the elements of a tensor lie in row-major order, without gaps."""
-    (piece,) = spec.pieces
-    return is_row_major(piece.lengths, piece.strides)
-
-
-def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Source:
-    files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
-    placer = _TensorPlacer(files, list(mapped.values()))
-    tensors = [placer.place(entry) for entry in captured.tensors]
-    ordered = sorted(captured.values, key=lambda value: value.name)
-    values = [ValueEntry(value.name, value.path, value.kind, value.data, link=value.link) for value in ordered]
-    catalog = foreign_catalog(tensors, placer.files, values, format="torch", where=storage.url)
-    return Source(StridedStorage(storage.url, placer.strided), catalog, "torch")
+def _source(storage: Storage, state: Mapping[Any, Any], mapped: Mapping[str, MappedFile], advice: Mapping[str, str]) -> Source:
+    builder = CatalogBuilder("torch", storage.url)
+    served = serve_state(builder, storage, state, "strided", mapped)
+    return Source(served, builder.finish(links_from_names=False), "torch", advice)
 
 
 def _is_optimizer_state(value: Any) -> bool:

@@ -14,7 +14,7 @@ from math import prod
 from ..core.catalog.model import Catalog
 from ..core.planning.stacked import expert_dim, layer_dim
 from ..engine.loading.stream import Run, whole_run
-from .catalog_builder import ForeignTensor, foreign_catalog
+from .catalog_builder import CatalogBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,28 @@ def unstack(catalog: Catalog, where: str) -> Unstacked:
     NameCollisionError
         A tensor of one layer has the name of another tensor.
     """
-    parts = [part for name in catalog.names for part in _parts(catalog, name)]
-    made = foreign_catalog([tensor for tensor, _ in parts], (), format=catalog.save_id, where=where)
-    runs = {tensor.name: run for tensor, run in parts}
+    builder = CatalogBuilder(catalog.save_id, where)
+    runs: dict[str, Run] = {}
+    for name in catalog.names:
+        runs |= _add_parts(builder, catalog, name)
+    made = builder.finish(links_from_names=False)
     return Unstacked(made, tuple(runs[name] for name in made.names))
 
 
-def _parts(catalog: Catalog, name: str) -> Iterator[tuple[ForeignTensor, Run]]:
+def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator[tuple[str, Run]]:
+    """Add the single tensors of a tensor, and yield the name and the run of each."""
     index = catalog.index(name)
     whole, shape, dtype = whole_run(catalog, index), catalog.shape(index), catalog.dtype(index)
     source = catalog.source(index)
-    alias = catalog.names[source] if source != index else None
     dims = _stacked_dims(name, shape)
     count = prod(shape[len(dims) :])
     for number in range(prod(dims)):
-        other = None if alias is None else _numbered(alias, dims, number)
-        tensor = ForeignTensor(_numbered(name, dims, number), dtype, shape[len(dims) :], (), other)
-        yield tensor, Run(index, whole.offsets, whole.lengths, number * count, count)
+        part = _numbered(name, dims, number)
+        if source != index:
+            builder.alias(part, _numbered(catalog.names[source], dims, number))
+        else:
+            builder.tensor(part, dtype, shape[len(dims) :])
+        yield part, Run(index, whole.offsets, whole.lengths, number * count, count)
 
 
 def _stacked_dims(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

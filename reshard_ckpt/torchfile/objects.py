@@ -43,8 +43,8 @@ def may_be_called(module: str) -> bool:
     return _ENUMS.fullmatch(module) is not None
 
 
-def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
-    """Decode a file of ``torch.save``; `table` lists the globals that it may name, by default any.
+def read_object(data: bytes, name: str, *, tagged: bool = True) -> Any:
+    """Decode a file of ``torch.save``; unless `tagged`, it may hold tensors and plain values alone, and no objects.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
     """
     zipped = ZipRecords(io.BytesIO(data), name)
     pickled = zipped.read_pickle()
-    root = read_pickle(pickled, Globals() if table is None else table, name=name, persistent=stored_at)
+    root = read_pickle(pickled, Globals() if tagged else TENSOR_TABLE, name=name, persistent=stored_at)
     return PlainValues(lambda key: zipped.read(f"data/{key}"), len(data), name).of(root)
 
 

@@ -2,8 +2,8 @@
 
 1. ``model/`` and ``optimizer/`` are like folders of DCP, with two differences: their metadata name the package's own copies of
    DCP's classes, and the files hold only the bytes of tensors, whose descriptions are in the metadata.
-2. FSDP1's flat parameters are replaced by the parameters in them (`flat`).
-3. ``extra_state/`` has a torch file of each rank (`extra`).
+2. FSDP1's flat parameters are replaced by the parameters in them (`places`).
+3. ``extra_state/`` has a torch file of each rank (`values`).
 
 The path is the folder of a step, or the root above it with ``latest_checkpointed_iteration.txt``; the root opens its latest step.
 """
@@ -11,27 +11,17 @@ The path is the folder of a step, or the root above it with ``latest_checkpointe
 from __future__ import annotations
 
 import re
-from functools import partial
 
-from ...core.catalog.model import Catalog
-from ...core.catalog.wrappers import unwrapped, unwrapped_keys
-from ...core.trees import name_of
-from ...formats.dcp.folder import FolderMetadata
-from ...formats.dcp.metadata import Metadata
-from ...formats.dcp.names import MODEL, OPTIMIZER, KeyPath
-from ...formats.dcp.read import MoreContents, advice_on_numbers, catalog_of
-from ...formats.protocol import Format, Source, open_located
-from ...formats.rooted import PathOf, classes_of, is_written_by, read_part, renamed, together
-from ...formats.strided import StridedStorage
-from ...storage.protocol import Storage
-from .extra import read_extra_state
-from .flat import flat_params, unflattened
+from ...plugins import CatalogBuilder, Format, Source, Storage, open_located
+from ...plugins.dcp import add_parts, advice_on_numbers, is_written_by, read_part, renamed
+from .names import MODEL, NAME, OPTIMIZER, model_paths, optimizer_path
+from .places import flat_params, unflattened
+from .values import add_extra_state
 
-NAME = "bytecheckpoint"
 LATEST = "latest_checkpointed_iteration.txt"
 
 _MODULE = "bytecheckpoint.checkpointer.meta_type"
-_CLASSES = classes_of(_MODULE, ("Metadata", "_StorageInfo"))
+_CLASSES = ("Metadata", "_StorageInfo")
 
 
 def open_path(path: str) -> Source | None:
@@ -40,13 +30,10 @@ def open_path(path: str) -> Source | None:
     def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None:
             return None
-        if not is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
-            step = _latest(storage)
-            return None if step is None else open_path(f"{path.rstrip('/')}/{step}")
-        extra, strided, advice = read_extra_state(storage, NAME)
-        catalog = _open(storage, extra)
-        served = StridedStorage(storage.url, strided) if strided else storage
-        return Source(served, catalog, NAME, {**advice_on_numbers(catalog), **advice})
+        if is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
+            return _source(storage)
+        step = _latest(storage)
+        return None if step is None else open_path(f"{path.rstrip('/')}/{step}")
 
     return open_located(path, look)
 
@@ -61,28 +48,19 @@ def _latest(storage: Storage) -> str | None:
     return f"global_step_{text}"
 
 
-def _open(storage: Storage, extra: MoreContents) -> Catalog:
-    model, optimizer = (read_part(storage, folder, _CLASSES) for folder in (MODEL, OPTIMIZER))
-    flats = flat_params(None if model is None else model.notes, storage.url)
-    parts: list[Metadata] = []
-    for part, path_of in ((model, _model_path(model)), (optimizer, _optimizer_path)):
-        if part is not None:
-            parts.append(renamed(unflattened(part, flats, storage.url), path_of, storage.url))
-    in_vectors = [part.fqn for held in flats.values() for part in held]
-    return catalog_of(storage, FolderMetadata(together(parts)), format=NAME, more=extra, parameters=in_vectors)
-
-
-def _model_path(model: Metadata | None) -> PathOf:
-    names = [name_of(model.paths.get(fqn, (fqn,))) for fqn in (*model.tensors, *model.values)] if model is not None else []
-    return partial(_path_in_model, dict(zip(names, unwrapped_keys(names), strict=True)))
-
-
-def _path_in_model(clean: dict[str, str], path: KeyPath) -> KeyPath:
-    return MODEL, clean.get(name_of(path)) or unwrapped(name_of(path))
-
-
-def _optimizer_path(path: KeyPath) -> KeyPath:
-    return OPTIMIZER, *(unwrapped(key) if isinstance(key, str) else key for key in path)
+def _source(storage: Storage) -> Source:
+    model, optimizer = (read_part(storage, folder, _MODULE, _CLASSES) for folder in (MODEL, OPTIMIZER))
+    where, parts = storage.url, []
+    flats = flat_params({} if model is None else model.notes.get("user_defined_dict"), where)
+    if model is not None:
+        parts.append(renamed(unflattened(model, flats, where), model_paths(model), where))
+    if optimizer is not None:
+        parts.append(renamed(unflattened(optimizer, flats, where), optimizer_path, where))
+    builder = CatalogBuilder(NAME, where)
+    add_parts(builder, storage, parts, parameters=[part.fqn for held in flats.values() for part in held])
+    served, advice = add_extra_state(builder, storage)
+    catalog = builder.finish()
+    return Source(served, catalog, NAME, {**advice_on_numbers(catalog), **advice})
 
 
 FORMAT = Format(

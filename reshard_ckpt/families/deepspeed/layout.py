@@ -24,13 +24,16 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...core.catalog.param_groups import hyperparameters
-from ...core.catalog.specs import Ints, StateLink
-from ...core.geometry.runs import I64
-from ...errors import CorruptError, UnsupportedError
+from ...plugins import Ints, StateLink
+from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.groups import hyperparameters
+
+I64 = NDArray[np.int64]
 
 MODEL, OPTIMIZER = "model", "optimizer"
+STATE, GROUPS = "state", "param_groups"
 MASTER = "fp32"
 """The key of the master weights; it stands among the keys of the optimizer's state."""
 

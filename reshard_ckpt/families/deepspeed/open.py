@@ -18,17 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.catalog.model import Catalog
-from ...core.catalog.param_groups import hyperparameters
-from ...core.catalog.specs import Ints
-from ...errors import CorruptError, UnsupportedError
-from ...format.torch_dtypes import dtype_code
-from ...formats.dcp.read import garbage_collection_paused
-from ...formats.protocol import Format, Source, open_located
-from ...storage.protocol import Storage
-from ...torchfile.archive import FileReader, FileTensor, TorchFile
-from ...torchfile.tensors import PickledTensor
-from .columns import NAME, CatalogColumns, FlatNames, KnownNames
+from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage, open_located
+from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.groups import hyperparameters
+from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFile
+from .columns import FlatNames, KnownNames, add_runs, add_shard, add_whole, place_of
 from .experts import module_files, named_globally, placed_groups, refuse_other_order
 from .folder import LATEST, TagFiles, latest_tag, tag_files
 from .layout import (
@@ -64,10 +58,10 @@ def _look(storage: Storage, key: str | None) -> Source | None:
     files = None if key is not None else tag_files(storage)
     if files is None:
         return None
-    with garbage_collection_paused():
-        return Source(storage, _Tag(storage, files).catalog(), NAME)
+    return Source(storage, _Tag(storage, files).catalog(), NAME)
 
 
+NAME = "deepspeed"
 _NOTHING = object()
 
 
@@ -77,8 +71,8 @@ class _Tag:
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage)
         self._where = storage.url
-        self._columns = CatalogColumns(storage.url)
-        self._state = StateAdder(self._columns)
+        self._builder = CatalogBuilder(NAME, storage.url)
+        self._state = StateAdder(self._builder)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
         self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
@@ -88,7 +82,7 @@ class _Tag:
         if files.num_models > 1 and not files.layers:
             parallel = TensorParallel(self._info(first))
         self._experts = module_files(files, self._where, first)
-        self._parts = ModelParallelParts(self._columns, self._models, parallel)
+        self._parts = ModelParallelParts(self._builder, self._models, parallel)
         self._masters: set[str] = set()
 
     def _model(self, mp: int) -> TorchFile:
@@ -130,13 +124,13 @@ class _Tag:
                 self._add_zero(mp, model)
             elif isinstance(model.content.get("optimizer"), dict):
                 self._add_unpartitioned(mp, model, model.content["optimizer"])
-        self._masters = set(self._columns.names())
+        self._masters = set(self._builder.tensors)
         for mp, model in enumerate(self._models):
             self._add_module(mp, model)
         self._add_experts()
         self._add_layers()
         self._add_values()
-        return self._columns.catalog()
+        return self._builder.finish(links_from_names=False)
 
     def _add_zero(self, mp: int, model: TorchFile) -> None:
         """Add the optimizer state of all data-parallel ranks of one model-parallel rank."""
@@ -174,10 +168,10 @@ class _Tag:
     def _add_group(self, file: TorchFile, which: Any, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
         """Add the flat tensors of one rank's group; `names` caches the tensors' numbers, which are the same for all ranks."""
         for key, tensor in group.tensors.items():
-            at = which, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
+            at = which, key, tensor.dtype
             if at not in names:
-                names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
-            self._columns.add_runs(file, names[at], tensor, group.runs)
+                names[at] = FlatNames(self._builder, group.params, shards, key, at[2])
+            add_runs(self._builder, file, names[at], tensor, group.runs)
 
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
@@ -199,7 +193,8 @@ class _Tag:
                     self._add_group(model, i, group, shards, {})
                     self._state.shared(model, group, shards)
                 self._state.groups(model, opened.param_groups)
-                self._state.tree(model, (ROOT, OPTIMIZER), opened.values)
+                if mp == 0:
+                    self._state.tree(model, (ROOT, OPTIMIZER), opened.values)
                 return
         else:
             names = self._names_apart(model, state, module, where)
@@ -241,20 +236,20 @@ class _Tag:
         mine = dict(zip(params.names, self._parts.shards(mp, params), strict=True))
         for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
             if mine[fqn].readable:
-                self._columns.add_shard(model, parameter_name(fqn), master, mine[fqn])
+                add_shard(self._builder, model, parameter_name(fqn), master, mine[fqn])
         # State in the shape of its parameter is a shard of the global state; any other is an entry for the whole parameter.
         for number, entries in base["state"].items():
             fqn = fqns[number]
             for key, value in entries.items() if mine[fqn].readable else ():
                 if isinstance(value, PickledTensor) and value.shape == shapes[fqn]:
-                    self._columns.add_shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                    add_shard(self._builder, model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
                 else:
                     self._state.entry(model, state_link(fqn, key), value)
         groups = zip(base["param_groups"], names, strict=True)
         self._state.groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
         known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
         values = {key: value for key, value in state.items() if key not in known}
-        if values:
+        if values and mp == 0:
             self._state.tree(model, (ROOT, OPTIMIZER), values)
 
     def _read(self, file: TorchFile, view: PickledTensor, first: int, count: int) -> torch.Tensor:
@@ -269,10 +264,10 @@ class _Tag:
         if not size or not layer.view.is_row_major:
             return False
         for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
-            place, data = self._columns.place(name, i), bytearray(8)
+            place, data, dtype = place_of(self._builder, name, i), bytearray(8), self._builder.tensors[name].torch_dtype
             if place is None:
                 return False
-            key, offset, dtype = place
+            key, offset = place
             self._storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
             cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
             if not torch.equal(cast.view(torch.uint8), self._read(layer.file, layer.view, i, 1).view(torch.uint8)):
@@ -289,15 +284,15 @@ class _Tag:
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
         # Skip layers that have master weights. A layer of a tied module becomes an alias; any other is added whole.
-        tied = tied_names(self._layers, self._columns.shapes(), self._is_cast)
+        tied = tied_names(self._layers, {name: one.shape for name, one in self._builder.tensors.items()}, self._is_cast)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
             if name in self._masters:
                 continue
             if fqn in tied:
-                self._columns.alias(name, tied[fqn])
+                self._builder.alias(name, tied[fqn])
             else:
-                self._columns.add_whole(layer.file, name, layer.view)
+                add_whole(self._builder, layer.file, name, layer.view)
 
     def _add_experts(self) -> None:
         """Add the experts' tensors that have no master weights. Without ZeRO, the optimizer's state of experts has no names."""
@@ -305,7 +300,7 @@ class _Tag:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
                 if isinstance(view, PickledTensor) and parameter_name(fqn) not in self._masters:
-                    self._columns.add_whole(file, parameter_name(fqn), view)
+                    add_whole(self._builder, file, parameter_name(fqn), view)
         if self._experts and not self._files.optimizers:
             self._state.refuse(f"{self._where}: {self._files.experts[0]}")
 
@@ -321,8 +316,8 @@ class _Tag:
         for fqn, view in tensors.items():
             name = parameter_name(fqn)
             if fqn in aliases:
-                self._columns.alias(name, parameter_name(aliases[fqn]))
-            elif name not in self._masters and fqn not in frozen and name not in self._columns.unreadable:
+                self._builder.alias(name, parameter_name(aliases[fqn]))
+            elif name not in self._masters and fqn not in frozen and not self._builder.is_unreadable(name):
                 self._add_of_module(mp, model, fqn, view)
         for fqn, value in module.items() if mp == 0 else ():
             if not isinstance(value, PickledTensor):
@@ -332,16 +327,17 @@ class _Tag:
     def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: PickledTensor) -> None:
         name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
         if self._is_striped and view.shape == (0,) and not is_buffer:
-            self._columns.unreadable[name] = CorruptError(
+            error = CorruptError(
                 f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are "
                 "not here; copy them"
             )
+            self._builder.unreadable(name, error)
         elif self._parts.is_tensor_parallel and not is_buffer:
             shard = self._parts.tensor_parallel_shard(mp, fqn)
             if shard.readable:
-                self._columns.add_shard(model, name, view, shard)
+                add_shard(self._builder, model, name, view, shard)
         elif self._parts.counts(mp, fqn):
-            self._columns.add_whole(model, name, view)
+            add_whole(self._builder, model, name, view)
 
     def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
         """Add frozen parameters of ZeRO-3; each rank has a stripe of them."""
@@ -362,8 +358,8 @@ class _Tag:
                 # One run: elements [start, start + count) of parameter i lie at the begin of the fragment.
                 one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
                 only = Params.of({params.names[i]: params.shapes[i]})
-                names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))
-                self._columns.add_runs(file, names, view, one)
+                names = FlatNames(self._builder, only, [shards[i]], MASTER, view.dtype)
+                add_runs(self._builder, file, names, view, one)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
         """Map second names to first names: the pairs that rank 0 recorded, and tensors over the very same memory."""

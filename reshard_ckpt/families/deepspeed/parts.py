@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import CorruptError, UnsupportedError
-from ...torchfile.archive import TorchFile
-from .columns import CatalogColumns
+from ...plugins import CatalogBuilder
+from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.torchfile import TorchFile
 from .layout import Params, parameter_name
 from .shapes import local_shapes
 from .shards import Shard, TensorParallel
@@ -22,7 +22,7 @@ class ModelParallelParts:
 
     Parameters
     ----------
-    columns
+    builder
         The catalog to which errors of unreadable parameters are added.
     models
         The file of model states of each model-parallel rank.
@@ -30,8 +30,8 @@ class ModelParallelParts:
         The description of tensor-parallel shards; None if the ranks are stages, or there is just one rank.
     """
 
-    def __init__(self, columns: CatalogColumns, models: Sequence[TorchFile], parallel: TensorParallel | None) -> None:
-        self._columns, self._parallel = columns, parallel
+    def __init__(self, builder: CatalogBuilder, models: Sequence[TorchFile], parallel: TensorParallel | None) -> None:
+        self._builder, self._parallel = builder, parallel
         self._local_shapes = [local_shapes(model) for model in models] if parallel else []
         self._home: dict[str, int] = {}  # the first stage that has each parameter of a pipeline
 
@@ -64,9 +64,9 @@ class ModelParallelParts:
         try:
             if any(shape is None for shape in shapes):
                 raise CorruptError(
-                    f"{self._columns.where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
+                    f"{self._builder.where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
                 )
             return self._parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
         except UnsupportedError as error:
-            self._columns.unreadable[parameter_name(fqn)] = UnsupportedError(f"{self._columns.where}: {error}")
+            self._builder.unreadable(parameter_name(fqn), UnsupportedError(f"{self._builder.where}: {error}"))
             return Shard((), (), readable=False)

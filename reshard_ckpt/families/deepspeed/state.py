@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.catalog.links import GROUPS, STATE, groups_name
-from ...core.catalog.param_groups import merge
-from ...core.catalog.specs import StateLink, ValueKind
-from ...errors import CheckpointError, UnsupportedError
-from ...torchfile.archive import TorchFile
-from ...torchfile.tensors import PickledTensor
-from .columns import CatalogColumns
-from .layout import OPTIMIZER, FlatGroup, state_link
+from ...plugins import CatalogBuilder, StateLink, ValueKind
+from ...plugins.errors import CheckpointError, UnsupportedError
+from ...plugins.groups import merge
+from ...plugins.torchfile import PickledTensor, TorchFile
+from .columns import add_whole
+from .layout import GROUPS, OPTIMIZER, STATE, FlatGroup, state_link
 from .shards import Shard
 from .values import leaves, plain
 
@@ -26,8 +24,8 @@ from .values import leaves, plain
 class StateAdder:
     """Adds state, groups and values to a catalog."""
 
-    def __init__(self, columns: CatalogColumns) -> None:
-        self.columns = columns
+    def __init__(self, builder: CatalogBuilder) -> None:
+        self.builder = builder
         self._groups: list[tuple[str, list[dict[str, Any]]]] = []
         self._known: set[str] = set()
 
@@ -43,9 +41,9 @@ class StateAdder:
             return
         self._known.add(link.name)
         if isinstance(value, PickledTensor):
-            self.columns.add_whole(file, link.name, value, link)
+            add_whole(self.builder, file, link.name, value, link)
         else:
-            self.columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+            self.builder.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
 
     def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
         """Collect the groups of a file, with the names of their parameters; `merged_groups` adds them."""
@@ -54,8 +52,8 @@ class StateAdder:
     def merged_groups(self) -> None:
         """Add the groups of all files as one value."""
         if self._groups:
-            groups = merge(self._groups, name=groups_name(OPTIMIZER))
-            self.columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+            groups = merge(self._groups, name=f"{OPTIMIZER}.{GROUPS}")
+            self.builder.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
 
     def refuse(self, where: str) -> None:
         """Make the optimizer unreadable, because nothing names its parameters."""
@@ -63,7 +61,8 @@ class StateAdder:
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
         )
-        self.columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+        for name in (STATE, GROUPS):
+            self.builder.unreadable(f"{OPTIMIZER}.{name}", error)
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
         """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
@@ -71,10 +70,10 @@ class StateAdder:
             name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
             try:
                 if isinstance(leaf, PickledTensor):
-                    self.columns.add_whole(file, name, leaf)
+                    add_whole(self.builder, file, name, leaf)
                 elif isinstance(leaf, CheckpointError):
-                    raise UnsupportedError(f"{self.columns.where}: {name} {leaf}")
+                    raise UnsupportedError(f"{self.builder.where}: {name} {leaf}")
                 else:
-                    self.columns.value(at, leaf)
+                    self.builder.value(at, leaf)
             except CheckpointError as error:
-                self.columns.unreadable[name] = error
+                self.builder.unreadable(name, error)

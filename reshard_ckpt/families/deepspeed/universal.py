@@ -16,6 +16,7 @@ from ...core.catalog.specs import Ints, row_major_strides
 from ...errors import CorruptError
 from ...torchfile.archive import FileReader, TorchFile
 from ...torchfile.tensors import PickledTensor
+from .columns import add_whole
 from .folder import UNIVERSAL_STATE
 from .layout import MASTER, NOT_SHARED, OPTIMIZER, parameter_name, state_link
 from .shapes import shapes_in
@@ -31,7 +32,7 @@ def add_universal(
 
     The folder also has the module's other tensors, cast to float32; these are taken from the module instead.
     """
-    where, common = state.columns.where, reader.open(UNIVERSAL_STATE)
+    where, common = state.builder.where, reader.open(UNIVERSAL_STATE)
     shapes = [(model, of_group) for model in models for of_group in shapes_in(model)]
     known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
     for (fqn, key), path in files.items():
@@ -54,17 +55,17 @@ def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdde
     link = None if key == MASTER else state_link(fqn, key)
     if not isinstance(view, PickledTensor):
         if link is None or isinstance(file.content, dict):
-            raise CorruptError(f"{state.columns.where}: {file.key} holds no tensor; use another copy")
+            raise CorruptError(f"{state.builder.where}: {file.key} holds no tensor; use another copy")
         state.entry(file, link, view)
         return
     # ZeRO-3's files are flat, and the model states have the shape. Other files have been joined over tensor-parallel ranks.
     flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and view.is_row_major
     whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
-    state.columns.add_whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
+    add_whole(state.builder, file, parameter_name(fqn) if link is None else link.name, whole, link)
 
 
 def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: StateAdder) -> None:
-    where = f"{state.columns.where}: {common.key}"
+    where = f"{state.builder.where}: {common.key}"
     groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
     numbers = numbers_of({"param_groups": groups}, where)
     if not all(0 <= number < len(names) for group in numbers for number in group):

@@ -26,17 +26,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...core.catalog.model import FileEntry
-from ...core.catalog.specs import StateLink
-from ...errors import CorruptError, UnsupportedError
-from ...format.torch_dtypes import TORCH_DTYPES
-from ...formats.catalog_builder import FilePart, ForeignTensor
-from ...storage.protocol import Storage
+from ...plugins import CatalogBuilder, ForeignTensor, Part, StateLink, Storage
+from ...plugins.errors import CorruptError, UnsupportedError
 from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256
 
-MayHold = Callable[[str, FilePart], bool]
+MayHold = Callable[[str, Part], bool]
 """Takes the prefix of a bucket's names and a chunk of the model. Returns whether the chunk may lie in that bucket."""
 
 Claim = tuple[int, int]
@@ -62,41 +58,26 @@ class _Found:
     unproved: set[Claim] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedBuckets:
-    """The state that was proved, as tensors; and errors for all other state of parameters, by name of the tensor."""
-
-    tensors: Sequence[ForeignTensor]
-    unreadable: Mapping[str, UnsupportedError]
-
-
-def name_buckets(
-    storage: Storage, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry], may_hold: MayHold = lambda prefix, part: True
-) -> NamedBuckets:
-    """Find the state of every parameter in the buckets.
+def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = lambda prefix, part: True) -> None:
+    """Replace the buckets of a catalog by the state that is proved to lie in them; all other state becomes unreadable.
 
     Parameters
     ----------
-    tensors
-        All tensors of the checkpoint: the buckets, and the weights under ``model.``.
-    files
-        The files that the parts of these tensors refer to by number.
+    builder
+        Has all tensors of the checkpoint: the buckets, and the weights under ``model.``.
     may_hold
         Tells which buckets to search for a chunk; by default, all of them.
     """
     buckets: dict[str, dict[str, ForeignTensor]] = {}
-    for tensor in tensors:
-        if is_bucket(tensor.name):
-            prefix, _, key = tensor.name.rpartition(".")
-            buckets.setdefault(prefix, {})[key] = tensor
+    for name in [name for name in builder.tensors if is_bucket(name)]:
+        prefix, _, key = name.rpartition(".")
+        buckets.setdefault(prefix, {})[key] = builder.tensors.pop(name)
     # buckets[prefix][key]: the tensor of one state, such as ``param`` or ``exp_avg``, in one bucket
-    parameters = [tensor for tensor in tensors if tensor.name.startswith(f"{MODEL}.")]
+    parameters = [tensor for name, tensor in builder.tensors.items() if name.startswith(f"{MODEL}.")]
     found = _Found()
     for prefix, states in buckets.items():
         if MASTER in states:
-            _search(storage, files, prefix, states[MASTER], parameters, found, may_hold)
-    made: list[ForeignTensor] = []
-    unreadable: dict[str, UnsupportedError] = {}
+            _search(storage, builder, prefix, states[MASTER], parameters, found, may_hold)
     for i, parameter in enumerate(parameters):
         # A parameter is named only if all of its parts are proved.
         claims = [(i, j) for j in range(len(parameter.parts))]
@@ -105,20 +86,20 @@ def name_buckets(
         for key in next(iter(buckets.values()), {}):
             link = StateLink(OPTIMIZER, parameter.name.removeprefix(f"{MODEL}."), key, parameter.name)
             if proved:
-                parts = tuple(_moved(parameter, buckets, homes, key))
-                made.append(ForeignTensor(link.name, buckets[homes[0][0]][key].dtype, parameter.shape, parts, link=link))
+                parts = _moved(parameter, buckets, homes, key)
+                builder.tensor(link.name, buckets[homes[0][0]][key].dtype, parameter.shape, parts, link=link)
             else:
-                unreadable[link.name] = UnsupportedError(
+                error = UnsupportedError(
                     f"{storage.url}: {link.name} is in a bucket of dp_reshardable, and the weights do not prove where: they "
                     "fit in no place, or in several; load it with Megatron on the same TP and PP, and save it with "
                     "--dist-ckpt-optim-fully-reshardable"
                 )
-    return NamedBuckets(made, unreadable)
+                builder.unreadable(link.name, error)
 
 
 def _search(
     storage: Storage,
-    files: Sequence[FileEntry],
+    builder: CatalogBuilder,
     prefix: str,
     master: ForeignTensor,
     parameters: Sequence[ForeignTensor],
@@ -130,9 +111,9 @@ def _search(
         raise CorruptError(
             f"{storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
         )
-    weights = torch.zeros(prod(master.shape), dtype=TORCH_DTYPES[master.dtype], device="cpu")
+    weights = torch.zeros(prod(master.shape), dtype=master.torch_dtype, device="cpu")
     for part in master.parts:
-        data = torch.frombuffer(_bytes(storage, files, part, master.dtype), dtype=weights.dtype)
+        data = torch.frombuffer(_bytes(storage, builder, part, master), dtype=weights.dtype)
         weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data
     # weights: the bucket's master weights as one vector. rounded: their bytes in each dtype of the model.
     # fits: by number of elements, the chunks that fit somewhere in the bucket, with the first elements of their places.
@@ -140,10 +121,10 @@ def _search(
     fits: dict[int, list[tuple[Claim, list[int]]]] = {}
     for i, parameter in enumerate(parameters):
         if parameter.dtype not in rounded:
-            rounded[parameter.dtype] = weights.to(TORCH_DTYPES[parameter.dtype]).view(torch.uint8).numpy().tobytes()
-        each = TORCH_DTYPES[parameter.dtype].itemsize
+            rounded[parameter.dtype] = weights.to(parameter.torch_dtype).view(torch.uint8).numpy().tobytes()
+        each = parameter.torch_dtype.itemsize
         for j, part in ((j, part) for j, part in enumerate(parameter.parts) if may_hold(prefix, part)):
-            places = list(_places(rounded[parameter.dtype], bytes(_bytes(storage, files, part, parameter.dtype)), each))
+            places = list(_places(rounded[parameter.dtype], bytes(_bytes(storage, builder, part, parameter)), each))
             if places:
                 fits.setdefault(part.num_elements, []).append(((i, j), places))
     # taken: elements where a chunk is proved to lie. doubtful: elements where a chunk may lie that is not proved.
@@ -193,15 +174,15 @@ def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
         at = weights.find(chunk, at + 1)
 
 
-def _bytes(storage: Storage, files: Sequence[FileEntry], part: FilePart, dtype: str) -> bytearray:
-    data = bytearray(part.num_elements * TORCH_DTYPES[dtype].itemsize)
-    storage.read_into(files[part.file].key, part.offset, [memoryview(data)])
+def _bytes(storage: Storage, builder: CatalogBuilder, part: Part, tensor: ForeignTensor) -> bytearray:
+    data = bytearray(part.num_elements * tensor.torch_dtype.itemsize)
+    storage.read_into(builder.files[part.file].key, part.offset, [memoryview(data)])
     return data
 
 
 def _moved(
     parameter: ForeignTensor, buckets: Mapping[str, Mapping[str, ForeignTensor]], homes: Sequence[tuple[str, int]], key: str
-) -> Iterator[FilePart]:
+) -> Iterator[Part]:
     """Yield the parts of the state `key` of a parameter: the parts of the parameter, moved to where they lie in the bucket.
 
     Parameters
@@ -211,7 +192,7 @@ def _moved(
     """
     for part, (prefix, begin) in zip(parameter.parts, homes, strict=True):
         bucket = buckets[prefix][key]
-        each = TORCH_DTYPES[bucket.dtype].itemsize
+        each = bucket.torch_dtype.itemsize
         # A bucket may be stored in several files: take from each stored part the elements that this part needs.
         for stored in bucket.parts:
             low = max(begin, stored.offsets[0])

@@ -12,29 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from ...core.catalog.specs import Ints
-from ...errors import CorruptError
-from ...formats.catalog_builder import FilePart
-from ...formats.dcp.metadata import DCP_FILES, TABLE, Metadata, decode_metadata
-from ...torchfile.pickle_reader import StandInClass, StandInFunction, StandInObject, read_pickle
+from ...plugins import Ints, dcp
+from ...plugins.dcp import Chunk, ChunkRun, Metadata, SavedTensor
+from ...plugins.errors import CorruptError
 
 _PLANNER = "torch.distributed.checkpoint.planner"
 _TORCH_DIST = "megatron.core.dist_checkpointing.strategies.torch"
 _SHAPE = "nd_reformulated_orig_global_shape"
-
-
-def _nothing(*arguments: object) -> None:
-    """Return None, as the stand-in of enum members and other constructors that occur in plans alone."""
-
-
-_TABLE = {
-    **TABLE,
-    **{(_PLANNER, name): StandInClass(name) for name in ("SavePlan", "WriteItem", "TensorWriteData")},
-    (_PLANNER, "WriteItemType"): StandInFunction("WriteItemType", _nothing),
-    (DCP_FILES, "_StoragePrefix"): StandInClass("_StoragePrefix"),
-    (_TORCH_DIST, "MCoreSavePlan"): StandInClass("MCoreSavePlan"),
-    (_TORCH_DIST, "MCoreMetadata"): StandInClass("Metadata"),
+_CLASSES = {
+    **{(_PLANNER, name): name for name in ("SavePlan", "WriteItem", "TensorWriteData")},
+    (_PLANNER, "WriteItemType"): None,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): "_StoragePrefix",
+    (_TORCH_DIST, "MCoreSavePlan"): "MCoreSavePlan",
+    (_TORCH_DIST, "MCoreMetadata"): "Metadata",
 }
+"""The classes in Megatron's metadata. Those of plans are parsed and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +38,13 @@ class MegatronMetadata:
 
 
 def read_metadata(data: bytes, *, name: str) -> MegatronMetadata:
-    """Decode a ``.metadata`` file of Megatron; see `formats.dcp.metadata.read_metadata` for the errors."""
-    root = read_pickle(data, _TABLE, name=name)
-    saved = decode_metadata(root, len(data), name=name)
-    return MegatronMetadata(replace(saved, paths={}), _true_shapes(root, name))
+    """Decode a ``.metadata`` file of Megatron; see `plugins.dcp.read_metadata` for the errors."""
+    saved = dcp.read_metadata(data, name=name, classes=_CLASSES)
+    return MegatronMetadata(replace(saved, paths={}), _true_shapes(saved, name))
 
 
-def _true_shapes(root: StandInObject, name: str) -> dict[str, Ints]:
-    found = (root.state or {}).get("mcore_data") or {}
+def _true_shapes(saved: Metadata, name: str) -> dict[str, Ints]:
+    found = saved.notes.get("mcore_data") or {}
     shapes: dict[str, Ints] = {}
     for key, about in found.items() if isinstance(found, dict) else ():
         shape = about.get(_SHAPE) if isinstance(about, dict) else None
@@ -65,26 +56,23 @@ def _true_shapes(root: StandInObject, name: str) -> dict[str, Ints]:
     return shapes
 
 
-def unflattened(part: FilePart, stored: Ints, shape: Ints, name: str) -> FilePart:
-    """Convert a part of a flat tensor to a run of a box of the true shape.
-
-    Parameters
-    ----------
-    part
-        Where a chunk lies in the tensor as it was saved.
-    stored, shape
-        The shape as it was saved, ``[f…, elements of one part]``, and the true shape.
+def unflattened(saved: SavedTensor, shape: Ints, name: str) -> SavedTensor:
+    """Convert a flat tensor to its true shape: each chunk becomes a run of a box.
 
     Raises
     ------
     CorruptError
-        The shapes do not fit each other, or the chunk spans several parts.
+        The shapes do not fit each other, or a chunk spans several parts.
     """
-    fragments, numel = stored[:-1], stored[-1]
-    # fragments: into how many parts each dim is cut. lengths: the box of one part. offsets: where this part begins.
+    fragments, numel = saved.shape[:-1], saved.shape[-1]
+    # fragments: into how many parts each dim is cut. lengths: the box of one part.
     fits = len(fragments) == len(shape) and all(f > 0 and size % f == 0 for size, f in zip(shape, fragments, strict=True))
     lengths = tuple(size // f for size, f in zip(shape, fragments, strict=True)) if fits else ()
-    if not fits or prod(lengths) != numel or any(n != 1 for n in part.lengths[:-1]):
-        raise CorruptError(f"{name}: is saved flat, in shape {stored}, which is no way to cut its true shape {shape}")
-    offsets = tuple(c * size for c, size in zip(part.offsets[:-1], lengths, strict=True))
-    return FilePart(offsets, lengths, part.file, part.offset, part.offsets[-1], part.lengths[-1])
+    if not fits or prod(lengths) != numel or any(n != 1 for chunk in saved.chunks for n in chunk.lengths[:-1]):
+        raise CorruptError(f"{name}: is saved flat, in shape {saved.shape}, which is no way to cut its true shape {shape}")
+
+    def run(chunk: Chunk) -> Chunk:
+        offsets = tuple(c * size for c, size in zip(chunk.offsets[:-1], lengths, strict=True))
+        return replace(chunk, run=ChunkRun(offsets, lengths, chunk.offsets[-1], 0, chunk.lengths[-1]))
+
+    return SavedTensor(saved.dtype, shape, tuple(map(run, saved.chunks)))

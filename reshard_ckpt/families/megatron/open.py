@@ -10,24 +10,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.catalog.model import Catalog, FileEntry
-from ...core.catalog.specs import Ints
-from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
-from ...format.torch_dtypes import dtype_code
-from ...formats.catalog_builder import FilePart, ForeignTensor, foreign_catalog
-from ...formats.dcp.chunks import FileSizes
-from ...formats.dcp.chunks import locate as locate_chunks
-from ...formats.dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
-from ...formats.dcp.read import open_path as open_dcp
-from ...formats.protocol import Format, RawValue, Source, locate
-from ...storage import open_storage
-from ...storage.protocol import Storage
-from ...torchfile.objects import read_object
+from ...plugins import Catalog, CatalogBuilder, Format, Ints, RawValue, Source, Storage, open_located
+from ...plugins.dcp import METADATA_KEY, Extent, FileSizes, add_tensors
+from ...plugins.dcp import open_path as open_dcp
+from ...plugins.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
+from ...plugins.torchfile import read_object
 from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
@@ -38,7 +29,7 @@ from .values import MegatronValues
 from .write import write_megatron
 
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
-MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
+MAX_SMALL_BYTES, MAX_OBJECT_BYTES, MAX_METADATA_BYTES = 1 << 20, 1 << 30, 4 << 30
 
 
 def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Source | None:
@@ -52,29 +43,32 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Sour
     named
         Name the state that lies in buckets, where the weights prove it (`buckets`). This reads all weights.
     """
-    with ExitStack() as stack:
-        storage, key = locate(path)
-        stack.enter_context(storage)
+    return _open(path, as_saved=as_saved, named=named)
+
+
+def _open(path: str, *, as_saved: bool, named: bool, of_run: bool = False) -> Source | None:
+    """Open the folder of an iteration, or the root of a run; `of_run` if the root of a run named this folder."""
+
+    def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None:
             return None
-        latest = _latest(storage)
+        latest = None if of_run else _latest(storage)
         if latest is not None:
-            path = f"{path.rstrip('/')}/{latest}"
-            storage = stack.enter_context(open_storage(path))
-            if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
-                return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
+            return _open(f"{path.rstrip('/')}/{latest}", as_saved=as_saved, named=named, of_run=True)
+        has_config, has_metadata = storage.size(CONFIG_KEY) is not None, storage.size(METADATA_KEY) is not None
+        if of_run and has_metadata and not has_config and storage.size(COMMON_KEY) is None:
+            return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
         # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
         # with a file for each rank, and metadata.json marks a torch_dist folder.
-        if storage.size(CONFIG_KEY) is None and storage.size(METADATA_KEY) is None and is_per_rank(storage):
+        if not has_config and not has_metadata and is_per_rank(storage):
             catalog = read_ranks(storage, as_saved=as_saved, named=named)
-            stack.pop_all()
             return Source(storage, catalog, NAME, _advice(catalog))
-        if not is_checkpoint(storage, of_run=latest is not None):
+        if not is_checkpoint(storage, of_run=of_run):
             return None
         catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
-        digests = read_integrity(storage)
-        stack.pop_all()
-        return Source(storage, catalog, NAME, _advice(catalog), raw, digests)
+        return Source(storage, catalog, NAME, _advice(catalog), raw, read_integrity(storage))
+
+    return open_located(path, look)
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -142,45 +136,46 @@ def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False
     """Build the catalog of a folder, and list its values with their places in the files."""
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
-    located = locate_chunks(storage, metadata.saved.tensors)
-    folder = _Folder(storage, metadata, dict(located.unreadable), as_saved, MegatronValues(storage.url, as_saved=as_saved))
-    tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
-    if named and any(is_bucket(tensor.name) for tensor in tensors):
-        tensors = folder.with_names(tensors, located.files)
+    builder = CatalogBuilder(NAME, storage.url)
+    folder = _Folder(storage, metadata, builder, MegatronValues(builder, as_saved=as_saved), as_saved)
+    folder.add_tensors()
+    if named and any(map(is_bucket, builder.tensors)):
+        name_buckets(builder, storage)
+        folder.groups = {}
     folder.add_values()
     about = {NAME: {"namespaces": folder.values.namespaces}} if as_saved else None
-    catalog = foreign_catalog(tensors, located.files, folder.values.entries, format=NAME, metadata=about, where=storage.url)
-    return replace(catalog, unreadable=folder.unreadable | folder.values.unreadable), folder.raw
+    return builder.finish(about, links_from_names=False), folder.raw
 
 
 @dataclass
 class _Folder:
-    """A folder on its way to a catalog; `errors` are by Megatron's key, `unreadable` by this library's name."""
+    """A folder on its way to a catalog."""
 
     storage: Storage
     metadata: MegatronMetadata
-    errors: dict[str, CheckpointError]
-    as_saved: bool
+    builder: CatalogBuilder
     values: MegatronValues
+    as_saved: bool
     groups: dict[tuple[Any, ...], list[Any]] | None = None
     """The groups of optimizers whose buckets are named, by path; None if buckets are not named."""
-    unreadable: dict[str, CheckpointError] = field(default_factory=dict)
     raw: dict[str, RawValue] = field(default_factory=dict)
 
-    def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
-        """Describe a tensor in its true shape. Return None, and note the error, if it cannot be read."""
-        name, link = (checkpoint_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
-        try:
-            if key in self.errors:
-                raise self.errors[key]
-            shape = self.metadata.true_shapes.get(key, saved.shape)
-            if key in self.metadata.true_shapes:
-                parts = [unflattened(part, saved.shape, shape, f"{self.storage.url}: {key}") for part in parts]
-            self._check_shape(key, shape)
-            return ForeignTensor(name, dtype_code(saved.dtype, name), shape, tuple(parts), link=link)
-        except CheckpointError as error:
-            self.unreadable[name] = error
-            return None
+    def add_tensors(self) -> None:
+        """Add all tensors in their true shapes."""
+        tensors = {}
+        for key, saved in self.metadata.saved.tensors.items():
+            try:
+                shape = self.metadata.true_shapes.get(key)
+                tensors[key] = saved if shape is None else unflattened(saved, shape, f"{self.storage.url}: {key}")
+                self._check_shape(key, tensors[key].shape)
+            except CheckpointError as error:
+                tensors.pop(key, None)
+                self.builder.unreadable(self._name(key), error)
+        link = (lambda key: None) if self.as_saved else link_of
+        add_tensors(self.builder, self.storage, tensors, name_of=self._name, link_of=link)
+
+    def _name(self, key: str) -> str:
+        return checkpoint_key(key) if self.as_saved else tensor_name(key)
 
     def _check_shape(self, key: str, shape: Ints) -> None:
         """Refuse optimizer state that has another shape than its parameter: it was saved flat, without its true shape."""
@@ -192,13 +187,6 @@ class _Folder:
                 "its true shape; load it with the version of Megatron that saved it, and save it again with a newer one"
             )
 
-    def with_names(self, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry]) -> list[ForeignTensor]:
-        """Replace the buckets by the tensors that they hold, under the names of parameters."""
-        found = name_buckets(self.storage, tensors, files)
-        self.unreadable.update(found.unreadable)
-        self.groups = {}
-        return [*(tensor for tensor in tensors if not is_bucket(tensor.name)), *found.tensors]
-
     def add_values(self) -> None:
         """Add the common state and the objects."""
         if self.storage.size(COMMON_KEY) is not None:
@@ -209,7 +197,7 @@ class _Folder:
         for key, extent in self.metadata.saved.values.items():
             problem = sizes.problem(key, extent)
             if problem is not None:
-                self.unreadable[".".join(self._object_path(key))] = problem
+                self.builder.unreadable(".".join(self._object_path(key)), problem)
             elif key == COMMON_STATE and COMMON_KEY not in self.raw:
                 self._add_common(key, extent)
             elif self.groups is not None and is_bucket(key):
@@ -229,9 +217,10 @@ class _Folder:
             (found,) = self._read(key, extent)
             kept.extend(group for group in found["param_groups"] if group not in kept)
         except CheckpointError as error:
-            self.unreadable[".".join(map(str, path))] = error
+            self.builder.unreadable(".".join(map(str, path)), error)
         except (ValueError, TypeError, KeyError):
-            self.unreadable[".".join(map(str, path))] = CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer")
+            damaged = CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer")
+            self.builder.unreadable(".".join(map(str, path)), damaged)
 
     def _read(self, key: str, extent: Extent) -> Any:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
@@ -247,7 +236,7 @@ class _Folder:
             if not isinstance(state, dict):
                 raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")
         except CheckpointError as error:
-            self.unreadable[key] = error
+            self.builder.unreadable(key, error)
             return
         self.values.add_common(_without_steps(state))
 
@@ -262,7 +251,7 @@ class _Folder:
                 raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
             self.values.add(path, found[0])
         except CheckpointError as error:
-            self.unreadable[".".join(path)] = error
+            self.builder.unreadable(".".join(path), error)
 
 
 def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:

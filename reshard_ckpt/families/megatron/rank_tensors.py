@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ...core.catalog.specs import Ints
-from ...core.words import a
-from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...format.torch_dtypes import dtype_code
-from ...formats.catalog_builder import FilePart, ForeignTensor
-from ...storage.protocol import Storage, read_range
-from ...torchfile.archive import TorchFile
-from ...torchfile.tensors import PickledTensor
+import torch
+
+from ...plugins import CatalogBuilder, Ints, Part, Storage, read_range
+from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.torchfile import PickledTensor, TorchFile
 from .rules import Cut, cut_of
 
 WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
@@ -112,9 +109,9 @@ class RankTensors:
             if chunk.tp == 0:
                 self.extra.setdefault(key, held)
         elif _PACKED.fullmatch(name) or not isinstance(value, PickledTensor):
-            what = (
-                "the weights of several experts, in an order of its own" if _PACKED.fullmatch(name) else a(type(value).__name__)
-            )
+            what = f"an object of {type(value).__name__}"
+            if _PACKED.fullmatch(name):
+                what = "the weights of several experts, in an order of its own"
             self.unreadable[name] = UnsupportedError(
                 f"{self.where}: {name} holds {what}, which is not read; load it with Megatron, and save it with --ckpt-format "
                 "torch_dist"
@@ -161,19 +158,22 @@ class RankTensors:
         for key, held in self.extra.items():
             yield self._name(key), *self._place(key), held
 
-    def tensors(self) -> Iterator[ForeignTensor]:
-        """Yield all tensors by Megatron's keys. After the last one, `unreadable` has the errors of all others by key."""
+    def add_tensors(self, builder: CatalogBuilder, name_of: Callable[[str], str]) -> None:
+        """Add all tensors to a catalog; `name_of` converts Megatron's keys to their names."""
         of_name: dict[str, list[Key]] = defaultdict(list)
         for key in self.held:
             of_name[self._name(key)].append(key)
         for name, keys in of_name.items():
             try:
-                yield self._stacked(name, keys)
+                builder.tensor(name_of(name), *self._stacked(name, keys))
             except CheckpointError as error:
                 self.unreadable[name] = error
+        for name, why in self.unreadable.items():
+            builder.unreadable(name_of(name), why)
 
-    def _stacked(self, name: str, keys: Sequence[Key]) -> ForeignTensor:
-        parts: list[FilePart] = []
+    def _stacked(self, name: str, keys: Sequence[Key]) -> tuple[torch.dtype, Ints, list[Part]]:
+        """Return the dtype, the shape and the parts of a tensor."""
+        parts: list[Part] = []
         shapes, dtypes = set(), set()
         for key in keys:
             # For each layer and expert: join the tensor-parallel ranks, then put the result at its place in the stack.
@@ -183,17 +183,17 @@ class RankTensors:
             self._prove(by_rank, cut)
             shape, found = _put_together([held[0] for held in by_rank], cut, self._sections(key, cut), self.where)
             shapes.add((*counts, *shape))
-            dtypes |= {dtype_code(held.value.dtype, name) for ranks in by_rank for held in ranks}
-            parts += [FilePart((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
+            dtypes |= {held.value.dtype for ranks in by_rank for held in ranks}
+            parts += [Part((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
             self._note_homes(by_rank, cut, found)
         if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
             raise CorruptError(
-                f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(dtypes)}, on {len(keys)} layers and "
-                "experts, which are no one tensor; files may be of several saves, so use another checkpoint"
+                f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(map(str, dtypes))}, on {len(keys)} "
+                "layers and experts, which are no one tensor; files may be of several saves, so use another checkpoint"
             )
-        return ForeignTensor(name, dtypes.pop(), shapes.pop(), tuple(parts))
+        return dtypes.pop(), shapes.pop(), parts
 
-    def _note_homes(self, by_rank: Sequence[Sequence[Held]], cut: Cut, parts: Sequence[FilePart]) -> None:
+    def _note_homes(self, by_rank: Sequence[Sequence[Held]], cut: Cut, parts: Sequence[Part]) -> None:
         replicas = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
         homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
         self.homes |= {(part.file, part.offset): homes[part.file] for part in parts}
@@ -282,7 +282,7 @@ class RankTensors:
         return [bytes(read_range(self.storage, held.chunk.file.key, begin + i * step, SAMPLE_BYTES)) for i in range(SAMPLES)]
 
 
-def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> tuple[Ints, list[FilePart]]:
+def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> tuple[Ints, list[Part]]:
     """Return the shape of a tensor and its parts, given the shard of each tensor-parallel rank in order."""
     first, dim = held[0].value.shape, cut.dim
     if dim is None:
@@ -306,9 +306,9 @@ def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> 
     return (*first[:dim], total, *first[dim + 1 :]), parts
 
 
-def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> FilePart:
+def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> Part:
     at = held.chunk.file.at(held.value) + begin * held.value.dtype.itemsize
-    return FilePart(offsets, lengths, held.chunk.number, at)
+    return Part(offsets, lengths, held.chunk.number, at)
 
 
 def _number_layers(

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ...core.catalog.model import Catalog, FileEntry
-from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...format.torch_dtypes import dtype_code
-from ...formats.catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
-from ...formats.dcp.read import garbage_collection_paused
-from ...storage.protocol import Storage
-from ...torchfile.archive import FileReader, TorchFile
+from ...plugins import Catalog, CatalogBuilder, Part, Storage
+from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.torchfile import FileReader, PickledTensor, TorchFile
 from ...torchfile.objects import Globals
 from ...torchfile.pickle_reader import StandInObject
-from ...torchfile.tensors import PickledTensor
 from .buckets import name_buckets
 from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING, tensor_name
 from .rank_tensors import ModelChunk, RankTensors
@@ -57,8 +51,7 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
     UnsupportedError
         The model was saved by a Megatron before megatron.core.
     """
-    with garbage_collection_paused():
-        return _catalog(_Files(storage), as_saved=as_saved, named=named)
+    return _catalog(_Files(storage), as_saved=as_saved, named=named)
 
 
 class _Files:
@@ -123,32 +116,33 @@ class _Files:
 
 
 def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
-    storage, where = files.storage, files.where
-    entries = [foreign_file(file.key, file.size, NAME) for file in files.by_rank.values()]
-    model = RankTensors(storage, _chunks(files), files.args)
-    rename = str if as_saved else tensor_name
-    tensors = [replace(tensor, name=rename(tensor.name)) for tensor in model.tensors()]
-    unreadable = {rename(key): error for key, error in model.unreadable.items()}
+    builder = CatalogBuilder(NAME, files.where)
+    for file in files.by_rank.values():
+        builder.file(file.key, file.size)
+    model = RankTensors(files.storage, _chunks(files), files.args)
+    model.add_tensors(builder, str if as_saved else tensor_name)
     homes: dict[str, tuple[int, int | None]] = {}
     try:
-        buffers = list(_buffers(files, entries, homes))
+        buffers = list(_buffers(files, homes))
     except CheckpointError as error:
-        buffers, unreadable[f"{OPTIMIZER}.state"] = [], error
+        buffers = []
+        builder.unreadable(f"{OPTIMIZER}.state", error)
+    for key, file, view in buffers:
+        builder.tensor(key, view.dtype, view.shape)
+        builder.view(key, file, view)
     named = named and bool(buffers)
-    values = _values(files, model, as_saved=as_saved, named=named)
+    values = MegatronValues(builder, as_saved=as_saved)
+    _add_values(values, files, model, named=named)
     # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
     if named:
 
-        def may_hold(prefix: str, part: FilePart) -> bool:
+        def may_hold(prefix: str, part: Part) -> bool:
             file, stage = homes[prefix]
             return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
 
-        found = name_buckets(storage, [*tensors, *buffers], entries, may_hold)
-        unreadable |= found.unreadable
-        buffers = list(found.tensors)
+        name_buckets(builder, files.storage, may_hold)
     about = {NAME: {"namespaces": values.namespaces}} if as_saved else None
-    catalog = foreign_catalog([*tensors, *buffers], entries, values.entries, format=NAME, metadata=about, where=where)
-    return replace(catalog, unreadable=values.unreadable | unreadable)
+    return builder.finish(about, links_from_names=False)
 
 
 def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
@@ -170,8 +164,7 @@ def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
     return found
 
 
-def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -> MegatronValues:
-    values = MegatronValues(files.where, as_saved=as_saved)
+def _add_values(values: MegatronValues, files: _Files, model: RankTensors, *, named: bool) -> None:
     for name, place, counts, held in model.objects():
         values.add_part(name, place, counts, held.chunk.file, held.value)
     for (tp, pp, ep), file in files.by_rank.items():
@@ -189,12 +182,12 @@ def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -
             f"{files.where}: the state of its optimizer is kept by position, and nothing in it says of which parameter; the "
             "model can be read. To have the optimizer, load it with Megatron, and save it with --ckpt-format torch_dist"
         )
-        values.unreadable |= {f"{OPTIMIZER}.state": error, f"{OPTIMIZER}.{GROUPS}": error}
+        for name in ("state", GROUPS):
+            values.builder.unreadable(f"{OPTIMIZER}.{name}", error)
         del common[OPTIMIZER]
     elif named and isinstance(optimizer, dict):
         common[OPTIMIZER] = _said_named(optimizer)
     values.add_common(common, first)
-    return values
 
 
 def _said_named(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -212,8 +205,8 @@ def _is_positional(optimizer: Any) -> bool:
     return "fp32_from_fp16_params" in optimizer or bool(optimizer.get("state")) or any(map(_is_positional, inner))
 
 
-def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int, int | None]]) -> Iterator[ForeignTensor]:
-    """Yield the flat buffers of distributed optimizers, and add their files to `entries`.
+def _buffers(files: _Files, homes: dict[str, tuple[int, int | None]]) -> Iterator[tuple[str, TorchFile, PickledTensor]]:
+    """Yield the flat buffers of distributed optimizers: the key, the file and the tensor of each.
 
     `homes` receives the owner of each buffer, by prefix of its names: the number of a model's file, and the virtual stage if the
     buffer belongs to one.
@@ -229,7 +222,6 @@ def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int
         if files.storage.size(f"{folder}/{_BUFFERS}") is None:
             continue
         file = files.open(f"{folder}/{_BUFFERS}", kinds=(dict, list))
-        entries.append(foreign_file(file.key, file.size, NAME))
         # A chain of optimizers is a list. Its buffers get the number of their optimizer in front of their keys.
         chain = file.content if isinstance(file.content, list) else [file.content]
         for i, state in enumerate(chain):
@@ -238,7 +230,8 @@ def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int
             for path, view in _flat(state, ()):
                 key = f"{prefix}optimizer.distributed.{folder}.gbuf_idx_{'.'.join(path)}"
                 homes[key.rpartition(".")[0]] = number, int(path[0]) if of_stage and path[0].isdecimal() else None
-                yield whole(key, dtype_code(view.dtype, key), view.shape, len(entries) - 1, file.at(view))
+                file.at(view)  # raises if the file is cut
+                yield key, file, view
 
 
 def _is_of_stages(state: Any, num_stages: int) -> bool:

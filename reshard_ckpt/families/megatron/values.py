@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.catalog.model import ValueEntry
-from ...core.catalog.specs import Ints, ValueKind
-from ...errors import CheckpointError
 from ...format.value_decode import MAX_DEPTH
-from ...format.values import encode_path, encode_value
-from ...torchfile.archive import TorchFile
+from ...plugins import CatalogBuilder, Ints
+from ...plugins.errors import CheckpointError
+from ...plugins.torchfile import TorchFile
 from ...torchfile.objects import NAMESPACE, NAMESPACE_TAG, PlainValues
 from ...torchfile.pickle_reader import StandInObject
 from .names import common_path
@@ -19,20 +17,18 @@ Path = tuple[Any, ...]
 
 
 class MegatronValues:
-    """Collects values for a catalog; a value that cannot be read is listed with its error.
+    """Adds values to a catalog; a value that cannot be read becomes unreadable.
 
     Parameters
     ----------
-    where
-        The name of the folder in messages.
+    builder
+        The catalog.
     as_saved
         Whether to keep Megatron's keys as names, and the paths of its own state.
     """
 
-    def __init__(self, where: str, *, as_saved: bool) -> None:
-        self.where, self.as_saved = where, as_saved
-        self.entries: list[ValueEntry] = []
-        self.unreadable: dict[str, CheckpointError] = {}
+    def __init__(self, builder: CatalogBuilder, *, as_saved: bool) -> None:
+        self.builder, self.as_saved = builder, as_saved
         self.namespaces: list[list[Any]] = []
 
     def add_part(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
@@ -60,16 +56,14 @@ class MegatronValues:
                 self.add(path if self.as_saved else common_path(path), made, plain)
 
     def _plain(self, file: TorchFile) -> PlainValues:
-        return PlainValues(file.stored, file.size, f"{self.where}: {file.key}")
+        return PlainValues(file.stored, file.size, f"{self.builder.where}: {file.key}")
 
     def add(self, path: Path, made: Any, plain: PlainValues | None = None) -> None:
         """Add a value, or the stand-in of one, which `plain` converts."""
-        name = ".".join(map(str, path))
         try:
-            value = made if plain is None else plain.of(made)
-            self.entries.append(ValueEntry(name, encode_path(path), ValueKind.PLAIN, encode_value(value, name)))
+            self.builder.value(path, made if plain is None else plain.of(made))
         except CheckpointError as error:
-            self.unreadable[name] = error
+            self.builder.unreadable(".".join(map(str, path)), error)
 
 
 def _leaves(made: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -16,20 +16,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ...core.catalog.links import GROUPS, STATE
-from ...core.catalog.model import ValueEntry
-from ...core.catalog.param_groups import comparable
-from ...core.catalog.specs import ValueKind
-from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...format.values import encode_path, encode_value
-from ...formats.dcp.folder import merged
-from ...formats.dcp.metadata import Extent, Metadata
-from ...formats.dcp.names import MODEL, OPTIMIZER, KeyPath, NestedBuilder
-from ...formats.dcp.read import MoreContents, catalog_of
-from ...formats.dcp.values import read_values
-from ...formats.protocol import Format, Source, open_located
-from ...formats.rooted import classes_of, is_written_by, read_part, renamed
-from ...storage.protocol import Storage
+from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind, open_located
+from ...plugins.dcp import Extent, KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
+from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.groups import comparable, merge
+from .state import GROUP_META, GROUPS, MODEL, OPTIMIZER, STATE
 
 NAME = "vescale"
 MASTER = "shard_casted_float16_groups"
@@ -37,8 +28,7 @@ MASTERED = "vescale"
 """The key above ``model`` for 16-bit weights whose fp32 master is saved, too."""
 
 _MODULE = "vescale.checkpoint.storage.filesystem"
-_CLASSES = classes_of(_MODULE, ("_StorageInfo",))
-_GROUP_META = "param_group_meta"
+_CLASSES = ("_StorageInfo",)
 _STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
 _PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
 
@@ -52,9 +42,10 @@ def open_path(path: str, *, as_saved: bool = False) -> Source | None:
         stages = _stages(storage)
         if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):
             return None
-        folder = _Folder(storage, stages, as_saved=as_saved)
-        catalog = catalog_of(storage, merged(storage, folder.parts()), format=NAME, more=folder.groups())
-        return Source(storage, catalog, NAME)
+        builder, folder = CatalogBuilder(NAME, storage.url), _Folder(storage, stages, as_saved=as_saved)
+        add_parts(builder, storage, folder.parts())
+        folder.add_groups(builder)
+        return Source(storage, builder.finish(), NAME)
 
     return open_located(path, look)
 
@@ -77,7 +68,7 @@ class _Folder:
         self.members = [_members(saved) for saved in self.stages]
 
     def _read(self, folder: str) -> Metadata:
-        saved = read_part(self.storage, folder, _CLASSES)
+        saved = read_part(self.storage, folder, _MODULE, _CLASSES)
         if saved is None:
             raise CorruptError(f"{self.storage.url}: {folder} has no metadata; use another checkpoint")
         return saved
@@ -87,14 +78,14 @@ class _Folder:
         url = self.storage.url
         stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]
         masters = {str(path[1]) for saved in stages for path in saved.paths.values() if path[0] == MODEL}
-        model = read_part(self.storage, MODEL, _CLASSES)
+        model = read_part(self.storage, MODEL, _MODULE, _CLASSES)
         if model is None:
             return stages
         named = renamed(model, partial(_model_path, masters), f"{url}: {MODEL}")
         return [named, *stages]
 
     def _state_path(self, path: KeyPath) -> KeyPath | None:
-        if path[0] == _GROUP_META:
+        if path[0] == GROUP_META:
             return None
         if len(path) < 3 or (match := _PARAMETER.fullmatch(str(path[1]))) is None:
             raise CorruptError(f"{self.storage.url}: {path!r:.200} is no state of a parameter, of veScale's DistributedOptimizer")
@@ -102,21 +93,16 @@ class _Folder:
             return MODEL, match[3]
         return OPTIMIZER, STATE, match[3], *path[2:]
 
-    def groups(self) -> MoreContents:
-        """Return the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
-        name = f"{OPTIMIZER}.{GROUPS}"
-        if not self.stages:
-            return MoreContents()
+    def add_groups(self, builder: CatalogBuilder) -> None:
+        """Add the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
+        name, found = f"{OPTIMIZER}.{GROUPS}", []
         try:
-            found: dict[Any, dict[str, Any]] = {}
             for number, (saved, members) in enumerate(zip(self.stages, self.members, strict=True)):
-                hyperparameters = self._hyperparameters(saved, number)
-                group = found.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})
-                group["params"] += [fqn for fqn in members if fqn not in group["params"]]
-            data = encode_value(list(found.values()), name)
+                found.append((f"stage {number}", [{**self._hyperparameters(saved, number), "params": members}]))
+            if found:
+                builder.value([OPTIMIZER, GROUPS], merge(found, name=name), ValueKind.PARAM_GROUPS)
         except CheckpointError as error:
-            return MoreContents(unreadable={name: error})
-        return MoreContents(values=[ValueEntry(name, encode_path([OPTIMIZER, GROUPS]), ValueKind.PARAM_GROUPS, data)])
+            builder.unreadable(name, error)
 
     def _hyperparameters(self, saved: Metadata, stage: int) -> dict[str, Any]:
         """Return the hyperparameters that all groups of a stage have in common, without their members.
@@ -126,15 +112,8 @@ class _Folder:
         UnsupportedError
             The groups have different hyperparameters.
         """
-        extents = dict(_group_entries(saved))
-        read = read_values(self.storage, {str(i): extent for i, extent in enumerate(extents.values())})
-        for error in read.unreadable.values():
-            raise error
-        # Paths are ``param_group_meta``, number of the group, hyperparameter: build the list of groups from them.
-        groups = NestedBuilder()
-        for i, path in enumerate(extents):
-            groups.put(path[1:], read.values[str(i)])
-        listed = groups.plain()
+        # Paths are ``param_group_meta``, number of the group, hyperparameter.
+        listed = read_nested(self.storage, {path[1:]: extent for path, extent in _group_entries(saved)})
         if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
             raise CorruptError(f"{self.storage.url}: {OPTIMIZER}/pp_{stage} has no list of groups; use another checkpoint")
         plain = [{key: value for key, value in group.items() if key != "params"} for group in listed] or [{}]
@@ -162,7 +141,7 @@ def _members(saved: Metadata) -> list[str]:
 def _group_entries(saved: Metadata) -> Iterator[tuple[KeyPath, Extent]]:
     for fqn, extent in saved.values.items():
         path = saved.paths.get(fqn, (fqn,))
-        if path[0] == _GROUP_META:
+        if path[0] == GROUP_META:
             yield path, extent
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.catalog.links import GROUPS, STATE
 from ...errors import LayoutError, UnsupportedError, UsageError
 from ...state.shards import FlatShard
 from ...state.torch_classes import is_dtensor
 
 MODEL, OPTIMIZER = "model", "optimizer"
+STATE, GROUPS = "state", "param_groups"
 GROUP_META = "param_group_meta"
 
 _SPEC = ("global_shape", "local_shape", "global_offset", "local_tensor", "dp_ranks_ranges")

@@ -3,8 +3,8 @@
 1. Read the heads (the first bytes) of all chunks in order of file and position, in several threads. Heads that are close together
    are read in one request.
 2. Parse each head: it tells where the chunk's elements begin, and their order. A chunk in row-major order is one part.
-3. A chunk in another order (a transposed weight, channels_last) becomes several parts: boxes whose row-major order is their order
-   in the file.
+3. A chunk in another order (a transposed weight, channels_last) becomes several parts (`parts`): boxes whose row-major order is
+   their order in the file. A chunk may also hold runs of other tensors (`ChunkRun`).
 
 A chunk that cannot be read (compressed, a tensor subclass, damaged or missing) makes its own tensor unreadable, and no other.
 """
@@ -18,20 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
 
-import numpy as np
-
-from ...core.catalog.model import FileEntry
-from ...core.catalog.specs import Ints, row_major_strides
-from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.shard_file import parse_header
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage, read_range
 from ...torchfile.bounds import FileBudget
 from ...torchfile.zip_records import ZIP_MAGIC
-from ..catalog_builder import FilePart, foreign_file
+from ..catalog_builder import CatalogBuilder
+from ..parts import Part, parts_of_box
 from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout
 from .metadata import Chunk, Extent, SavedTensor
 
@@ -47,9 +42,6 @@ BATCH = 256
 MAX_THREADS = 8
 MAX_SAFETENSORS_HEADER = 100 << 20
 
-MAX_PARTS = 1 << 20
-"""The most parts of one chunk."""
-
 _OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
 
 Place = tuple[str, Chunk]
@@ -58,15 +50,14 @@ Place = tuple[str, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaces:
-    """The parts of each tensor, the files that they are in, and the errors of tensors that cannot be read."""
+    """The parts of each tensor, and the errors of tensors that cannot be read."""
 
-    parts: Mapping[str, Sequence[FilePart]]
-    files: tuple[FileEntry, ...]
+    parts: Mapping[str, Sequence[Part]]
     unreadable: Mapping[str, CheckpointError]
 
 
-def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = NAME) -> ChunkPlaces:
-    """Find the bytes of all chunks; `format` is the name of the format, for the list of files."""
+def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
+    """Find the bytes of all chunks, and add their files to a catalog."""
     unreadable: dict[str, CheckpointError] = {}
     # In order of file and offset, so that neighbouring heads are read together.
     places = sorted(
@@ -75,7 +66,8 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
     )
     sizes = FileSizes(storage)
     readable = [place for place in places if _is_readable(place, sizes, unreadable)]
-    files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
+    listed = dict.fromkeys(chunk.extent.file for _, chunk in readable)
+    files = {file: builder.file(file, sizes[file] or 0, _writer_of(file)) for file in listed}
     finder = _PartFinder(storage, tensors, files, sizes, unreadable)
     # Chunks whose heads are in the metadata need no read.
     for fqn, chunk in readable:
@@ -85,8 +77,7 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
         for fqn, chunk in window.places:
             begin = chunk.extent.offset - window.low
             finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
-    entries = tuple(foreign_file(file, sizes[file] or 0, format, _writer_of(file)) for file in files)
-    return ChunkPlaces(finder.parts, entries, unreadable)
+    return ChunkPlaces(finder.parts, unreadable)
 
 
 def _writer_of(file: str) -> int:
@@ -189,7 +180,7 @@ class _PartFinder:
         sizes: FileSizes,
         unreadable: dict[str, CheckpointError],
     ) -> None:
-        self.parts: dict[str, list[FilePart]] = {fqn: [] for fqn in tensors}
+        self.parts: dict[str, list[Part]] = {fqn: [] for fqn in tensors}
         self._storage, self._tensors, self._files, self._unreadable = storage, tensors, files, unreadable
         self._sizes, self._budget = sizes, FileBudget()
         self._heads = HeadParser()
@@ -204,7 +195,7 @@ class _PartFinder:
             layout, room = self._layout(fqn, chunk, data, name)
             self._check(layout, self._tensors[fqn], chunk, room, name)
             file = chunk.extent.file
-            self._budget.spend(file, self._sizes[file] or 0, prod(chunk.lengths) * layout.dtype.itemsize, name)
+            self._budget.spend(file, self._sizes[file] or 0, chunk.num_elements * layout.dtype.itemsize, name)
             self._add(fqn, chunk, layout, name)
         except CheckpointError as error:
             self._unreadable[fqn] = error
@@ -262,63 +253,10 @@ class _PartFinder:
             raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
 
     def _add(self, fqn: str, chunk: Chunk, head: TensorLayout, name: str) -> None:
-        file, base = self._files[chunk.extent.file], chunk.extent.offset + head.at
-        if head.is_row_major:
-            self.parts[fqn].append(FilePart(chunk.offsets, chunk.lengths, file, base))
+        run, file, base, each = chunk.run, self._files[chunk.extent.file], chunk.extent.offset + head.at, head.dtype.itemsize
+        if run is None:
+            self.parts[fqn] += parts_of_box(chunk.offsets, chunk.lengths, head.strides, file, base, each, name)
             return
-        num_parts = prod(chunk.lengths) // prod(run_lengths(chunk.lengths, head.strides))
-        if num_parts > MAX_PARTS:
-            raise UnsupportedError(
-                f"{name}: its chunk of size {chunk.lengths} has strides {head.strides}, which are {num_parts} runs of bytes; "
-                "load it with torch.distributed.checkpoint and save it contiguous"
-            )
-        lengths, corners, starts = runs_of(chunk.lengths, head.strides)
-        offsets = (corners + np.array(chunk.offsets)).tolist()
-        each = head.dtype.itemsize
-        self.parts[fqn] += [
-            FilePart(tuple(corner), lengths, file, base + start * each)
-            for corner, start in zip(offsets, starts.tolist(), strict=True)
-        ]
-
-
-def run_lengths(shape: Ints, strides: Ints) -> Ints:
-    """Return the lengths of the largest box in a strided box whose elements lie in row-major order and without gaps in memory."""
-    inside: set[int] = set()
-    # Take dims from the innermost in memory outward, as long as they are also the innermost of the shape.
-    step, outermost = 1, len(shape)
-    for dim in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (strides[d], -d)):
-        # The next dim outward in memory must also be further out in the shape, and its stride must be the size of the box so far.
-        if strides[dim] != step or dim > outermost:
-            break
-        inside.add(dim)
-        step, outermost = step * shape[dim], dim
-    return tuple(n if d in inside else 1 for d, n in enumerate(shape))
-
-
-def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
-    """Cut a strided box into boxes of equal lengths whose elements lie in row-major order and without gaps in memory.
-
-    Returns
-    -------
-    lengths
-        The lengths of each of these boxes.
-    corners : (N, D)
-        The offsets of each box in the strided box.
-    starts : (N,)
-        The first element of each box in memory.
-
-    Examples
-    --------
-    A 2 × 3 matrix in column-major order is three columns:
-
-    >>> lengths, corners, starts = runs_of((2, 3), (1, 2))
-    >>> lengths, corners.tolist(), starts.tolist()
-    ((2, 1), [[0, 0], [0, 1], [0, 2]], [0, 2, 4])
-    """
-    lengths = run_lengths(shape, strides)
-    # outer: how many of these boxes there are along each dim; corners[i]: coordinates of box i on that grid, where boxes have
-    # length 1 along each dim that is cut, so they are its offsets
-    outer = tuple(1 if inner > 1 else n for n, inner in zip(shape, lengths, strict=True))
-    number = np.arange(prod(outer))
-    corners = np.stack([number // s % n for s, n in zip(row_major_strides(outer), outer, strict=True)], axis=1)
-    return lengths, corners, (corners * np.array(strides)).sum(axis=1)
+        if not head.is_row_major:
+            raise CorruptError(f"{name}: its flat chunk has strides {head.strides}; use another checkpoint")
+        self.parts[fqn].append(Part(run.offsets, run.lengths, file, base + run.skip * each, run.start, run.count))

@@ -114,8 +114,8 @@ class _RankMerger:
             return first
         boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: hostile files could choose numbers that collide
         for chunk in (chunk for one in found for chunk in one.chunks):
-            boxes.setdefault(f"{chunk.offsets}{chunk.lengths}", []).append(chunk)
-        if sum(prod(chunks[0].lengths) for chunks in boxes.values()) > prod(first.shape):
+            boxes.setdefault(f"{chunk.offsets}{chunk.lengths}{chunk.run}", []).append(chunk)
+        if sum(chunks[0].num_elements for chunks in boxes.values()) > prod(first.shape):
             self._mark_unreadable(name, "has chunks that overlap")
         elif not all(self._are_identical(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
             self._mark_unreadable(name, "differs between ranks")

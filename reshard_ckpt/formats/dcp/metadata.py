@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
@@ -46,17 +46,38 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """Elements of a chunk that are a run of a box of a tensor: `count` elements, from element `skip` of the chunk on.
+
+    They are the elements ``[start, start + count)`` of the box, in row-major order.
+    """
+
+    offsets: Ints
+    lengths: Ints
+    start: int
+    skip: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor, and where it is stored.
 
     If `head` is None, the bytes begin with a head of their own. If it is empty, the bytes are the box's elements in row-major
     order. Otherwise it is the pickle of a tensor whose storage the bytes are, because the writer keeps pickles in the metadata.
+    If `run` is set, the box is one of the tensor as it was saved, and the tensor that is wanted has elements of it as this run.
     """
 
     offsets: Ints
     lengths: Ints
     extent: Extent
     head: bytes | None = None
+    run: ChunkRun | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements that it holds of the tensor."""
+        return prod(self.lengths) if self.run is None else self.run.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +96,8 @@ class Metadata:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
-    notes: Any = None
-    """Notes of another library's writer in ``user_defined_dict``, not checked."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -92,6 +113,7 @@ def _path(*parts: Any) -> str:
     return "/".join(part for part in parts if isinstance(part, str))
 
 
+_READ = ("state_dict_metadata", "storage_data", "planner_data", "all_tensor_metadata")
 _CLASSES = (
     *((DCP_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     *((DCP_METADATA, name) for name in ("TensorProperties", "MetadataIndex", "StorageMeta")),
@@ -114,13 +136,14 @@ TABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], StandInClass] | None = None) -> Metadata:
+def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], str | None] | None = None) -> Metadata:
     """Decode and check a ``.metadata`` file.
 
     Parameters
     ----------
     classes
-        Stand-ins for another library's copies of DCP's classes, by module and name.
+        Another library's classes, by module and name: each with the class of DCP that it stands for, or any other name. None
+        stands for a function or an enum whose results are not needed.
 
     Raises
     ------
@@ -129,14 +152,13 @@ def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], S
     CorruptError
         It is damaged, or has another structure than DCP writes.
     """
-    root = read_pickle(data, {**TABLE, **(classes or {})}, name=name)
-    return decode_metadata(root, len(data), name=name)
-
-
-def decode_metadata(root: Any, num_bytes: int, *, name: str, kind: str = "Metadata") -> Metadata:
-    """Check and convert the stand-in that `read_pickle` made of `num_bytes` bytes: an instance of the class `kind`."""
+    others: dict[tuple[str, str], Any] = {
+        key: StandInFunction(key[1], _ignore_arguments) if stands_for is None else StandInClass(stands_for)
+        for key, stands_for in (classes or {}).items()
+    }
+    root = read_pickle(data, {**TABLE, **others}, name=name)
     try:
-        return _decode(_fields(root, kind), num_bytes)
+        return _decode(_fields(root, "Metadata"), len(data))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{name}: is not what torch.distributed.checkpoint writes ({error}); use another checkpoint") from None
 
@@ -181,7 +203,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
     numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
     if too_many_alike(numbers.values()) or too_many_alike(paths.values()):
         raise ValueError(f"more than {MAX_ALIKE} keys of its paths have the same hash")
-    return Metadata(tensors, values, paths, root.get("user_defined_dict"))
+    return Metadata(tensors, values, paths, {key: value for key, value in root.items() if key not in _READ})
 
 
 def _heads(described: Any) -> dict[str, dict[Ints | None, Any]]:

@@ -8,26 +8,22 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from ...core.catalog.links import GROUPS
-from ...core.catalog.model import Catalog, FileEntry, ValueEntry
-from ...core.catalog.specs import ValueKind
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import StateLink, ValueKind
 from ...core.trees import flatten, name_of
-from ...errors import CheckpointError, CorruptError
-from ...format.links import linked
-from ...format.torch_dtypes import dtype_code
-from ...format.values import decode_value, encode_path, encode_value
+from ...errors import CorruptError, UnsupportedError
+from ...format.values import decode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
-from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
+from ..catalog_builder import CatalogBuilder
+from ..parts import Part
 from ..protocol import Format, RawValue, Source, open_located
 from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
@@ -82,10 +78,10 @@ def _open(
     storage: Storage, *, as_saved: bool, otherwise: Callable[[bytes, str], Any] | None
 ) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; list its values and their places."""
-    with garbage_collection_paused():
-        folder = read_folder(storage)
-        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=as_saved), NAME, otherwise)
-        return contents.catalog(by_number=not as_saved), dict(_raw_values(storage, folder))
+    folder = read_folder(storage)
+    builder = CatalogBuilder(NAME, storage.url)
+    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
+    return builder.finish(), dict(_raw_values(storage, folder))
 
 
 def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
@@ -97,54 +93,35 @@ def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str,
             yield name, RawValue(folder.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@dataclass(frozen=True, slots=True)
-class MoreContents:
-    """Additional content for a catalog, from outside of the metadata: tensors, values, and errors of unreadable names.
-
-    The parts of these tensors count the files in `files` from 0.
-    """
-
-    tensors: Sequence[ForeignTensor] = ()
-    files: Sequence[FileEntry] = ()
-    values: Sequence[ValueEntry] = ()
-    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
-
-
-NO_MORE = MoreContents()
-
-
-def catalog_of(
-    storage: Storage,
-    folder: FolderMetadata,
-    *,
-    format: str,
-    more: MoreContents = NO_MORE,
-    parameters: Sequence[str] = (),
-) -> Catalog:
-    """Build the catalog of another library's metadata, whose paths are already those of this library.
+def add_folder(builder: CatalogBuilder, storage: Storage, folder: FolderMetadata, *, parameters: Sequence[str] = ()) -> None:
+    """Add the tensors and values of another library's metadata, whose paths are already those of this library.
 
     Parameters
     ----------
-    more
-        Additional content.
     parameters
         The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
     """
-    with garbage_collection_paused():
-        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=True), format, parameters=parameters)
-        return contents.catalog(by_number=True, more=more)
+    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=True), parameters=parameters).add(by_number=True)
+
+
+def add_tensors(
+    builder: CatalogBuilder,
+    storage: Storage,
+    tensors: Mapping[str, SavedTensor],
+    *,
+    name_of: Callable[[str], str],
+    link_of: Callable[[str], StateLink | None],
+) -> None:
+    """Add tensors by the names in another library's metadata; `name_of` and `link_of` convert these."""
+    located = locate_chunks(builder, storage, tensors)
+    for fqn, saved in tensors.items():
+        name = name_of(fqn)
+        try:
+            if fqn in located.unreadable:
+                raise located.unreadable[fqn]
+            builder.tensor(name, saved.dtype, saved.shape, located.parts[fqn], link=link_of(fqn))
+        except (CorruptError, UnsupportedError) as error:
+            builder.unreadable(name, error)
 
 
 class _Folder:
@@ -152,50 +129,41 @@ class _Folder:
 
     def __init__(
         self,
+        builder: CatalogBuilder,
         storage: Storage,
         folder: FolderMetadata,
         names: Names,
-        format: str,
         otherwise: Callable[[bytes, str], Any] | None = None,
         parameters: Sequence[str] = (),
     ) -> None:
-        self._storage, self._saved, self._names = storage, folder.saved, names
-        self._format, self._parameters = format, parameters
-        self._located = locate_chunks(storage, self._saved.tensors, format=format)
+        self._builder, self._storage, self._saved, self._names = builder, storage, folder.saved, names
+        self._parameters = parameters
+        self._located = locate_chunks(builder, storage, self._saved.tensors)
         read = read_values(storage, self._saved.values, otherwise)
         self._errors = {**self._located.unreadable, **read.unreadable, **folder.unreadable}
         self._values = {name: value for name, value in read.values.items() if name not in self._errors}
-        self._unreadable: dict[str, CheckpointError] = {}
-        self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)
 
-    def catalog(self, *, by_number: bool, more: MoreContents = NO_MORE) -> Catalog:
-        """Build the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
+    def add(self, *, by_number: bool) -> None:
+        """Add everything to the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
         # Groups first: they give names to numbered parameters, which changes `_paths` for everything below.
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:
             self._take_whole_groups(fqn, by_number)
-        tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
+        for fqn, path in self._paths.items():
+            self._add_tensor(fqn, name_of(path))
         self._add_values()
-        files, values = (*self._located.files, *more.files), [*self._entries, *more.values]
-        before = len(self._located.files)
-        for tensor in more.tensors:
-            tensors.append(replace(tensor, parts=tuple(replace(part, file=part.file + before) for part in tensor.parts)))
-        catalog = linked(foreign_catalog(tensors, files, values, format=self._format, where=self._storage.url))
-        return replace(catalog, unreadable={**self._unreadable, **more.unreadable})
 
-    def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
-        name, saved = name_of(path), self._saved.tensors.get(fqn)
-        if saved is None or fqn in self._errors:
-            if fqn in self._errors:
-                self._unreadable[name] = self._errors[fqn]
-            return None
-        try:
-            return ForeignTensor(name, dtype_code(saved.dtype, name), saved.shape, tuple(self._located.parts[fqn]))
-        except CheckpointError as error:
-            self._unreadable[name] = error
-            return None
+    def _add_tensor(self, fqn: str, name: str) -> None:
+        saved = self._saved.tensors.get(fqn)
+        if saved is not None and fqn in self._errors:
+            self._builder.unreadable(name, self._errors[fqn])
+        elif saved is not None:
+            try:
+                self._builder.tensor(name, saved.dtype, saved.shape, self._located.parts[fqn])
+            except UnsupportedError as error:  # the catalog has no such dtype
+                self._builder.unreadable(name, error)
 
     def _add_values(self) -> None:
         paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
@@ -205,13 +173,13 @@ class _Folder:
         for fqn, path in paths.items():
             at = whole[path]
             if fqn in self._errors:
-                self._unreadable[name_of(at)] = self._errors[fqn]
+                self._builder.unreadable(name_of(at), self._errors[fqn])
             elif at == path:
                 self._add_value(path, ValueKind.PLAIN, self._values[fqn])
             else:
                 lists.setdefault(at, NestedBuilder()).put(path[len(at) :], self._values[fqn])
         for at, branch in lists.items():
-            if name_of(at) not in self._unreadable:
+            if not self._builder.is_unreadable(name_of(at)):
                 self._add_value(at, ValueKind.PLAIN, branch.plain())
 
     def _add_value(self, path: KeyPath, kind: ValueKind, value: Any) -> None:
@@ -219,14 +187,13 @@ class _Folder:
         keys = [(key,) if isinstance(key, int) else key for key in path]
         # A dict, which torch before 2.4 saved as one value, becomes a value for each key.
         for where, leaf in flatten(value, _in_plain_dict if kind is ValueKind.PLAIN else lambda node: None, tuple(keys)):
-            name = name_of(key[0] if isinstance(key, tuple) else key for key in where)
-            self._entries.append(ValueEntry(name, encode_path(where), kind, encode_value(leaf, name)))
+            self._builder.value(where, leaf, kind)
 
     def _add_groups(self, optimizer: KeyPath, entries: Mapping[str, GroupEntry], by_number: bool) -> None:
         path = (*optimizer, GROUPS)
         unreadable = [self._errors[fqn] for fqn in entries if fqn in self._errors]
         if unreadable:
-            self._unreadable[name_of(path)] = unreadable[0]
+            self._builder.unreadable(name_of(path), unreadable[0])
             return
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
         found = groups_from_entries(entries, values)
@@ -261,18 +228,18 @@ class _Folder:
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
-        return read_whole(self._storage, saved, self._located.parts[fqn], [file.key for file in self._located.files])
+        return read_whole(self._storage, saved, self._located.parts[fqn], self._builder)
 
 
 def _in_plain_dict(node: Any) -> Iterable[tuple[Any, Any]] | None:
     return node.items() if type(node) is dict and node else None
 
 
-def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:
+def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[Part], builder: CatalogBuilder) -> torch.Tensor:
     """Read a small tensor from its parts."""
     out = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
     for part in parts:
-        data = read_range(storage, files[part.file], part.offset, prod(part.lengths) * saved.dtype.itemsize)
+        data = read_range(storage, builder.files[part.file].key, part.offset, prod(part.lengths) * saved.dtype.itemsize)
         slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
         region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))

@@ -7,12 +7,13 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.families.megatron.metadata import unflattened
-from reshard_ckpt.formats.catalog_builder import FilePart
+from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
 
 
 @st.composite
@@ -35,11 +36,13 @@ def test_runs_of_boxes_hold_what_was_flattened(cut: tuple[tuple[int, ...], tuple
         box = tuple(slice(c * n, (c + 1) * n) for c, n in zip(corner, part, strict=True))
         flat = whole[box].reshape(-1)  # as Megatron flattens what a rank holds
         for low, high in pairwise(cuts):
-            stored = FilePart((*corner, low), (*(1 for _ in corner), high - low), 0, 0)
-            run = unflattened(stored, (*fragments, prod(part)), shape, "x")
+            stored = Chunk((*corner, low), (*(1 for _ in corner), high - low), Extent("file", 0, 0))
+            (chunk,) = unflattened(SavedTensor(torch.float32, (*fragments, prod(part)), (stored,)), shape, "x").chunks
+            run = chunk.run
+            assert run is not None
             target = tuple(slice(o, o + n) for o, n in zip(run.offsets, run.lengths, strict=True))
             values = again[target].reshape(-1)
-            values[run.start : run.start + run.num_elements] = flat[low:high]
+            values[run.start : run.start + run.count] = flat[low:high]
             again[target] = values.reshape(run.lengths)
     assert np.array_equal(again, whole)
 
@@ -48,6 +51,6 @@ def test_runs_of_boxes_hold_what_was_flattened(cut: tuple[tuple[int, ...], tuple
     ("stored", "shape"), [((2, 1, 6), (4, 4)), ((3, 1, 4), (4, 4)), ((2, 8), (4, 4)), ((2, 1, 8), (4, 4, 1)), ((0, 1, 8), (4, 4))]
 )
 def test_shapes_that_do_not_fit_are_refused(stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    part = FilePart((0,) * len(stored), (*(1 for _ in stored[:-1]), stored[-1]), 0, 0)
+    chunk = Chunk((0,) * len(stored), (*(1 for _ in stored[:-1]), stored[-1]), Extent("file", 0, 0))
     with pytest.raises(CorruptError, match="no way to cut its true shape"):
-        unflattened(part, stored, shape, "x")
+        unflattened(SavedTensor(torch.float32, stored, (chunk,)), shape, "x")

@@ -18,8 +18,8 @@ from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.families.megatron import rules
 from reshard_ckpt.families.megatron.buckets import name_buckets
 from reshard_ckpt.families.megatron.metadata import read_metadata
-from reshard_ckpt.format.torch_dtypes import dtype_code
-from reshard_ckpt.formats.catalog_builder import FilePart, ForeignTensor, foreign_file
+from reshard_ckpt.formats.catalog_builder import CatalogBuilder
+from reshard_ckpt.formats.parts import Part
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.torchfile.objects import read_object
 from tests.families.megatron import values
@@ -227,13 +227,15 @@ def test_buckets_are_named_where_the_weights_prove_it(tmp_path: Path) -> None:
     assert [group["lr"] for group in read["optimizer.param_groups"]] == [0.001, 0.001]
 
 
-def part(name: str, values: list[float], places: list[int], file: list[bytes], dtype: torch.dtype) -> ForeignTensor:
-    """A tensor of one dim, of which each part lies alone, end to end in one file."""
+def add(
+    builder: CatalogBuilder, name: str, values: list[float], places: list[int], file: list[bytes], dtype: torch.dtype
+) -> None:
+    """Add a tensor of one dim, of which each part lies alone, end to end in one file."""
     data, parts = torch.tensor(values, dtype=dtype), []
     for low, high in pairwise([*places, len(values)]):
-        parts.append(FilePart((low,), (high - low,), 0, sum(map(len, file))))
+        parts.append(Part((low,), (high - low,), 0, sum(map(len, file))))
         file.append(data[low:high].view(torch.uint8).numpy().tobytes())
-    return ForeignTensor(name, dtype_code(dtype, name), (len(values),), tuple(parts))
+    builder.tensor(name, dtype, (len(values),), parts)
 
 
 @pytest.mark.parametrize(
@@ -249,19 +251,24 @@ def part(name: str, values: list[float], places: list[int], file: list[bytes], d
 )
 def test_only_what_fits_in_one_place_is_named(weights: dict[str, list[float]], proved: set[str]) -> None:
     file: list[bytes] = []
-    tensors = [part(f"model.{name}", values, [0], file, torch.bfloat16) for name, values in weights.items()]
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    builder = CatalogBuilder("megatron", storage.url)
+    for name, elements in weights.items():
+        add(builder, f"model.{name}", elements, [0], file, torch.bfloat16)
     flat = [value for values in reversed(weights.values()) for value in (*values, 99.0)]  # padded, the last parameter first
     prefix = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0"
-    tensors += [part(f"{prefix}.{key}", flat, [0, 2], file, torch.float32) for key in ("param", "exp_avg")]
-    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    for key in ("param", "exp_avg"):
+        add(builder, f"{prefix}.{key}", flat, [0, 2], file, torch.float32)
     storage.publish("file", b"".join(file))
-    found = name_buckets(storage, tensors, [foreign_file("file", sum(map(len, file)), "megatron")])
-    named = {tensor.name.split(".")[2] for tensor in found.tensors}
-    assert (named, len(found.tensors)) == (proved, 2 * len(proved))
-    assert set(found.unreadable) == {
+    builder.file("file", sum(map(len, file)))
+    name_buckets(builder, storage)
+    found = [tensor for name, tensor in builder.tensors.items() if not name.startswith("model.")]
+    named = {tensor.name.split(".")[2] for tensor in found}
+    assert (named, len(found)) == (proved, 2 * len(proved))
+    assert set(builder.finish().unreadable) == {
         f"optimizer.state.{n}.{key}" for n in weights.keys() - proved for key in ("param", "exp_avg")
     }
-    for tensor in found.tensors:
+    for tensor in found:
         values = {}
         for one in tensor.parts:
             data = bytearray(one.num_elements * 4)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemWriter, filesystem
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.formats.dcp.chunks import run_lengths, runs_of
 from reshard_ckpt.formats.dcp.folder import read_folder
 from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
 from reshard_ckpt.formats.dcp.metadata_writer import metadata_bytes
+from reshard_ckpt.formats.parts import run_lengths, runs_of
 from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
 

@@ -2,32 +2,30 @@
 
 1. *Read* the metadata of each folder. Their classes may be another library's copies of DCP's.
 2. *Rename*: replace each path in the state that the other library saved by this library's path of the same thing.
-3. *Merge* all into one `Metadata`, from which the reader of DCP's folders builds a catalog.
+3. *Merge* all into one `Metadata`, whose content is added to a catalog as that of a DCP folder is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ..core.trees import name_of
-from ..errors import CorruptError, UnsupportedError
-from ..storage.protocol import Storage
-from ..torchfile.pickle_reader import StandInClass
-from .dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
-from .dcp.names import KeyPath
+from ...core.trees import name_of
+from ...errors import CorruptError, UnsupportedError
+from ...storage.protocol import Storage
+from ..catalog_builder import CatalogBuilder
+from .folder import merged
+from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
+from .names import KeyPath, NestedBuilder
+from .read import add_folder
+from .values import read_values
 
-Classes = Mapping[tuple[str, str], StandInClass]
 PathOf = Callable[[KeyPath], KeyPath | None]
 """Converts the path of an entry in the saved state to the path here; returns None to leave the entry out."""
 
 
-def classes_of(module: str, names: Iterable[str]) -> Classes:
-    """Return stand-ins for another library's classes that have the names and fields of DCP's."""
-    return {(module, name): StandInClass(name) for name in names}
-
-
-def metadata_bytes(storage: Storage, folder: str) -> bytes | None:
+def _metadata_bytes(storage: Storage, folder: str) -> bytes | None:
     """Read the ``.metadata`` of a folder; return None if it has none."""
     key = _key(folder, METADATA_KEY)
     return None if storage.size(key) is None else bytes(storage.read(key, limit=MAX_METADATA_BYTES))
@@ -42,23 +40,28 @@ def is_written_by(storage: Storage, folders: Iterable[str], module: str, *, form
         The path itself is such a folder, and not the root.
     """
     text = module.encode()
-    found = any(text in (metadata_bytes(storage, folder) or b"") for folder in folders)
-    if not found and text in (metadata_bytes(storage, "") or b""):
+    found = any(text in (_metadata_bytes(storage, folder) or b"") for folder in folders)
+    if not found and text in (_metadata_bytes(storage, "") or b""):
         raise UnsupportedError(f"{storage.url}: is one part of a {format} checkpoint; pass the root that has the folder model/")
     return found
 
 
-def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | None:
+def read_part(storage: Storage, folder: str, module: str, classes: Iterable[str]) -> Metadata | None:
     """Read the metadata of a folder, with the keys of files as seen from the root; return None if the folder is missing.
+
+    Parameters
+    ----------
+    module, classes
+        The other library's module, and its classes in it that have the names and fields of DCP's.
 
     Raises
     ------
     CorruptError
         The folder has data but no metadata: the save did not finish.
     """
-    data = metadata_bytes(storage, folder)
+    data, known = _metadata_bytes(storage, folder), {(module, name): name for name in classes}
     if data is not None:
-        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes), folder)
+        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=known), folder)
     if any(key.startswith(f"{folder}/") and key.endswith(".distcp") for key, _ in storage.list()):
         raise CorruptError(
             f"{storage.url}: {folder} has .distcp files and no {METADATA_KEY}, which is written last: the save did not end, so "
@@ -104,14 +107,32 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
     return replace(saved, tensors=tensors, values=values, paths=paths)
 
 
-def together(parts: Iterable[Metadata]) -> Metadata:
-    """Merge several metadata into one; no name may occur in two of them."""
-    known = list(parts)
-    return Metadata(
-        {name: tensor for part in known for name, tensor in part.tensors.items()},
-        {name: extent for part in known for name, extent in part.values.items()},
-        {name: path for part in known for name, path in part.paths.items()},
-    )
+def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadata], *, parameters: Sequence[str] = ()) -> None:
+    """Add the content of all parts to a catalog. A name with different content in two of them becomes unreadable.
+
+    Parameters
+    ----------
+    parameters
+        The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
+    """
+    add_folder(builder, storage, merged(storage, parts), parameters=parameters)
+
+
+def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:
+    """Read values by path, and return them as nested dicts; a dict whose keys are all indices becomes a list.
+
+    Raises
+    ------
+    CheckpointError
+        A value cannot be read.
+    """
+    read = read_values(storage, {str(i): extent for i, extent in enumerate(extents.values())})
+    for error in read.unreadable.values():
+        raise error
+    tree = NestedBuilder()
+    for i, path in enumerate(extents):
+        tree.put(path, read.values[str(i)])
+    return tree.plain()
 
 
 def _key(folder: str, file: str) -> str:

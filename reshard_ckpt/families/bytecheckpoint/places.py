@@ -2,7 +2,7 @@
 
 ``user_defined_dict`` of the model's metadata lists for each flat parameter the names and shapes of its parameters, and the sizes
 of all runs of the vector, with a mask that marks padding. A chunk is a range of the vector. The elements that it holds of a
-parameter are a run of that parameter, and become as many boxes as the run needs.
+parameter are a run of that parameter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from ...core.catalog.specs import Ints
-from ...core.geometry.runs import decompose
-from ...core.trees import name_of
-from ...errors import CorruptError
-from ...formats.dcp.heads import HeadParser
-from ...formats.dcp.metadata import Chunk, Extent, Metadata, SavedTensor
-from ...formats.dcp.names import KeyPath
+from ...plugins import Ints
+from ...plugins.dcp import Chunk, ChunkRun, KeyPath, Metadata, SavedTensor
+from ...plugins.errors import CorruptError
+from ...plugins.trees import name_of
 
 _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fsdp_numels_with_padding")
 
@@ -82,7 +77,7 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
     CorruptError
         The notes do not fit the vectors.
     """
-    tensors, paths, heads = dict(saved.tensors), dict(saved.paths), HeadParser()
+    tensors, paths = dict(saved.tensors), dict(saved.paths)
     for fqn, tensor in saved.tensors.items():
         flat, key = _flat_name(saved.paths.get(fqn, (fqn,)))
         if flat not in flats:
@@ -101,8 +96,9 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
             name = name_of(path)
             if name in tensors:
                 raise CorruptError(f"{where}: {name:.200} is in two flat parameters; use another checkpoint")
-            chunks = [piece for chunk in _within(held, part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
-            tensors[name], paths[name] = SavedTensor(tensor.dtype, part.shape, tuple(chunks)), path
+            runs = (_run(chunk, part) for chunk in _within(held, part))
+            tensors[name] = SavedTensor(tensor.dtype, part.shape, tuple(run for run in runs if run is not None))
+            paths[name] = path
     named = {part.fqn for parts in flats.values() for part in parts}
     for fqn, path in paths.items():  # the path of a parameter's step count has its name and its key joined by a dot
         fqn_of, _, last = str(path[-1]).rpartition(".")
@@ -129,24 +125,9 @@ def _flat_name(path: KeyPath) -> tuple[str, str | None]:
     return str(path[0]), None
 
 
-def _pieces(tensor: SavedTensor, chunk: Chunk, part: FlatPart, heads: HeadParser, name: str) -> Iterator[Chunk]:
-    """Yield the elements that a chunk of the vector holds of a parameter, as boxes of the parameter."""
+def _run(chunk: Chunk, part: FlatPart) -> Chunk | None:
+    """Return a chunk of the vector as the run that it holds of a parameter; None if it holds no element of it."""
     (first,), (count,) = chunk.offsets, chunk.lengths
     low, high = max(first, part.start), min(first + count, part.start + prod(part.shape))
-    if low >= high:
-        return
-    layout = heads.parse_alone(chunk.head or b"", name=name)
-    if layout.dtype != tensor.dtype or layout.shape != chunk.lengths or not layout.is_row_major:
-        raise CorruptError(
-            f"{name}: its chunk at {first} is described as {layout.dtype} of {layout.shape}; use another checkpoint"
-        )
-    each = tensor.dtype.itemsize
-    # at: the byte of element `low` of the vector. The boxes lie one after the other from there on.
-    at = chunk.extent.offset + layout.at + (low - first) * each
-    shape = part.shape or (1,)
-    cut = decompose(np.array([shape], np.int64), np.array([low - part.start]), np.array([high - low]))
-    for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-        size = prod(lengths) * each
-        box = tuple(offsets[: len(part.shape)]), tuple(lengths[: len(part.shape)])
-        yield Chunk(*box, Extent(chunk.extent.file, at, size), b"")
-        at += size
+    run = ChunkRun((0,) * len(part.shape), part.shape, start=low - part.start, skip=low - first, count=high - low)
+    return replace(chunk, run=run) if low < high else None

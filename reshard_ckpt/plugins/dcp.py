@@ -1,0 +1,29 @@
+"""Folders like those of ``torch.distributed.checkpoint``: metadata that other libraries write in DCP's way, and their content."""
+
+from __future__ import annotations
+
+from ..formats.dcp.chunks import FileSizes
+from ..formats.dcp.metadata import METADATA_KEY, Chunk, ChunkRun, Extent, Metadata, SavedTensor, read_metadata
+from ..formats.dcp.names import KeyPath
+from ..formats.dcp.read import add_tensors, advice_on_numbers, open_path
+from ..formats.dcp.rooted import add_parts, is_written_by, read_nested, read_part, renamed
+
+__all__ = [
+    "METADATA_KEY",
+    "Chunk",
+    "ChunkRun",
+    "Extent",
+    "FileSizes",
+    "KeyPath",
+    "Metadata",
+    "SavedTensor",
+    "add_parts",
+    "add_tensors",
+    "advice_on_numbers",
+    "is_written_by",
+    "open_path",
+    "read_metadata",
+    "read_nested",
+    "read_part",
+    "renamed",
+]

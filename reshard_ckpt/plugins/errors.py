@@ -1,0 +1,27 @@
+"""The errors that formats and calls raise; each names the tensor, the rank or the file, the values, and the next step."""
+
+from __future__ import annotations
+
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptError,
+    LayoutError,
+    MismatchError,
+    NameCollisionError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFound",
+    "CorruptError",
+    "LayoutError",
+    "MismatchError",
+    "NameCollisionError",
+    "StorageError",
+    "UnsupportedError",
+    "UsageError",
+]

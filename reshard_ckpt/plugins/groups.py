@@ -1,0 +1,7 @@
+"""The groups of an optimizer: ``{hyperparameter: value, …, "params": [FQN, …]}``, as this library keeps them."""
+
+from __future__ import annotations
+
+from ..core.catalog.param_groups import SWITCHES, Groups, comparable, hyperparameters, merge
+
+__all__ = ["SWITCHES", "Groups", "comparable", "hyperparameters", "merge"]

@@ -1,0 +1,10 @@
+"""Files of ``torch.save``, read and written without running any code in them."""
+
+from __future__ import annotations
+
+from ..torchfile.archive import FileReader, FileTensor, TorchFile
+from ..torchfile.object_writer import object_bytes
+from ..torchfile.objects import read_object
+from ..torchfile.tensors import PickledTensor
+
+__all__ = ["FileReader", "FileTensor", "PickledTensor", "TorchFile", "object_bytes", "read_object"]
