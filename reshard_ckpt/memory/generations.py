@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from ..core.catalog.model import Catalog
+from ..engine.common.notes import Note
 from ..errors import CorruptError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ..format.checksums import digest128
 from ..storage.protocol import flat_bytes
 from .node import GENERATION_SUFFIX, SLOT_SUFFIX, NoRoom, files_in, passing_over_gone, write_atomically
 from .slots import ReadSlot, SlotRange
 
-_MAGIC = b"RSHGENR2"
 _NAME = re.compile(r"([^-]+)-(\d{8,})-(\d{12,})-(\d{8,})-(.+)" + re.escape(GENERATION_SUFFIX))
 SPARE = "spare"
 """Name of the file that reserves memory for the next generation file, made before a save is staged."""
@@ -78,42 +75,22 @@ class Generation:
 
     def encoded(self) -> bytes:
         """Return the bytes of the generation file, which are also sent to other ranks."""
-        body: bytes = msgpack.packb(
-            {
-                "run": self.run,
-                "attempt": self.attempt,
-                "step": self.step,
-                "number": self.number,
-                "save_id": self.save_id,
-                "catalog": self.catalog,
-                "holders": {key: list(nodes) for key, nodes in self.holders.items()},
-            }
-        )
-        return _MAGIC + digest128(body) + body
+        holders = {key: list(nodes) for key, nodes in self.holders.items()}
+        return NOTE.encoded([self.run, self.attempt, self.step, self.number, self.save_id, self.catalog, holders])
 
     def decoded_catalog(self) -> Catalog:
         """Return the decoded catalog. Its file must not be damaged."""
         return decode_catalog(self.catalog)
 
 
-def decode_generation(data: bytes, *, where: str) -> Generation:
-    """Decode the bytes of a generation file. `where` names the file in errors.
+def _parsed(value: Any) -> Generation:
+    run, attempt, step, number, save_id, catalog, holders = value
+    nodes_of = {str(key): tuple(map(str, nodes)) for key, nodes in holders.items()}
+    return Generation(str(run), int(attempt), int(step), int(number), str(save_id), bytes(catalog), nodes_of)
 
-    Raises
-    ------
-    CorruptError
-        The digest does not match, or a field is missing.
-    """
-    head = len(_MAGIC) + 16  # magic, then a digest of all that follows
-    if data[: len(_MAGIC)] != _MAGIC or digest128(data[head:]) != data[len(_MAGIC) : head]:
-        raise CorruptError(f"{where}: the generation is damaged; it is not used")
-    try:
-        fields: Any = msgpack.unpackb(data[head:], max_bin_len=MAX_CATALOG_BYTES)
-        holders = {str(key): tuple(map(str, nodes)) for key, nodes in fields["holders"].items()}
-        attempt, step, number = int(fields["attempt"]), int(fields["step"]), int(fields["number"])
-        return Generation(str(fields["run"]), attempt, step, number, str(fields["save_id"]), bytes(fields["catalog"]), holders)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{where}: the generation cannot be read ({error}); it is not used") from error
+
+NOTE = Note(GENERATION_SUFFIX, 3, 2 * MAX_CATALOG_BYTES, _parsed, "so this copy of the catalog is not used")
+"""A generation file, which is also sent to ranks that lack it."""
 
 
 def reserve_generation(folder: Path, num_bytes: int) -> None:
@@ -151,7 +128,7 @@ def find_generations(folder: Path) -> list[Generation]:
     for path in files_in(folder, GENERATION_SUFFIX):
         with passing_over_gone(path), open(path, "rb", opener=_opened) as file:
             try:
-                found.append(decode_generation(file.read(), where=str(path)))
+                found.append(NOTE.decoded(file.read(NOTE.max_bytes + 1), where=str(path)))
             except CorruptError:
                 if (name := _NAME.fullmatch(path.name)) is not None:
                     run, attempt, step, number, save_id = name.groups()

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from ..core.catalog.model import Catalog
 from ..engine.common.lineage import LINEAGE
+from ..engine.loading.files import open_files
 from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.keys import RUN_LOCK_KEY, step_name
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy
 from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
-from .persist import absent_files, is_persisted, publish, write_files
+from .persist import is_persisted, publish, write_files
+from .restore import whole_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +170,29 @@ def _persist(path: Path, root: str, folder: str, generation: Generation) -> Pers
         num_bytes = _write_absent(path, generation, own, storage, catalog)
         # After its own: meanwhile the others may have written theirs.
         num_bytes += _write_absent(path, generation, here, storage, catalog)
-        absent = absent_files(storage, catalog)
+        absent = [file.key for number, file in enumerate(catalog.files) if not _has_digests(storage, catalog, number)]
         if not absent:
             publish(storage, generation)
     missing = sorted({generation.holders[key][0] for key in absent})
     return PersistReport(generation.step, target, num_bytes, not absent, tuple(missing))
 
 
+def _has_digests(storage: Storage, catalog: Catalog, number: int) -> bool:
+    """Whether the store has a file, and its digests, which are written only after the bytes of the file are durable."""
+    try:
+        open_files(storage, catalog, [number], [number])
+    except CorruptError:
+        return False
+    return True
+
+
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
+    """Write the files that the store lacks, or has with other bytes than the catalog says. Return the bytes written."""
     num_bytes = 0
     with closing(NodeImages(path, generation.save_id)) as images:
         for key in keys:
             # Looked at anew for each: another node may have written it meanwhile, or published, and then it stays.
-            if absent_files(storage, catalog, [key]):
+            if not whole_files(storage, catalog, [key]):
                 with suppress(CorruptError):  # another node may hold a better copy, or it is named as missing
                     num_bytes += write_files(images, catalog, [key], storage)
     return num_bytes

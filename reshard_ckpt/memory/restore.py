@@ -29,7 +29,7 @@ from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
 from ..storage.protocol import flat_bytes, read_parts
-from .generations import Generation, NodeImages, decode_generation, files_here, find_generations
+from .generations import NOTE, Generation, NodeImages, files_here, find_generations
 from .topology import Topology
 
 VERIFY_BYTES = 1 << 20
@@ -164,7 +164,7 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
         return known
     gathered = comm.gather(known.encoded() if known is not None and comm.rank == sender else b"")
     data = comm.broadcast(None if gathered is None else gathered[sender])
-    return decode_generation(data, where="a generation from another node")
+    return NOTE.decoded(data, where="a generation from another node")
 
 
 def _verified(
@@ -174,7 +174,7 @@ def _verified(
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
-        whole = whole_files(images, generation.decoded_catalog(), mine) if verify else mine
+        whole = whole_files(cast(Storage, images), generation.decoded_catalog(), mine) if verify else mine
     answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))
     verdict = None
     if answers is not None:
@@ -193,9 +193,9 @@ def _verified(
     return generation, {str(key): tuple(ranks) for key, ranks in owners.items()}
 
 
-def whole_files(images: NodeImages, catalog: Catalog, keys: Sequence[str]) -> list[str]:
-    """Verify files block by block; returns the keys of those without damage."""
-    storage, index_of = cast(Storage, images), {file.key: index for index, file in enumerate(catalog.files)}
+def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list[str]:
+    """Verify files block by block, and return the keys of the files that are whole."""
+    index_of = {file.key: index for index, file in enumerate(catalog.files)}
     whole = []
     for key in keys:
         index = index_of[key]
