@@ -22,7 +22,7 @@ from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
 from ..formats.huggingface import copy_side_files
-from ..formats.protocol import Format
+from ..formats.protocol import Format, locate
 from ..formats.registry import known_formats, with_options
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.source import Path, Source, open_source
@@ -206,19 +206,21 @@ def convert(
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
         result = path_text(dst)
+        above, file = locate(path_text(src))
+        with above:  # the folder of a source that is a file; its storage too is of that folder
+            read = source.storage.url if file is None else f"{above.url}/{file}"
         files: tuple[str, ...] = (os.path.basename(result),)
         bytes_kept = 0
         if to == "torch":
-            with new_file(result, source.storage.url, overwrite=overwrite) as path:
+            with new_file(result, read, overwrite=overwrite) as path:
                 write_torch(path, conversion.catalog, conversion.values, conversion.tensor_bytes)
         else:
             identity = conversion.identity(to, max_bytes, unstack) if to in ("safetensors", "reshard") else None
             with (
-                new_folder(result, source.storage.url, identity=identity, overwrite=overwrite) as output,
+                new_folder(result, read, identity=identity, overwrite=overwrite) as output,
                 LocalStorage(output.result) as storage,
             ):
-                side_files = not os.path.isfile(path_text(src))
-                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, side_files)
+                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, side_files=file is None)
                 files = tuple(key for key, _ in storage.list())
     return ConvertReport(
         format=to,
@@ -311,6 +313,7 @@ def _write_folder(
     storage: LocalStorage,
     max_bytes: int,
     form: str,
+    *,
     side_files: bool,
 ) -> int:
     """Write the files of a format that is a folder; return the bytes of kept files, finished by an attempt that was killed."""

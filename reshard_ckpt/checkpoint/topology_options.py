@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..core.catalog.links import optimizer_of, state_name
@@ -15,6 +14,8 @@ from ..errors import UsageError
 
 MAX_RANKS = 1 << 17
 """The most ranks of a new topology; the plan of each rank takes memory."""
+
+MAX_RULES_BYTES = 16 << 20
 
 
 def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
@@ -63,11 +64,15 @@ def read_rules(rules: Any) -> Any:
         return rules
     where = f"rules: {os.fspath(rules)}"
     try:
-        text = Path(os.path.expanduser(rules)).read_text(encoding="utf-8")
+        with open(os.path.expanduser(rules), "rb") as file:  # may be a pipe, whose size nobody knows
+            data = file.read(MAX_RULES_BYTES + 1)
+        text = data.decode()
     except OSError as error:
         raise UsageError(f"{where}: cannot be read: {error.strerror}; pass a YAML file") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: cannot be read as YAML: {error}; save it as UTF-8") from error
+    if len(data) > MAX_RULES_BYTES:
+        raise UsageError(f"{where}: has over {MAX_RULES_BYTES} bytes; pass a YAML file of rules")
     return _parsed(text, where)
 
 

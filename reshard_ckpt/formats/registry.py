@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 
+from ..errors import CheckpointError, CorruptError
 from ..storage import Storage
 from .protocol import Format, Source
 
@@ -91,7 +92,17 @@ def open_foreign(path: str, formats: Formats = known_formats) -> Source | None:
     CorruptError
         A format recognizes the path, but the checkpoint is damaged.
     """
-    return next((found for one in formats() if (found := one.open(path, **one.options)) is not None), None)
+    return next((found for one in formats() if (found := _opened(one, path)) is not None), None)
+
+
+def _opened(one: Format, path: str) -> Source | None:
+    try:
+        return one.open(path, **one.options)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
+        why = f"{type(error).__name__}: {error}"
+        raise CorruptError(f"{path}: is not as {one.name} writes it ({why:.200}); use another copy") from error
 
 
 def latest_below(storage: Storage, formats: Formats = known_formats) -> str | None:

@@ -19,6 +19,7 @@ import torch
 from ..core.catalog.specs import Ints, Replication
 from ..core.words import a
 from ..errors import LayoutError, UsageError
+from ..format.catalog_check import MAX_BYTES
 from .layouts import Layout, LocalBox
 
 
@@ -30,6 +31,13 @@ def _ints(what: str, values: Iterable[Any]) -> Ints:
     if any(v < 0 for v in out):
         raise LayoutError(f"{what}: {out} has a negative entry")
     return out
+
+
+def _global_shape(kind: str, values: Iterable[Any], tensor: torch.Tensor) -> Ints:
+    shape = _ints(f"{kind} global_shape", values)
+    if prod(max(size, 1) for size in shape) * tensor.element_size() > MAX_BYTES:
+        raise LayoutError(f"{kind}: global_shape {shape} of {tensor.dtype} is over {MAX_BYTES} bytes; correct it")
+    return shape
 
 
 def _inside(what: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
@@ -109,7 +117,7 @@ class LocalShard:
         pieces: Iterable[tuple[Iterable[int], Iterable[int], Iterable[int]]] | None = None,
     ) -> None:
         _check_tensor("LocalShard", tensor)
-        shape = _ints("LocalShard global_shape", global_shape)
+        shape = _global_shape("LocalShard", global_shape, tensor)
         if (offsets is None) == (pieces is None):
             raise UsageError("LocalShard: give either offsets or pieces")
         if tensor.ndim != len(shape):
@@ -192,8 +200,10 @@ class FlatShard:
         local_shape: Iterable[int] | None = None,
     ) -> None:
         _check_tensor("FlatShard", tensor)
-        shape = _ints("FlatShard global_shape", global_shape)
+        shape = _global_shape("FlatShard", global_shape, tensor)
         (first,) = _ints("FlatShard start", (start,))
+        if local_shape is not None and pieces is None:
+            raise UsageError("FlatShard: local_shape without pieces; give the pieces: (local_offsets, offsets, lengths) each")
         flat_shape = None if local_shape is None else _ints("FlatShard local_shape", local_shape)
         boxes = _flat_boxes(shape, pieces) if flat_shape is None else _boxes_in("FlatShard", pieces or (), shape, flat_shape)
         total = sum(prod(box.lengths) for box in boxes) if flat_shape is None else prod(flat_shape)

@@ -337,6 +337,19 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_checkpoin
     assert checkpoint.verify(tmp_path / "n").ok
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+@pytest.mark.parametrize("spelled", ["{}/m.pt", "{}/../{name}/m.pt", "{}/link.pt", "file://{}/m.pt"])
+def test_a_file_that_is_read_is_not_replaced(tmp_path: Path, to: str, spelled: str):
+    state = {"model": {"a": torch.arange(6.0), "b": torch.ones(3)}}
+    torch.save(state, tmp_path / "m.pt")
+    (tmp_path / "link.pt").symlink_to("m.pt")
+    with pytest.raises(UsageError, match=r"m.pt: is, or holds, the checkpoint to be read; write to another path"):
+        checkpoint.convert(
+            spelled.format(tmp_path, name=tmp_path.name), tmp_path / "m.pt", to=to, select="model.a", root="", overwrite=True
+        )
+    assert torch.load(tmp_path / "m.pt")["model"]["b"].equal(torch.ones(3))
+
+
 def test_the_root_of_a_run_of_another_library_is_not_replaced_as_its_newest_checkpoint(tmp_path: Path):
     save_some(tmp_path / "n")
     for step in (1, 2):

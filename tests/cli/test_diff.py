@@ -95,6 +95,25 @@ def test_small_values_that_differ_are_found_always(changed: dict[str, Any], name
         assert shown[-1] == "different: 1 with another value"
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.tensor([1 << 24, (1 << 24) + 1]), torch.tensor([float(1 << 24)] * 2)),  # equal in float32
+        (torch.tensor([2048, 2049], dtype=torch.int16), torch.tensor([2048.0, 2048.0], dtype=torch.float16)),
+        (torch.tensor([1, 1 + 1j]), torch.tensor([1, 1], dtype=torch.uint16)),  # equal in their real parts
+        (torch.tensor([1, 1 + 1j]), torch.tensor([1.0, 1.0], dtype=torch.float64)),  # nothing holds both
+        (torch.tensor([3, 4], dtype=torch.uint16), torch.tensor([3, -1], dtype=torch.int8)),
+    ],
+    ids=["i64-f32", "i16-f16", "c64-u16", "c64-f64", "u16-i8"],
+)
+def test_tensors_of_two_dtypes_are_compared_as_the_numbers_that_they_are(a: torch.Tensor, b: torch.Tensor, tmp_path: Path):
+    checkpoint.save(tmp_path / "a", {"x": a})
+    checkpoint.save(tmp_path / "b", {"x": b})
+    for one, other in (("a", "b"), ("b", "a")):
+        (found,) = checkpoint.diff(tmp_path / one, tmp_path / other, values=True).tensors
+        assert (found.name, found.num_different) == ("x", 1)
+
+
 def test_large_values_are_compared_when_asked_for(base: Path, tmp_path: Path):
     other = saved(tmp_path / "b", extra__big=[*range(3999), -1])
     assert run("diff", base, other).code == 0

@@ -93,6 +93,7 @@ def test_options_reach_the_function(src: Path, tmp_path: Path) -> None:
         (["--mesh", "tp=2", "--cast", "extra.*=bfloat16"], "no tensor of such a name is floating-point"),
         (["--mesh", "tp=2", "--drop", "model", "--drop", "optimizer", "--drop", "extra"], "nothing is left"),
         (["--mesh", "tp=2", "--rules", "/nowhere.yaml"], "rules: /nowhere.yaml: cannot be read: No such file or directory"),
+        (["--mesh", "tp=2", "--rules", "/dev/zero"], "rules: /dev/zero: has over 16777216 bytes; pass a YAML file of rules"),
         (["--mesh", "tp=2", "--rules", "/"], "rules: /: cannot be read: Is a directory"),
     ],
 )

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...format.torch_dtypes import TORCH_DTYPES, dtype_code
+from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import whole_run
-from .statistics import as_numbers, windows_of
+from .statistics import NUMPY_DTYPES, as_numbers, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +76,14 @@ def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent)
     return [pairs[key].difference(name) for name, key in zip(names, keys, strict=True) if pairs[key].num_different]
 
 
-def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """Choose a dtype that holds the numbers of both, as far as there is one."""
-    floats = [torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in (a, b)]
-    unsigned = {torch.uint16, torch.uint32, torch.uint64}
-    if floats[0] != floats[1] and unsigned & set(floats):
-        return torch.float64  # torch promotes these with nothing else
-    return torch.promote_types(*floats)
+def _common(a: str, b: str) -> str:
+    """Choose a dtype that holds the numbers of both.
+
+    As in numpy, not as in torch, which compares int64 with float32 in float32, and drops what that rounds off.
+    """
+    both = np.promote_types(NUMPY_DTYPES.get(a, np.float32), NUMPY_DTYPES.get(b, np.float32))
+    codes = {np.dtype(dtype): code for code, dtype in NUMPY_DTYPES.items()}
+    return codes.get(both, "C64")  # the only complex dtype that a checkpoint can have
 
 
 class _Pair:
@@ -91,7 +91,7 @@ class _Pair:
 
     def __init__(self, a: Catalog, tensor_a: int, b: Catalog, tensor_b: int) -> None:
         codes = a.dtype(tensor_a), b.dtype(tensor_b)
-        common = None if codes[0] == codes[1] else dtype_code(_common(*(TORCH_DTYPES[code] for code in codes)), "")
+        common = None if codes[0] == codes[1] else _common(*codes)
         self.a = replace(whole_run(a, tensor_a), dtype=common)
         self.b = replace(whole_run(b, tensor_b), dtype=common)
         self.code = common or codes[0]

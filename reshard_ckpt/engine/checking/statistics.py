@@ -17,7 +17,7 @@ from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run
 
-_NUMPY = {
+NUMPY_DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32, "I32": np.int32,
     "U64": np.uint64, "I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
@@ -69,8 +69,8 @@ def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Itera
 
 def as_numbers(data: memoryview, code: str) -> NDArray[Any]:
     """Convert bytes to an array that numpy can compute with; 8- and 16-bit floats become float32."""
-    if code in _NUMPY and code != "F16":
-        return np.frombuffer(data, _NUMPY[code])
+    if code in NUMPY_DTYPES and code != "F16":
+        return np.frombuffer(data, NUMPY_DTYPES[code])
     return torch.frombuffer(data, dtype=TORCH_DTYPES[code]).float().numpy()
 
 

@@ -290,6 +290,22 @@ def test_optimizer_that_nothing_names_is_unreadable_and_the_module_is_not(unpack
     assert len(checkpoint.read(root, ["model"])) == 10
 
 
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "state of no parameter": lambda state: state["optimizer"]["optimizer_state_dict"]["state"].update({99: {}}),
+    "state that is text": lambda state: state["optimizer"]["optimizer_state_dict"]["state"].update({0: "text"}),
+    "master weights that are a number": lambda state: state["optimizer"].update(fp32_groups=7),
+    "ties that are a list": lambda state: state.update(shared_params=["a"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_deepspeed_would_not_write_is_damage(what: str, unpack: Unpack) -> None:
+    root = unpack("z0-fp16-groups")
+    _rewrite(_model_file(root), WRONG[what])
+    with pytest.raises(CorruptError, match="is not as deepspeed writes it .*; use another copy"):
+        checkpoint.catalog(root)
+
+
 def test_old_torch_format_is_named(unpack: Unpack) -> None:
     root = unpack(ZERO)
     data = io.BytesIO()
