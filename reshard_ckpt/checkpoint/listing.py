@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.common.lineage import LINEAGE, Lineage
 from ..engine.common.step_folders import find_steps
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.keys import CATALOG_KEY, step_name
@@ -26,7 +27,8 @@ def metric_of(metadata: Any) -> float | None:
 class StepLine:
     """One checkpoint of a run, as printed; if `problem` is set, nothing else is known of it.
 
-    `step` is the number in the name of its folder; None for a folder of another name.
+    `step` is the number in the name of its folder; None for a folder of another name. `superseded` says that the run went back
+    to an older step: this checkpoint does not count for a manager.
     """
 
     step: int | None
@@ -38,21 +40,31 @@ class StepLine:
     num_bytes: int | None = None
     metric: float | None = None
     problem: str | None = None
+    superseded: bool = False
 
 
 def list_run(path: Path) -> list[StepLine]:
-    """List the steps below the root of a run, in order, of any format; then this library's checkpoints under other names."""
+    """List the steps below the root of a run, in order, of any format; then this library's checkpoints under other names.
+
+    If the run's lineage is damaged, the last line says so, and no step is known to be superseded.
+    """
+    superseded: Collection[str] = ()
+    problems = []
     with open_storage(path) as root:
         committed, begun = find_steps(root)
         steps = sorted([*committed, *begun])
         known, url = {step_name(step) for step in steps}, root.url
+        try:
+            superseded = (LINEAGE.read(root) or Lineage()).superseded
+        except CorruptError as error:
+            problems.append(StepLine(None, f"{url}/{LINEAGE.key}", problem=str(error)))
         others = [name for name in root.folders() if name not in known and root.size(f"{name}/{CATALOG_KEY}") is not None]
-    lines = [_line(step, f"{url}/{step_name(step)}") for step in steps]
+    lines = [_line(step, f"{url}/{step_name(step)}", superseded) for step in steps]
     named = [_line(None, f"{url}/{name}") for name in others]
-    return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path))]
+    return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path)), *problems]
 
 
-def _line(step: int | None, path: str) -> StepLine:
+def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> StepLine:
     """Open one checkpoint and make its line."""
     try:
         with open_source(path) as source:
@@ -63,6 +75,16 @@ def _line(step: int | None, path: str) -> StepLine:
         return StepLine(step, path, problem=str(error))
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
     created_s = catalog.created_s if catalog.created_s > 0 else None
+    # A lineage names a checkpoint of another library by its folder.
+    known_as = catalog.save_id if form == "reshard_ckpt" or step is None else step_name(step)
     return StepLine(
-        step, path, form, created_s, catalog.save_id, len(catalog.names), num_bytes, metric=metric_of(catalog.metadata)
+        step,
+        path,
+        form,
+        created_s,
+        catalog.save_id,
+        len(catalog.names),
+        num_bytes,
+        metric=metric_of(catalog.metadata),
+        superseded=known_as in superseded,
     )

@@ -78,7 +78,7 @@ def _steps(lines: Sequence[StepLine]) -> Columns:
             "" if line.created_s is None else _when(line.created_s),
             "" if line.num_bytes is None else size_text(line.num_bytes),
             "" if line.metric is None else f"{line.metric:.6g}",
-            line.problem or line.path,
+            line.problem or (f"{line.path} (superseded)" if line.superseded else line.path),
         )
         for line in lines
     ]

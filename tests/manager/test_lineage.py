@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.lineage import LINEAGE
-from reshard_ckpt.errors import CorruptError, StorageError
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError
 from reshard_ckpt.format.keys import RUN_LOCK_KEY
 from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
+from tests.cli.running import run
 from tests.manager.test_manager import damage, empty, holds, state
 from tests.reliability.faults import fails, faulty
 from tests.reliability.ranks import jobs
@@ -84,6 +88,28 @@ def test_what_is_in_memory_of_before_a_job_without_memory_does_not_count(tmp_pat
         manager.save(2, state(2))
     with Manager(tmp_path, memory=memory) as manager:
         assert manager.load_latest(empty()).step == 2
+
+
+def test_a_listing_marks_the_steps_that_the_run_went_back_from(tmp_path: Path):
+    for step in (5, 60):  # those of another library go by the names of their folders
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"step_{step}")
+    branched(tmp_path)
+    listed = {line.step: line.superseded for line in list_run(tmp_path)}
+    assert listed == {5: False, 10: False, 20: False, 30: False, 35: False, 38: False, 40: True, 50: True, 60: True}
+    lines = run("inspect", tmp_path).out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("(superseded)")] == ["40", "50", "60"]
+    assert [line["superseded"] for line in run("inspect", tmp_path, "--json").json["steps"]] == [*listed.values()]
+    with pytest.raises(CheckpointNotFound, match="load the newest as '.*/step_38'"):
+        checkpoint.read(tmp_path)
+
+
+def test_a_listing_names_a_damaged_lineage_and_lists_the_steps_all_the_same(tmp_path: Path):
+    branched(tmp_path)
+    (tmp_path / LINEAGE.key).write_bytes(b"?")
+    shown = run("inspect", tmp_path, "--json").json["steps"]
+    assert [line["step"] for line in shown] == [10, 20, 30, 35, 38, 40, 50, None]
+    assert "this note cannot be read" in shown[-1]["problem"]
+    assert "this note cannot be read" in run("inspect", tmp_path).out
 
 
 def files(root: Path) -> dict[Path, bytes]:

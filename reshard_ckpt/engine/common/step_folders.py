@@ -10,12 +10,14 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from ...core.catalog.model import Catalog
+from ...errors import CheckpointError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.keys import CATALOG_KEY, SAVE_ID, step_name
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
+from .lineage import LINEAGE
 
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
@@ -35,11 +37,25 @@ def describe_run(root: Storage) -> str | None:
         return None
     if not committed:
         return f"saves began in {name_steps(begun)} there, but none was committed; check the path"
-    newest = f"{root.url}/{step_name(committed[-1])}"
+    newest = f"{root.url}/{step_name(_newest_that_counts(root, committed))}"
     return (
         f"it holds those of a run: {name_steps(committed)}; load the newest as {newest!r}, or with "
         f"checkpoint.Manager({root.url!r}).load_latest(state); reshard-ckpt inspect {root.url} lists them"
     )
+
+
+def _newest_that_counts(root: Storage, committed: Sequence[int]) -> int:
+    """Return the newest committed step that the run did not go back from; the newest of all if that cannot be read."""
+    with suppress(CheckpointError):
+        lineage = LINEAGE.read(root)
+        superseded = lineage.superseded if lineage else ()
+        counted = (step for step in reversed(committed) if not superseded or _catalog(root, step).save_id not in superseded)
+        return next(counted, committed[-1])
+    return committed[-1]
+
+
+def _catalog(root: Storage, step: int) -> Catalog:
+    return decode_catalog(root.read(f"{step_name(step)}/{CATALOG_KEY}", MAX_CATALOG_BYTES))
 
 
 def name_steps(steps: Sequence[int], limit: int = 6) -> str:
@@ -122,8 +138,7 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
         return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
         others = [step for step in find_steps(root)[0] if step_name(step) != name]
-        catalogs = ((step, decode_catalog(root.read(f"{step_name(step)}/{CATALOG_KEY}", MAX_CATALOG_BYTES))) for step in others)
-        keys = [(key, step_name(step)) for step, catalog in catalogs for key in referred_keys(step, catalog)]
+        keys = [(key, step_name(step)) for step in others for key in referred_keys(step, _catalog(root, step))]
     return {key.removeprefix(f"{name}/"): step for key, step in keys if key.startswith(f"{name}/")}
 
 
