@@ -1,1 +1,1 @@
-"""The checkpoints of one run: named by step, pruned, and found again after a crash."""
+"""The manager of a run: its checkpoints are named by step, pruned, and found again after a crash."""

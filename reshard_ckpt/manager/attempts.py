@@ -1,7 +1,7 @@
 """The log of a run's attempts, kept in its root: when each began, was last seen, and how it ended.
 
-An attempt that was not closed in order has failed. So the log tells how often the job fails. Rank 0 alone writes it, under the
-root's lock; it is a note that is replaced whole, and holds the last attempts only.
+An attempt that was not closed has failed, so the log shows how often the job fails. Only rank 0 writes it, under the root's lock.
+It is a note (`engine/common/notes.py`) with the last 1,000 attempts, and each write replaces all of it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..storage import Storage
 _MAX_ATTEMPTS = 1000
 
 PRIOR_S = 86400.0
-"""Until failures were seen, the estimate begins with one failure a day."""
+"""Seconds between failures before any was seen: one failure a day."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One time that the job ran.
+    """One run of the job, from its start to its end or failure.
 
     Attributes
     ----------
     began, seen
         When its manager was made, and when it last wrote the log; seconds since 1970.
     closed
-        Whether it ended in order.
+        Whether its manager was closed without an error.
     """
 
     began: float
@@ -42,16 +42,16 @@ class Attempt:
 
 
 class AttemptLog:
-    """The attempts of a run, the one of this process as the last.
+    """The attempts of a run; the last one is that of this process.
 
     Parameters
     ----------
     storage
         The run's root, locked by this process.
     clock
-        Seconds since 1970.
+        Returns seconds since 1970.
     timer
-        Seconds from any moment on, which no setting of the clock changes: an attempt is as long as it was.
+        Returns monotonic seconds. The length of an attempt is measured with it, because the clock may be set meanwhile.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AttemptLog:
         self._write()
 
     def close(self, *, failed: bool) -> None:
-        """Note how this attempt ended."""
+        """Record whether this attempt ended by a failure."""
         self._own = replace(self._own, seen=self._own.began + self._own_s(), closed=not failed)
         self._write()
 
@@ -81,12 +81,12 @@ class AttemptLog:
         return self._timer() - self._began
 
     def _write(self) -> None:
-        with suppress(StorageError):  # the log is a help, and its store may be what has failed
+        with suppress(StorageError):  # the log is optional, and the store itself may have failed
             ATTEMPTS.keep(self._storage, [astuple(attempt) for attempt in (*self._earlier, self._own)])
 
 
 def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
-    """Divide the time that all attempts ran by the number that failed; `PRIOR_S` and one failure count as seen before.
+    """Divide the running time of all attempts by the number of failures. `PRIOR_S` and one failure are added to both.
 
     >>> day = 86400.0
     >>> estimate_mtbf([]) / day, estimate_mtbf([Attempt(0, 3 * day), Attempt(0, 4 * day, closed=True)]) / day
@@ -98,7 +98,7 @@ def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
 
 
 def read_attempts(storage: Storage) -> list[Attempt]:
-    """Read the attempts so far; none, with a warning, where the log is damaged or cannot be read."""
+    """Read the attempts so far. If the log is damaged or cannot be read, warn and return an empty list."""
     try:
         return ATTEMPTS.read(storage) or []
     except (CorruptError, StorageError) as error:
@@ -109,7 +109,7 @@ def read_attempts(storage: Storage) -> list[Attempt]:
 def _parsed(rows: Any) -> list[Attempt]:
     found = [Attempt(float(began), float(seen), bool(closed)) for began, seen, closed in rows]
     if not all(math.isfinite(attempt.seen - attempt.began) for attempt in found):
-        raise ValueError("a time that is no number")
+        raise ValueError("a time is not a number")
     return found
 
 
@@ -118,6 +118,6 @@ ATTEMPTS = Note(
     1,
     1 << 20,
     _parsed,
-    "the log of the run's attempts begins anew in its place, without those of before",
+    "a new log of the run's attempts replaces it, without the earlier attempts",
 )
 """The note of a run's attempts, in its root."""

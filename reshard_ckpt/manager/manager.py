@@ -42,47 +42,46 @@ from .stored import StoredSteps
 class Manager(RunSteps):
     """The checkpoints of one training run, below one folder, named by step.
 
-    Made on all ranks together; so are its saves and loads. Use it in a ``with`` block, or `close` it; then it can still look
-    (`steps`, `latest`, `best`, `path`), and everything else is an error.
+    All ranks make it together, and call its saves and loads together. Use it in a ``with`` block, or `close` it. A closed manager
+    still answers `steps`, `latest`, `best` and `path`; other calls are errors.
 
     Parameters
     ----------
     root
         A folder that all ranks share, or ``memory://name``. The checkpoint of step 100 is ``root/step_100``, an ordinary one.
     keep_last
-        How many of the newest checkpoints to keep; by default all, and nothing is ever deleted.
+        Number of newest checkpoints to keep. By default all are kept.
     keep_every
         Also keep the steps that are multiples of this.
     keep_best, best
-        Also keep so many with the best ``metric=`` passed when saving: the highest (``"max"``) or the lowest (``"min"``).
+        Also keep this number of checkpoints with the highest (``"max"``) or lowest (``"min"``) ``metric=``.
     read_only
-        For a job that looks at another job's checkpoints: no lock, no clean-up; saving is an error.
+        For a job that reads another job's checkpoints: no lock and no clean-up; saving is an error.
     finish_on_sigterm
-        On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
-        handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
-        A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
-        at once, where a rank that it needs is known to have ended.
+        On SIGTERM, finish the save in progress, then run the previous handler of the signal: by default it ends the process. A
+        number limits the seconds from the signal on, by default 20; after them the save is given up. A loop that reads
+        `preempted` does not need this option.
     memory
-        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``;
-        `load_latest` takes the newest of both.
+        A `Memory`: `async_save` saves to the memory of nodes first, and from there to the store at ``persist_every``.
+        `load_latest` loads the newest checkpoint of both.
     persist_every
-        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps. One that
+        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps. A step that
         ``keep_every`` or ``keep_best`` keeps goes there at once.
     interval
-        How often `should_save` says yes: a duration, in seconds or as text (``"10min"``); ``"auto"`` chooses the interval that
-        loses least time, from what saves are measured to cost and from how often the job fails.
+        How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
+        loses the least time by the measured cost of saves and the rate of failures.
     mtbf
         For ``"auto"``: the mean time between failures of the whole job, a duration. By default it is estimated from the run's
         earlier attempts, which are logged in the root.
     max_overhead
-        For ``"auto"``: the share of time that saves may cost at most.
+        For ``"auto"``: the largest share of time that saves may cost.
     process_group, timeout_s
         As for `save`.
 
     Raises
     ------
     UsageError
-        Another job has its manager on this root, or an option is none of those above.
+        Another job has a manager on this root, or an option is not valid.
     """
 
     def __init__(
@@ -200,15 +199,15 @@ class Manager(RunSteps):
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveReport:
-        """Save a state as the checkpoint of a step, and remove what the rule no longer keeps.
+        """Save a state as the checkpoint of a step, and remove the steps that the rule no longer keeps.
 
         Parameters
         ----------
         metric
-            How good this state is, for ``keep_best``: the same on all ranks. Kept in the catalog's metadata, which must then be a
-            dict.
+            A number for ``keep_best``, the same on all ranks, such as the validation loss. It is stored in the metadata, which
+            must then be a dict.
         options
-            Of `checkpoint.save`.
+            Options of `checkpoint.save`.
         """
         self._refuse_unless_open("save")
         path = self._path_to_change(step)
@@ -220,19 +219,19 @@ class Manager(RunSteps):
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
             if self._memory is not None:
-                self._memory.forget(step)  # what it has of this step is older
+                self._memory.forget(step)  # a generation of this step in memory is older
             self._committed(step)
         return report
 
     def async_save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveHandle:
-        """Save like `save`, while training goes on; pruning, too, happens after the commit, in the background.
+        """Save like `save`, while training goes on. The pruning after the commit runs in the background too.
 
         Parameters
         ----------
         options
-            Of `checkpoint.async_save`.
+            Options of `checkpoint.async_save`.
         """
         self._refuse_unless_open("async_save")
         path = self._path_to_change(step)
@@ -253,7 +252,7 @@ class Manager(RunSteps):
             def settle(done: SaveHandle) -> None:
                 try:
                     self._costs.end(None if done.failed() else done.running.report())
-                    # What is in memory is pruned there; the store's rule comes once it is in the store.
+                    # The memory tier prunes by its own rule; the store's rule is applied once the step is in the store.
                     if not done.failed() and self._memory is None:
                         self._committed(step)
                 finally:
@@ -268,12 +267,12 @@ class Manager(RunSteps):
         Parameters
         ----------
         options
-            Of `checkpoint.load`.
+            Options of `checkpoint.load`.
 
         Raises
         ------
         CheckpointNotFound
-            That step has none; the message lists those that have.
+            The step has no checkpoint; the message lists the run's steps.
         """
         return self._load(step, state, options, goes_on=True)
 
@@ -287,16 +286,16 @@ class Manager(RunSteps):
             raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of one step, whether or not the rule keeps it; files that another one refers to stay.
+        """Remove the checkpoint of one step, even if the rule keeps it. Files that another step refers to stay.
 
-        All ranks call it together, and rank 0 removes.
+        All ranks call it together; rank 0 removes.
 
         Raises
         ------
         CheckpointNotFound
-            That step has none.
+            The step has no checkpoint.
         StorageError
-            Somebody reads it; nothing was removed.
+            The step is being read; nothing was removed.
         """
         self._refuse_unless_open("delete")
         path = self._path_to_change(step)
@@ -313,22 +312,22 @@ class Manager(RunSteps):
         Parameters
         ----------
         options
-            Of `checkpoint.load`. With ``strict=False``, ``allow_missing`` or ``allow_resize`` something of the state may keep its
-            value, so ``verify_first=True`` is the default: what is kept is never of a damaged checkpoint.
+            Options of `checkpoint.load`. ``verify_first=True`` is the default with ``strict=False``, ``allow_missing`` or
+            ``allow_resize``, because parts of the state then keep their value: a damaged checkpoint must not change them.
 
         Returns
         -------
         LoadedStep or None
-            None where there is no checkpoint at all: a run that begins.
+            None if the run has no checkpoint yet.
 
         Raises
         ------
         CorruptError
-            There are checkpoints, and all of them are damaged.
+            All checkpoints of the run are damaged.
         StorageError
-            Some rank could not read the newest, which need not be damaged; see docs/manager.md.
+            A rank could not read the newest checkpoint, which need not be damaged; see docs/manager.md.
         MismatchError
-            Checkpoint and state disagree, which an older one would not mend.
+            Checkpoint and state disagree.
         """
         self._refuse_unless_open("load_latest")
         self._wait()

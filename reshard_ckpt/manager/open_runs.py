@@ -1,4 +1,4 @@
-"""The runs in memory that are open in this process, by their storage path: of a script of Nebula, and of DeepSpeed's engines."""
+"""The managers with memory that this process has open, by storage path: for `reshard_ckpt.nebula` and DeepSpeed's engines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TAG = "nebula_tag"
 """The key of a checkpoint's tag in its metadata."""
 
 RUNS: list[Manager] = []
-"""In the order in which they were opened."""
+"""The open managers, in order of opening."""
 
 
 def memory_from_environment() -> Memory:
-    """Return the memory of a run: a copy on another node, if there is one, and ``NEBULA_MEMORY_BUFFER_SIZE`` bytes of each."""
+    """Return the `Memory` of a run: one copy if there is another node, and at most ``NEBULA_MEMORY_BUFFER_SIZE`` bytes a node."""
     limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
 
 
 def open_run(path: str, interval_s: float, num_versions: int, memory: Memory | None = None) -> Manager:
-    """Open the run at a storage path, where one checkpoint goes every so many seconds, and so many are kept. Collective."""
+    """Open the run at a storage path: a save goes there every `interval_s` seconds, and `num_versions` are kept. Collective."""
     memory = memory or memory_from_environment()
     RUNS.append(Manager(path, memory=memory, persist_every=f"{interval_s}s", keep_last=num_versions))
     return RUNS[-1]
@@ -40,7 +40,7 @@ def run_at(path: str) -> Manager | None:
 
 
 def tags_of(run: Manager) -> dict[int, str]:
-    """Return the tags of a run's checkpoints by step; one that is damaged hides no other."""
+    """Return the tags of a run's checkpoints by step, without the steps whose catalog is damaged."""
     return {step: tag for step in run.steps() if (tag := _tag_of(run, step)) is not None}
 
 
@@ -53,10 +53,19 @@ def _tag_of(run: Manager, step: int) -> str | None:
 
 
 def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, bool]:
-    """Choose the step of a new checkpoint: the number that its tag ends in, if no other tag has it; else the next. Collective.
+    """Choose the step of a new checkpoint: the number at the end of its tag, or the next step if another tag has that.
 
-    Returns it, and whether it is beyond all that there are. Rank 0 chooses, as nodes know different steps. `begun` are the tags
-    of what was begun here, by step.
+    Collective. Rank 0 chooses, because nodes know different steps.
+
+    Parameters
+    ----------
+    begun
+        By step, the tags of the saves that this process has begun.
+
+    Returns
+    -------
+    tuple
+        The step, and whether it is beyond all steps of the run.
     """
     with open_session("choose a step for", f"{run.path(0)} {tag}") as comm:
         step = _free_step(run, tag, begun) if comm.rank == 0 else 0
@@ -66,7 +75,7 @@ def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, boo
 
 
 def look_at(run: Manager, step: int, state: Mapping[str, Any]) -> None:
-    """Load from a step what the state has, without going back to it. Collective."""
+    """Load a step into a state, with ``strict=False``, while the run itself does not go back to that step. Collective."""
     run._load(step, state, {"strict": False}, goes_on=False)
 
 
@@ -87,6 +96,6 @@ def close_run(run: Manager) -> None:
 
 @atexit.register
 def close_runs() -> None:
-    """Close all runs; at the end of the process, by itself."""
+    """Close all runs. Called at the end of the process too."""
     while RUNS:
         RUNS.pop().close()

@@ -1,10 +1,10 @@
-"""SIGTERM while a save is in progress: finish the save, then run the previous handler. Or only record it, for a loop that asks.
+"""SIGTERM: finish the save in progress, then run the previous handler. If the training loop reads `preempted`, only record it.
 
-The handler runs in the main thread, between any two bytecodes, so it takes no lock and polls the save. Where the main thread is
-itself within a save or load, it may hold what the saving thread needs, so the handler waits for the end of that call first.
+The handler runs in the main thread, between any two bytecodes. So it takes no lock, and polls the save. If the main thread is
+inside a save or load, it may hold a lock that the saving thread needs; then the handler waits for the end of that call first.
 
-All of this has a limit. When that is over, a save that waits for other ranks is given up, and the previous handler runs wherever
-the main thread is.
+There is a time limit for all of this. After it, a save that waits for other ranks is given up, and the previous handler runs,
+whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..errors import UsageError
 from .pending import PendingSaves
 
 GRACE_S = 20.0
-"""How long a save may go on after SIGTERM by default: torchrun, Slurm and Kubernetes kill after 30 s."""
+"""Default seconds for a save to finish after SIGTERM: torchrun, Slurm and Kubernetes kill after 30 s."""
 
 _POLL_S = 0.02
 
 
 def grace_of(finish_on_sigterm: bool | float) -> float:
-    """Return the seconds that the option of a manager stands for; 0 where SIGTERM is not to be handled.
+    """Return the seconds for the option ``finish_on_sigterm=``; 0 if SIGTERM is not handled.
 
     >>> grace_of(False), grace_of(True), grace_of(7)
     (0.0, 20.0, 7.0)
@@ -45,19 +45,19 @@ def grace_of(finish_on_sigterm: bool | float) -> float:
 
 
 class Preemption:
-    """What a manager does about SIGTERM: nothing, or it finishes a save first, or it tells the loop that asks.
+    """A manager's reaction to SIGTERM: none, or to finish the saves in progress, or to tell the training loop.
 
     Parameters
     ----------
     root, session
         The path of the run, and the options of every session.
     pending
-        The saves that are under way.
+        The saves in progress.
 
     Attributes
     ----------
     gave_up
-        Whether a save was not finished in time.
+        Whether a save was given up because it did not finish in time.
     """
 
     def __init__(self, root: str, session: Mapping[str, Any], pending: PendingSaves) -> None:
@@ -68,16 +68,16 @@ class Preemption:
         self._process = os.getpid()
         self._depth = 0
         self._is_installed = self._has_come = False
-        # Once a loop asks, a signal ends nothing: it is recorded.
+        # After the first read of `preempted`, a signal is only recorded.
         self._only_records = self._is_recorded = False
 
     def finish_saves(self, grace_s: float, held: ExitStack) -> None:
-        """Install the handler that finishes the save under way, in so many seconds at most, until `held` is closed."""
+        """Install the handler that finishes the save in progress within `grace_s` seconds; closing `held` removes it."""
         self._grace_s = grace_s
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
-        """Whether the ranks have agreed to stop at this read; the first one installs the handler until `held` is closed."""
+        """Whether the ranks have agreed to stop at this read. The first read installs the handler; closing `held` removes it."""
         if self._stop is None:
             self._stop = self._watch(held)
         return self._stop.reached()
@@ -106,7 +106,7 @@ class Preemption:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Let a signal that comes in this block wait for its end."""
+        """Handle a signal that comes during the ``with`` block at the end of the block."""
         self._depth += 1
         try:
             yield
@@ -116,10 +116,10 @@ class Preemption:
                 self._finish_save_and_end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked child, such as a loader's worker: no save is its own
+        if os.getpid() != self._process:  # a forked child, such as a loader's worker, has no saves
             self._run_previous_handler()
         elif self._only_records:
-            # The handler of before is not called: torchrun's, where it forks a function, raises, which would end the loop.
+            # The previous handler is not called: torchrun's handler for forked functions raises, which would end the loop.
             self._is_recorded = True
         else:
             self._has_come = True
@@ -128,7 +128,7 @@ class Preemption:
                 self._finish_save_and_end()
 
     def _begin_grace(self) -> None:
-        """Set the deadline at the first signal; in a call that waits, this process signals itself once more when it is over."""
+        """Set the deadline at the first signal. If a call defers the signal, signal this process again at the deadline."""
         if self._deadline == math.inf and self._grace_s < threading.TIMEOUT_MAX:
             self._deadline = time.monotonic() + self._grace_s
             if self._depth:
@@ -156,7 +156,7 @@ class Preemption:
         self._run_previous_handler()
 
     def _run_previous_handler(self) -> None:
-        """Run the handler that was installed before."""
+        """Run the handler that was installed before this one."""
         before = self._before
         if callable(before):
             before(signal.SIGTERM, None)

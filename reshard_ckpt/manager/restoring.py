@@ -1,10 +1,13 @@
-"""Loading the checkpoints of a run: of a step, or the newest that is whole, from memory or the store.
+"""Loading the checkpoints of a run, from memory or the store: a given step, or the newest whole one.
 
-1. Rank 0 names the newest step in the store that counts; all nodes together the newest generation in memory that is no older.
-2. What is in memory is loaded as its headers say. Where that finds damage, all copies are verified, and the next older is taken.
-3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one. Where the
-   store itself cannot be read, on any rank, that is raised on all: an older one would lose what a second try may load.
-4. A load writes nothing. The first save after it notes in the lineage from which step the run goes on.
+1. Rank 0 finds the newest step in the store that counts. All nodes together find the newest generation in memory that is not
+   older than it.
+2. If there is such a generation, it is loaded, and verified while it is read. If it is damaged, all copies in memory are
+   verified, and the next older whole generation is taken.
+3. Otherwise the step in the store is loaded. If it is damaged or gone, it is passed over with a warning, and the next older one
+   is loaded. If a rank cannot read the store at all, all ranks raise that: a second try may load the step, so no older one is
+   taken.
+4. A load writes nothing. The first save after it records in the lineage from which step the run goes on.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ from .stored import StoredSteps
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """What `Manager.load_latest` loaded.
+    """The result of `Manager.load_latest`.
 
     Attributes
     ----------
     step
         The step of the checkpoint.
     report
-        As of `load`.
+        The report of `load`.
     passed_over
-        One line for each newer checkpoint that is damaged, or no longer whole.
+        One line for each newer checkpoint that is damaged or incomplete.
     tier
-        Where it came from: ``"memory"`` of this rank's node, ``"peer"``: also that of other nodes, or ``"store"``.
+        The source of the bytes: ``"memory"`` of this rank's node, ``"peer"`` if memory of other nodes was needed, or ``"store"``.
     """
 
     step: int
@@ -58,13 +61,13 @@ class Restoring:
     root
         The path of the run.
     stored, memory
-        What is in the store, and in memory, if there is such a tier.
+        The checkpoints in the store, and in memory; None without ``memory=``.
     lineage
-        Told what was loaded.
+        Is told the step that was loaded.
     deferring
-        Opened around each load: signals wait for its end.
+        Opens a ``with`` block around each load, during which signals wait.
     is_first
-        Whether this is rank 0, which names what is passed over.
+        Whether this is rank 0, which warns of checkpoints that are passed over.
     session
         Options of every session.
     """
@@ -84,7 +87,7 @@ class Restoring:
         self._deferring, self._is_first, self._session = deferring, is_first, session
 
     def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool = True) -> LoadReport:
-        """Load the checkpoint of one step; see `Manager.load`. The run goes on from there, unless it is only looked at."""
+        """Load the checkpoint of one step; see `Manager.load`. With `goes_on`, the run goes on from this step."""
         passed: dict[str, PassedOver] = {}
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
@@ -116,11 +119,11 @@ class Restoring:
         return read(self._stored.path(step), names)
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
-        """Load the newest checkpoint that is whole; see `Manager.load_latest`."""
+        """Load the newest whole checkpoint; see `Manager.load_latest`."""
         options = {"verify_first": _may_keep(options), **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, PassedOver] = {}
-        verify = False  # only after damage was found: the load itself verifies
+        verify = False  # whether to verify all copies: after damage was found; the load itself verifies the bytes that it reads
         while True:
             step = self._newest_except(passed)
             if self._memory is not None:
@@ -131,7 +134,7 @@ class Restoring:
                     self._memory.persist_loaded(found)
                     return loaded
                 if found is not None:
-                    verify = True  # it could not be loaded: from another copy, or the next one
+                    verify = True  # it could not be loaded: try another copy of it, or the next older one
                     continue
             if step is None:
                 break
@@ -152,7 +155,7 @@ class Restoring:
         return None
 
     def _refuse_unless_damage(self, step: int, error: CheckpointError) -> None:
-        """Raise on all ranks where the store refused to read for any of them: that is no damage of one checkpoint. Collective."""
+        """Raise on all ranks if the store failed on any: then it is unknown whether the step is damaged. Collective."""
         path = self._stored.path(step)
         with open_session("pass over", path, **self._session):
             if isinstance(error, StorageError):
@@ -175,7 +178,7 @@ class Restoring:
         *,
         verify: bool,
     ) -> LoadedStep | None:
-        """Load a generation; None where there is none or it is damaged, with a line in `passed` if it was verified."""
+        """Load a generation. Return None if it is None or damaged; add a line to `passed` if its copies had been verified."""
         if found is None or self._memory is None:
             return None
         step = found.generation.step
@@ -186,14 +189,14 @@ class Restoring:
             if not verify:
                 LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
                 return None
-            if isinstance(error, StorageError):  # it cannot be read now, which an older one would not mend
+            if isinstance(error, StorageError):  # memory cannot be read now; an older generation would not help
                 raise
             self._pass_over({found.generation.save_id: PassedOver(f"step {step} in memory: {error}", is_damaged=True)}, passed)
             return None
         return LoadedStep(step, report, (*_lines(passed), *passed_in_store.values()), tier)
 
     def _find(self, at_least: int, passed: dict[str, PassedOver], step: int | None = None, *, verify: bool) -> Restorable | None:
-        """Find what to load in memory, as `MemoryRun.find`, without what was passed over; add what is passed over now."""
+        """Find a generation to load, as `MemoryRun.find` does, except those in `passed`; add newly passed ones to `passed`."""
         assert self._memory is not None
         found, newer = self._memory.find(at_least, list(passed), step, verify=verify)
         self._pass_over(newer, passed)
@@ -206,7 +209,7 @@ class Restoring:
                 warnings.warn(f"passed over, as it cannot be loaded: {one.line}", stacklevel=5)
 
     def _begin_at(self, step: int, *, in_store: bool) -> None:
-        """Note what was loaded: from the next save on, what lies beyond that step no longer counts."""
+        """Record that a step was loaded: from the next save on, saves beyond that step no longer count."""
         self._lineage.loaded(step, in_store=in_store)
         if in_store:
             self._stored.note_good(step)
@@ -214,7 +217,7 @@ class Restoring:
             self._memory.loaded(step)
 
     def begin_attempt(self) -> None:
-        """Before a save: note from which step the run goes on, if that is not noted yet. Collective."""
+        """Before a save, write into the lineage from which step the run goes on, unless it is there already. Collective."""
         memory = self._memory
 
         def newer(step: int) -> list[str]:
@@ -224,14 +227,14 @@ class Restoring:
             memory.attempt_begun()
 
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
-        """Return the newest step in the store, as rank 0 sees it, without those already passed over."""
+        """Return the newest step in the store that is not in `passed`, as rank 0 sees it."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             step = int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
         return None if step < 0 else step
 
 
 def _may_keep(options: Mapping[str, Any]) -> bool:
-    """Whether a load may leave something of the state as it is, so that a load from elsewhere must find it so after damage."""
+    """Whether a load with these options may keep parts of the state. Then a failed load must not have changed them."""
     return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS}).may_keep
 
 

@@ -1,4 +1,4 @@
-"""The rule for which checkpoints of a run are kept: the newest, multiples of a step, and the best."""
+"""The retention rule of a run: keep the newest checkpoints, multiples of a step, and the best."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rule for which checkpoints are kept; see `kept`.
+    """A retention rule.
 
-    ``keep_last`` is how many of the newest stay (None: all). ``keep_every`` keeps the steps that it divides. ``keep_best`` is how
-    many stay for their metric; ``best`` is ``"max"`` or ``"min"``.
+    Attributes
+    ----------
+    keep_last
+        Number of newest steps to keep; None keeps all steps.
+    keep_every
+        Also keep the multiples of this.
+    keep_best, best
+        Also keep this many steps with the highest (``"max"``) or lowest (``"min"``) metric.
     """
 
     keep_last: int | None = None
@@ -34,7 +40,7 @@ class Retention:
             raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, float]) -> frozenset[int]:
-        """Return the steps to keep. Those without a metric, or whose metric is NaN, are not among the best.
+        """Return the steps to keep. A step without a metric, or with a NaN, is never among the best.
 
         >>> rule = Retention(keep_last=1, keep_every=100, keep_best=1)
         >>> sorted(rule.kept([100, 150, 200, 250, 260], {150: 0.9, 250: 0.5}))
@@ -49,7 +55,7 @@ class Retention:
         return frozenset(kept)
 
     def ranked(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
-        """Sort the steps that have a metric, best first; of equals the newer."""
+        """Sort the steps that have a metric, best first. Of equal metrics the newer step comes first."""
         sign = -1.0 if self.best == "max" else 1.0
         known = [step for step in steps if not math.isnan(metrics.get(step, math.nan))]
         return sorted(known, key=lambda step: (sign * metrics[step], -step))

@@ -1,4 +1,4 @@
-"""The folder of one training run: its lock, and what pruning needs from the catalog of each step."""
+"""The folder of one training run: its lock, and the facts about each step that pruning needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What pruning needs from the catalog of one step."""
+    """Facts from the catalog of one step that pruning needs: `referred` are the keys of files in other steps that it uses."""
 
     metric: float | None
     referred: frozenset[str]
@@ -31,7 +31,7 @@ class StepInfo:
 
 
 def look(path: str, step: int) -> StepInfo:
-    """Read what pruning needs of a step; empty, where its catalog is gone or damaged."""
+    """Read the `StepInfo` of a step; an empty one if its catalog is missing or damaged."""
     try:
         with open_storage(path) as storage:
             catalog = open_catalog(storage)
@@ -41,13 +41,13 @@ def look(path: str, step: int) -> StepInfo:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a folder without a catalog is a checkpoint of another library, be it damaged."""
+    """Whether a folder without a catalog is a checkpoint of another library, whole or damaged."""
     try:
         with open_source(path):
             return True
     except CheckpointNotFound:
         return False
-    except (CorruptError, StorageError):  # whoever loads it shall see that, and not take an older one for the newest
+    except (CorruptError, StorageError):  # a load must see the damage, and must not take an older step for the newest
         return True
 
 
@@ -57,7 +57,7 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
     Raises
     ------
     UsageError
-        They have no place for it.
+        The metadata are not a dict, or have a metric of their own.
     """
     if metric is None:
         return metadata
@@ -67,12 +67,12 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
 
 
 def checked_root(root: Path) -> str:
-    """Return the path of a run's root, whole, also where nothing is there yet.
+    """Return the absolute path of a run's root, which need not exist yet.
 
     Raises
     ------
     UsageError
-        It is a file.
+        The path is a file.
     """
     path = resolved_path(root)
     storage, key = locate(path)
@@ -83,7 +83,7 @@ def checked_root(root: Path) -> str:
 
 
 def refuse_memory_unless(memory: Any, root: str, *, read_only: bool) -> None:
-    """Raise a `UsageError` for ``memory=`` of a wrong type, or of a manager that never saves."""
+    """Raise a `UsageError` if ``memory=`` has a wrong type, or is passed to a ``read_only`` manager."""
     if memory is not None and not isinstance(memory, Memory):
         raise UsageError(f"memory={memory!r:.100}: pass a checkpoint.Memory, as in memory=checkpoint.Memory(copies=1), or None")
     if memory is not None and read_only:
@@ -92,7 +92,7 @@ def refuse_memory_unless(memory: Any, root: str, *, read_only: bool) -> None:
 
 @contextmanager
 def take_lock(storage: Storage) -> Iterator[bool]:
-    """Lock the root, so that no other job saves and prunes here. Yield whether the root had a manager before."""
+    """Lock the root during the ``with`` block, and yield whether the root had a manager before. Warn if locks are missing."""
     had_manager = storage.size(RUN_LOCK_KEY) is not None
     try:
         lock = storage.lock(RUN_LOCK_KEY, make=True)
@@ -107,6 +107,6 @@ def take_lock(storage: Storage) -> Iterator[bool]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        with suppress(OSError):  # the disk may be full, and a job must be able to load all the same
+        with suppress(OSError):  # the note is optional: a job must be able to load from a full disk
             lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield had_manager

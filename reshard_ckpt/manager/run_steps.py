@@ -1,4 +1,4 @@
-"""The steps of a run, in its store and in the memory of this node: which there are, and what they say of themselves."""
+"""The read-only part of a manager: the steps of a run in its store and in the memory of this node, with paths and metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stored import StoredSteps
 
 
 class RunSteps:
-    """What a manager tells of its run without asking another rank, also once it is closed; and for what it is still of use."""
+    """The methods of a manager that ask no other rank. They also work on a closed manager."""
 
     _root: str
     _process: int
@@ -30,15 +30,15 @@ class RunSteps:
         return self._stored.path(checked_step(step))
 
     def steps(self) -> list[int]:
-        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory.
+        """List the committed steps, in order; with ``memory=``, also the steps in the memory of this node.
 
-        With ``memory=``, steps beyond one that the run went back to do not count any more, here as for `load_latest`.
+        If the run went back to an older step, the steps that it had saved beyond that one are left out, as in `load_latest`.
         """
         stored = self._stored.counted()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
     def catalog(self, step: int) -> Catalog | None:
-        """Read the catalog of a step, from this node's memory or the store; None where neither has that step."""
+        """Read the catalog of a step from this node's memory or the store; None if neither has the step."""
         in_memory = {} if self._memory is None else self._memory.catalogs()
         if checked_step(step) in in_memory:
             return in_memory[step]
@@ -49,21 +49,21 @@ class RunSteps:
             return None
 
     def metadata(self, step: int) -> Any:
-        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        """Return the metadata of a step, with its metric; None if it was saved without, or if there is no such step."""
         found = self.catalog(step)
         return None if found is None else found.metadata
 
     @property
     def memory_skipped(self) -> int:
-        """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""
+        """The number of saves that went straight to the store because memory was full; 0 without ``memory=``."""
         return 0 if self._memory is None else self._memory.num_skipped
 
     def latest(self) -> int | None:
-        """Return the newest step that is committed."""
+        """Return the newest of `steps`; None if there is no step."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Return the step with the best metric."""
+        """Return the step with the best metric; None if no step has a metric."""
         metrics = self._stored.metrics(self._stored.steps())
         if self._memory is not None:
             in_memory = {step: metric_of(catalog.metadata) for step, catalog in self._memory.catalogs().items()}
@@ -80,7 +80,7 @@ class RunSteps:
             raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
 
     def _is_forked(self) -> bool:
-        """Return whether this is a forked child, which has neither the threads that end a save nor the lock."""
+        """Whether this process is a forked child, without the threads of saves and without the lock."""
         return os.getpid() != self._process
 
     def _path_to_change(self, step: int) -> str:
@@ -90,7 +90,7 @@ class RunSteps:
 
 
 def checked_step(step: int) -> int:
-    """Return a step as an int, or raise a `UsageError`."""
+    """Return a step as an int; raise a `UsageError` if it is not a whole number of at least 0."""
     if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
         raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
     return step.__index__()

@@ -1,10 +1,10 @@
-"""When a run saves: every so many steps, every so many seconds, or as often as its measured costs and failures advise.
+"""The schedule of a run's saves: at a fixed interval, or at the interval that measured costs and failures make best.
 
-1. Rank 0 measures: the time of steps with and without a save under way, and what the saves' own reports say (`SaveCosts`).
-2. Ranks agree on the step at which they look again. Until then `SaveSchedule.due` is False on each, and nothing is sent.
-3. At that step rank 0 decides, and tells all: save now or not, and when to look next.
+1. Rank 0 measures the time of steps with and without a save in progress, and reads the reports of the saves (`SaveCosts`).
+2. All ranks know the step of the next decision. Until then `SaveSchedule.due` returns False on each rank, without a message.
+3. At that step rank 0 decides, and tells all ranks: whether to save now, and the step of the next decision.
 
-So the ranks' clocks may differ, and a step asks nobody but where a save is near.
+So the clocks of the ranks may differ, and ranks communicate only near a save.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..core.report import SaveReport
 from ..errors import UsageError
 
 WARM_UP_STEPS = 8
-"""So many steps are timed before the first save of ``"auto"``, to learn its cost: the first ones compile, allocate and tune."""
+"""Steps to time before the first save of ``"auto"``, to compare later steps with; the first ones compile and allocate."""
 
 _KEPT_STEPS, _KEPT_SAVES = 101, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What rank 0 decides at a step: whether to save now, and the step at which to decide again."""
+    """Rank 0's decision at a step: whether to save now, and the step of the next decision."""
 
     save: bool
     look_at: int
@@ -42,18 +42,16 @@ class Decision:
 
     @classmethod
     def decoded(cls, data: bytes) -> Decision:
-        """Decode what rank 0 has sent."""
+        """Decode rank 0's message."""
         save, look_at = map(int, data.split())
         return cls(bool(save), look_at)
 
 
 class SaveCosts:
-    """What a step takes, and what a save costs and takes, measured on one rank; any thread may report the end of a save.
+    """Seconds of a step, and cost and duration of a save, measured on one rank. Any thread may report the end of a save.
 
-    `num_steps` undisturbed steps were timed.
-
-    A step is disturbed where a save was under way in it. What disturbed steps take beyond the median of the others is what the
-    save costs. The save's own report says how long it held its callers up, which is the least that it costs.
+    A step is *disturbed* if a save was in progress during it. The cost of a save is the time that disturbed steps take beyond the
+    median of the other steps, and at least the stall in the save's own report. `num_steps` counts the timed undisturbed steps.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,14 +77,14 @@ class SaveCosts:
                 else:
                     self._calm.append(seconds / steps)
                     self.num_steps += 1
-            if self._disturbed and not self._running and self._reports:  # saves that failed may have cost next to nothing
+            if self._disturbed and not self._running and self._reports:  # failed saves do not count: they may cost nothing
                 self._costs.append(max(self._excess_s, self._stall_s))
             self._last, self._disturbed = (step, now), self._running > 0
         return now
 
     @contextmanager
     def saving(self) -> Iterator[list[SaveReport]]:
-        """Note a save that ends with the ``with`` block, which puts its report into the list."""
+        """Record the ``with`` block as a save. The block appends the report of the save to the list."""
         reports: list[SaveReport] = []
         self.begin()
         try:
@@ -105,7 +103,7 @@ class SaveCosts:
             self._disturbed, self.began_at = True, now
 
     def end(self, report: SaveReport | None) -> None:
-        """Note that a save is over, with its report; None where it has failed."""
+        """Record the end of a save, with its report; None if it failed."""
         with self._lock:
             self._running -= 1
             if report is not None:
@@ -120,7 +118,7 @@ class SaveCosts:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that no save disturbs: the median."""
+        """Median seconds of an undisturbed step."""
         with self._lock:
             return self._step_s()
 
@@ -128,21 +126,21 @@ class SaveCosts:
         return statistics.median(self._calm) if self._calm else 0.0
 
     def tier(self) -> TierCosts | None:
-        """Describe what saves cost, without a rate of failures; None before the first one was measured."""
+        """Return the measured costs of saves, with a failure rate of 0; None before the first save was measured."""
         with self._lock:
             if not self._costs or not self._durations:
                 return None
-            # A save that costs nothing measurable would be best at every step; a thousandth of a step keeps the sum finite.
+            # With a cost of 0 the best interval would be 0, so a save costs at least a thousandth of a step.
             cost_s = max(statistics.median(self._costs), 1e-3 * self._step_s(), 1e-6)
             return TierCosts(cost_s, statistics.median(self._durations), 0.0, 0.0)
 
 
 Interval = Callable[[SaveCosts], float | None]
-"""Tells how long to train between the beginnings of two saves, in seconds; None as long as too little is known."""
+"""Returns the seconds from the beginning of one save to the next; None while too little is known."""
 
 
 def best_interval(mtbf_s: Callable[[], float], max_overhead: float) -> Interval:
-    """Choose the interval that loses least, by what was measured; see `core/planning/interval.py`."""
+    """Return an `Interval` that loses the least time, by the measured costs; see `core/planning/interval.py`."""
 
     def interval(costs: SaveCosts) -> float | None:
         tier = costs.tier()
@@ -157,13 +155,13 @@ class SaveSchedule:
     Parameters
     ----------
     interval
-        How long to train between two saves.
+        Returns the seconds between two saves.
     warm_up_steps
-        How many steps are timed before the first save: one tells how far to look ahead.
+        Steps to time before the first save, at least 1.
     agree
-        Sends rank 0's bytes to all ranks, and returns them; ``agree(step, None)`` on the others.
+        Called as ``agree(step, data)`` on rank 0 and ``agree(step, None)`` on the others; returns rank 0's bytes on all ranks.
     costs
-        What rank 0 measures; None on the other ranks.
+        The measurements of rank 0; None on the other ranks.
     """
 
     def __init__(
@@ -176,7 +174,7 @@ class SaveSchedule:
 
     def due(self, step: int) -> bool:
         """Return whether to save at this step, the same on all ranks."""
-        if step < self._asked:  # an older step was loaded, and the steps agreed on may be far ahead
+        if step < self._asked:  # an older step was loaded: the next decision may be far ahead
             self._look_at, self._first_again = None, step
         self._asked = step
         now = None if self._costs is None else self._costs.step(step)
@@ -194,7 +192,7 @@ class SaveSchedule:
         if costs.is_saving or missing > 0:
             return Decision(False, step + max(missing, 1))
         interval_s = self._interval(costs)
-        if interval_s is None:  # a first save shows what saves cost; where it has failed, another one, some steps later
+        if interval_s is None:  # the first save measures the cost; if it failed, another one follows some steps later
             is_due = costs.began_at is None or step >= self._first_again
             if is_due:
                 self._first_again = step + WARM_UP_STEPS
@@ -202,7 +200,7 @@ class SaveSchedule:
         since = self._began_at if costs.began_at is None else costs.began_at
         left = (interval_s - (now - since)) / max(costs.step_s, 1e-6)
         if left > 0.5:  # steps
-            # Steps get slower and faster: look again half-way, no further ahead than was timed, and near the end at each step.
+            # Step times vary: decide again half-way, but not further ahead than the number of timed steps.
             return Decision(False, step + max(1, min(math.floor(left / 2), costs.num_steps)))
         return Decision(True, step + 1)
 
@@ -210,12 +208,12 @@ class SaveSchedule:
 def interval_rule(
     interval: str | float, mtbf: str | float | None, max_overhead: float, estimated_mtbf_s: Callable[[], float]
 ) -> tuple[Interval, int]:
-    """Make the rule of ``interval=``, ``mtbf=`` and ``max_overhead=``, and say how many steps are timed before the first save.
+    """Return the `Interval` for ``interval=``, ``mtbf=`` and ``max_overhead=``, and the steps to time before the first save.
 
     Raises
     ------
     UsageError
-        One of them is no duration, or no share.
+        An option is not a duration, or `max_overhead` is not a share.
     """
     if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool) or not 0 < max_overhead <= 1:
         raise UsageError(

@@ -1,9 +1,9 @@
-"""How much disk and host memory the checkpoints of a job take, computed from the figures of the job.
+"""A calculator of the disk and host memory that the checkpoints of a job take.
 
-1. A checkpoint holds each element once, whatever the layout: parameters, fp32 masters, and the optimizer's tensors. With it go
-   8 bytes of digests for each block.
-2. Ranks share the writing. What one of them writes is staged in a ring of host memory, or in slots of the memory tier.
-3. Removing follows the commit, so a run has one checkpoint more on disk for a moment than it keeps.
+1. A checkpoint holds each element once in any layout: parameters, fp32 masters, and the optimizer's tensors, and 8 bytes of
+   digests for each block.
+2. Ranks share the writing. Each stages its part in a ring of host memory, or in slots of the memory tier.
+3. An old checkpoint is removed after the commit of a new one, so for a moment a run has one checkpoint more than it keeps.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ..memory.slots import slot_bytes
 from .retention import Retention
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0, "none": 0}
-"""How many tensors of a parameter's size an optimizer keeps for it."""
+"""Number of tensors of a parameter's size that each optimizer keeps for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the checkpoints of a job take, in bytes.
+    """Bytes that the checkpoints of a job take.
 
     Attributes
     ----------
     tensor_bytes
-        The tensors of one checkpoint.
+        Tensors of one checkpoint.
     checkpoint_bytes
-        The same on disk, with digests. The catalog and the headers of files come on top: some 100 to 300 bytes a shard.
+        One checkpoint on disk: tensors and digests. Catalog and file headers add some 100 to 300 bytes a shard.
     num_kept
-        How many checkpoints the run keeps, at the end of `steps`.
+        Number of checkpoints that the run keeps, at the end of `steps`.
     run_bytes, peak_bytes
-        Their bytes on disk; and with one more, which is whole before an older one is removed.
+        Bytes of these on disk; the peak has one more checkpoint, which is complete before an older one is removed.
     rank_bytes
-        What one rank writes of a checkpoint.
+        Bytes that one rank writes for a checkpoint.
     staging_rank_bytes, staging_node_bytes
-        Host memory of `async_save`, which is kept from one save to the next. 0 with the memory tier, whose slots are that too.
+        Host memory of `async_save`, kept from one save to the next. 0 with the memory tier, which stages in its slots.
     memory_node_bytes
-        What the memory tier takes on a node; 0 without it.
+        Bytes of the memory tier on a node; 0 without it.
     """
 
     tensor_bytes: int
@@ -76,26 +76,26 @@ def sizes(
     host_buffer_bytes: int | None = None,
     memory: Memory | None = None,
 ) -> Sizes:
-    """Compute what the checkpoints of a job take on disk and in host memory. Nothing is read or measured.
+    """Compute the bytes that the checkpoints of a job take on disk and in host memory. Nothing is read or measured.
 
-    It takes what ranks write to be of one size, as under FSDP, DDP or a sharded optimizer. Stages of a pipeline differ, and large
-    replicas with ``replicas="sample"``.
+    It assumes that all ranks write equally many bytes, as under FSDP, DDP or a sharded optimizer. They do not with pipeline
+    stages of unequal size, or with large replicas and ``replicas="sample"``.
 
     Parameters
     ----------
     parameters
-        How many there are in all.
+        Number of parameters of the whole model.
     dtype
-        Of the parameters that are saved: ``"bfloat16"``, ``"float32"``, …
+        Dtype of the saved parameters: ``"bfloat16"``, ``"float32"``, …
     optimizer, optimizer_dtype
         ``"adamw"``, ``"adam"``, ``"lion"``, ``"momentum"``, ``"sgd"`` or ``"none"``, and the dtype of its tensors: by default
-        that of the parameters, or float32 with masters.
+        the dtype of the parameters, or float32 with masters.
     masters
         Whether the optimizer holds float32 copies of the parameters, as Megatron and DeepSpeed do.
     ranks, nodes
-        Processes in all, and the machines that they are on.
+        Number of processes, and of machines.
     keep_last, keep_every, keep_best
-        As for `Manager`. What is kept of every so many steps needs `steps` and `save_every`.
+        As for `Manager`. `keep_every` needs `steps` and `save_every`.
     steps, save_every
         Steps of the run, and steps between saves.
     host_buffer_bytes
@@ -106,7 +106,7 @@ def sizes(
     Raises
     ------
     UsageError
-        A count, dtype or optimizer is none.
+        A count, a dtype or the optimizer is not valid.
 
     Examples
     --------

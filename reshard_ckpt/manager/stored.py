@@ -1,6 +1,6 @@
-"""The checkpoints of a run in its store: which there are, which of them the rule keeps, and removing the others.
+"""The checkpoints of a run in its store: listing them, and removing the ones that the retention rule does not keep.
 
-Rank 0 alone removes. One that somebody reads stays, and so does the last one that is known to be good.
+Only rank 0 removes. A checkpoint that is being read stays, and so does the last checkpoint that is known to be good.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ class StoredSteps:
 
     Parameters
     ----------
-    storage
-        The root.
-    root
-        Its path.
+    storage, root
+        The root of the run, and its path.
     rule
-        What to keep.
+        The retention rule.
     lineage
-        Says which saves count.
+        Knows the saves that were superseded when the run went back to an older step.
     read_only
-        Whether a job may save, prune and go back beside this process.
+        Whether this process only reads, so that a job may save, prune and go back beside it.
 
     Attributes
     ----------
     pruning
-        Held while checkpoints are removed.
+        Lock, held while checkpoints are removed.
     """
 
     def __init__(self, storage: Storage, root: str, rule: Retention, lineage: RunLineage, *, read_only: bool = False) -> None:
@@ -53,7 +51,7 @@ class StoredSteps:
 
     @property
     def url(self) -> str:
-        """The root, for messages."""
+        """The URL of the root, for messages."""
         return self._storage.url
 
     def path(self, step: int) -> str:
@@ -61,20 +59,20 @@ class StoredSteps:
         return f"{self._root.rstrip('/')}/{step_name(step)}"
 
     def steps(self) -> list[int]:
-        """List the steps that are committed, by this library or another one, in order."""
+        """List the committed steps, in order, with the checkpoints of other libraries."""
         committed, begun = find_steps(self._storage)
         self._foreign = {step for step in begun if step in self._foreign or is_foreign(self.path(step))}
         return sorted({*committed, *self._foreign})
 
     def counted(self) -> list[int]:
-        """List the steps that are committed and count, in order."""
-        if self._read_only:  # what was known of a step may be of a save that another one has replaced
+        """List the committed steps without superseded ones, in order."""
+        if self._read_only:  # the job may have saved a step anew, so the cached facts may be out of date
             self._lineage.refresh()
             self._infos.clear()
         return [step for step in self.steps() if self._counts(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
-        """Find the newest step that counts, without some; −1 where there is none."""
+        """Return the newest of `counted` that is not in `passed`; −1 if there is none."""
         return max({*self.counted()} - {*passed}, default=-1)
 
     def save_id(self, step: int) -> str:
@@ -82,7 +80,7 @@ class StoredSteps:
         return self._info(step).save_id
 
     def save_ids_beyond(self, step: int) -> list[str]:
-        """List the ids of the saves of newer steps; one whose catalog is damaged has none that is known."""
+        """List the ids of the saves of newer steps, without steps whose catalog is damaged."""
         newer = (self._info(other).save_id for other in self.steps() if other > step)
         return [save_id for save_id in newer if save_id]
 
@@ -91,7 +89,7 @@ class StoredSteps:
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def keeps(self, step: int, metric: float | None) -> bool:
-        """Whether a new checkpoint is one that the rule keeps however many follow: a regular one, or among the best so far."""
+        """Whether the rule keeps a new checkpoint however many follow: a multiple of `keep_every`, or one of the best so far."""
         if self._rule.keep_every is not None and step % self._rule.keep_every == 0:
             return True
         if metric is None or not self._rule.keep_best:
@@ -100,18 +98,18 @@ class StoredSteps:
         return step in self._rule.ranked([*metrics], metrics)[: self._rule.keep_best]
 
     def note_good(self, step: int) -> None:
-        """Note that a step was loaded, or has just been committed: the last such one is kept."""
+        """Record that a step was loaded or committed. The last such step is never pruned."""
         self._good.append(step)
 
     def note_committed(self, step: int) -> None:
-        """Note that a step was committed, maybe anew."""
+        """Record that a step was committed, perhaps in place of an older save."""
         self.note_good(step)
         self._damaged.discard(step)
         self._foreign.discard(step)
         self._infos.pop(step, None)
 
     def note_damaged(self, step: int) -> None:
-        """Note that a step could not be loaded: it pushes out none that may be whole."""
+        """Record that a step could not be loaded. It then does not count as one of the steps to keep."""
         self._damaged.add(step)
 
     def note_deleted(self, step: int) -> None:
@@ -119,7 +117,7 @@ class StoredSteps:
         self._good = [good for good in self._good if good != step]
 
     def prune(self) -> None:
-        """Remove what the rule does not keep."""
+        """Remove the steps that the rule does not keep."""
         with self.pruning:
             steps = find_steps(self._storage)[0]
             kept = self._kept(steps)
@@ -128,14 +126,14 @@ class StoredSteps:
                     steps = [other for other in steps if other != step]
 
     def delete(self, step: int) -> bool:
-        """Remove a step; whether it was there.
+        """Remove a step. Return whether it existed.
 
         Raises
         ------
         StorageError
-            Somebody reads it.
+            The step is being read.
         UsageError
-            It is a folder of another library.
+            The step is a folder of another library.
         """
         with self.pruning:
             steps = self.steps()
@@ -154,7 +152,7 @@ class StoredSteps:
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """Return the steps that the rule keeps, with and without damaged and superseded ones, and the last known to be good."""
+        """Return the steps to keep: by the rule over all steps, by the rule over whole, counted ones, and the last good one."""
         metrics = self.metrics(steps) if self._rule.keep_best else {}
         whole = [step for step in steps if step not in self._damaged and self._counts(step)]
         good = [step for step in self._good if step in steps][-1:]
@@ -173,12 +171,12 @@ class StoredSteps:
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
-        """Remove what dead saves left: the root is locked, so no other job is alive there."""
+        """Remove the files of saves that died. The root is locked, so no other job saves there."""
         committed, begun = find_steps(self._storage)
         stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
         for step in stale:
             with alone_with(self._storage, step) as alone, open_storage(self.path(step)) as storage, suppress(CorruptError):
-                if alone:  # else it is being compacted, or read
+                if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
         for step in begun:
