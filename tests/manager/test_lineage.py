@@ -174,7 +174,7 @@ def test_a_damaged_note_is_named(tmp_path: Path, note: Any):
     data[-1] ^= 1
     path.write_bytes(data)
     if note is ATTEMPTS:
-        with pytest.warns(UserWarning, match=f"{path}.*begins anew"):
+        with pytest.warns(UserWarning, match=f"{path}.*a new log"):
             Manager(tmp_path, interval="auto").close()
         return
     for options in ({}, {"read_only": True}):

@@ -301,7 +301,7 @@ def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path,
 def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path):
     (tmp_path / ATTEMPTS.key).write_text("")
     with open_storage(tmp_path) as storage:
-        with pytest.warns(UserWarning, match="begins anew"):
+        with pytest.warns(UserWarning, match="a new log"):
             AttemptLog(storage)
         assert len(read_attempts(storage)) == 1
 
