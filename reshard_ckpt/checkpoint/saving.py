@@ -18,7 +18,7 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
-from ..engine.saving.commit import check_free_space, commit, look
+from ..engine.saving.commit import check_free_space, commit, look, undoing
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import Receipt
@@ -100,6 +100,7 @@ def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
     """Run a whole save: agree with all ranks, write this rank's part, commit."""
     with outside_inference_mode(), ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
+        session.enter_context(undoing(job))
         receipt = _written(job)
         total = commit(job, receipt)
     return job.report(receipt.num_bytes, total)
@@ -215,7 +216,10 @@ def _begin(
 ) -> SaveHandle:
     with outside_inference_mode(), ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
-        handle = launch(job, session, guarded(), choose_target(job))
+        target = choose_target(job)
+        if target is None:
+            session.enter_context(undoing(job))
+        handle = launch(job, session, guarded(), target)
         SAVES.join(handle)
     return handle
 

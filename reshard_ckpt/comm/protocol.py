@@ -33,13 +33,13 @@ class Comm(Protocol):
     def size(self) -> int:
         """The number of ranks in the group."""
 
-    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        """Send a payload to rank 0. Rank 0 gets all payloads, by rank; the others get None, once all payloads have arrived.
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Send a payload to rank 0. Rank 0 gets all payloads, by rank; the others get None, once all payloads have arrived."""
 
-        Parameters
-        ----------
-        undo
-            Called at the end of the session if this gather surely failed on all ranks.
+    def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
+        """Have a function called at the end of the session if the next call, a gather, surely fails on all ranks.
+
+        A process that is alone never calls it.
         """
 
     def broadcast(self, payload: bytes | None) -> bytes:
@@ -59,8 +59,11 @@ class SoloComm:
     rank = 0
     size = 1
 
-    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
+    def gather(self, payload: bytes) -> list[bytes] | None:
         return [bytes(payload)]
+
+    def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
+        pass
 
     def broadcast(self, payload: bytes | None) -> bytes:
         assert payload is not None

@@ -84,9 +84,10 @@ class StoreComm:
 
     # --- the calls of the protocol ---
 
-    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        if undo is not None:
-            self._undo = self._step, undo
+    def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
+        self._undo = self._step, undo
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
         with self._reachable():
             self._arrive(payload)
             if self.rank:

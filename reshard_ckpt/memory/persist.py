@@ -111,7 +111,8 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
         raise
     # As in a save: if this gather does not take place, nothing is published, and every rank deletes its files. After it, only
     # rank 0 knows whether the catalog was published, so only rank 0 deletes.
-    if comm.gather(b"", undo=undo) is not None:
+    comm.undo_unless_gathered(undo)
+    if comm.gather(b"") is not None:
         try:
             publish(storage, generation)
         except BaseException:

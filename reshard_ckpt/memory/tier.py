@@ -256,7 +256,8 @@ class Tier:
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
         """Say that this node has the generation; once all have said so it is committed, and older ones may go. Collective."""
         # Unless it is known that no rank let an older one go, the images stay: they may be all that is whole.
-        comm.gather(b"", undo=partial(self._undo, generation))
+        comm.undo_unless_gathered(partial(self._undo, generation))
+        comm.gather(b"")
         self.pool.keep(generation.save_id, pin=pin)
         try:
             self._forget_older(generation)

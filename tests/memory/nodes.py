@@ -396,6 +396,9 @@ class _CutOff:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
 
-    def gather(self, payload: bytes, **options: Any) -> None:
-        self._comm.gather(payload, **options)
+    def undo_unless_gathered(self, undo: Any) -> None:
+        self._comm.undo_unless_gathered(undo)
+
+    def gather(self, payload: bytes) -> None:
+        self._comm.gather(payload)
         raise PeerError("the store does not answer")

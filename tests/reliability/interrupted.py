@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.saving import staging
+from reshard_ckpt.checkpoint import saving
+from reshard_ckpt.engine.saving import commit, staging, write
 from reshard_ckpt.errors import UsageError
 from tests.reliability.faults import CHANGING, fails, faulty
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held, plain
@@ -86,6 +88,33 @@ def sync(path: Path) -> int:
             after(path)
             points += 1
     return points
+
+
+def between(path: Path) -> int:
+    """Ctrl-C at each line of a save from its first file to the commit, and at each return."""
+    steps = (saving._written, write.write_assignment, write.write_files, commit.commit, commit._publish_or_undo, commit.publish)
+    codes = {saving._save.__code__, *(step.__code__ for step in steps)}
+    for n in range(10_000):
+        reached = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal reached
+            if frame.f_code in codes and event in ("line", "return"):
+                reached += 1
+                if reached == n + 1:  # noqa: B023 (called at once)
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace if frame.f_code in codes else None
+
+        sys.settrace(trace)
+        try:
+            interrupted = caught(lambda: checkpoint.save(path, plain(NEW)))
+        finally:
+            sys.settrace(None)
+        after(path)
+        if not interrupted:
+            return n
+    raise AssertionError
 
 
 def copying(path: Path, kind: str) -> int:
@@ -158,7 +187,7 @@ def no_thread(path: Path) -> None:
 
 def interrupts(path: Path) -> None:
     checkpoint.save(path, plain(OLD))
-    points = {"sync": sync(path), "eager": copying(path, "eager"), "lazy": copying(path, "lazy")}
+    points = {"sync": sync(path), "between": between(path), "eager": copying(path, "eager"), "lazy": copying(path, "lazy")}
     waiting(path)
     no_thread(path)
     print(json.dumps(points))

@@ -35,6 +35,7 @@ def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tm
     assert process.returncode == 0, err
     points = json.loads(out)
     assert points["sync"] > 30
+    assert points["between"] > 60
     assert points["eager"] > 2
     assert points["lazy"] > 2
 

@@ -86,8 +86,11 @@ class TimedComm:
         self._comm, self._recorder = comm, recorder
         self.rank, self.size = comm.rank, comm.size
 
-    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        return self._noted(True, lambda: self._comm.gather(payload, undo=undo))
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        return self._noted(True, lambda: self._comm.gather(payload))
+
+    def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
+        self._comm.undo_unless_gathered(undo)
 
     def broadcast(self, payload: bytes | None) -> bytes:
         return self._noted(False, lambda: self._comm.broadcast(payload))

@@ -18,10 +18,9 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -79,11 +78,34 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     )
 
 
+@contextmanager
+def undoing(job: SaveJob) -> Iterator[None]:
+    """Delete this rank's files if the session ends with an error before the commit. Enter it before the first file is written.
+
+    An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
+    was published: then another rank deletes nothing.
+    """
+    comm, storage = job.comm, job.storage
+
+    def remove_mine() -> None:
+        with suppress(CheckpointError):  # the next save deletes the rest
+            mine = f"{job.save_id}/rank{comm.rank:05d}-"
+            remove(storage, [key for key, _ in storage.list(job.save_id) if key.startswith(mine)])
+
+    if comm.rank:
+        comm.undo_unless_gathered(remove_mine)
+    try:
+        yield
+    except BaseException:
+        if comm.rank == 0 and _is_uncommitted(storage, job.save_id):
+            remove_mine()
+        raise
+
+
 def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda: None) -> int | None:
     """Gather the receipts, check on rank 0 that all files are there and replicas are alike, and publish the catalog.
 
-    Collective: one gather of receipts to rank 0. If the save fails here, the files of this rank are deleted, unless the catalog
-    may have been published all the same.
+    Collective: one gather of receipts to rank 0, inside of `undoing`.
 
     Parameters
     ----------
@@ -96,17 +118,11 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
         On rank 0, the size of all files of the checkpoint in bytes; None on other ranks.
     """
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
-    undo = partial(remove, storage, keys_of(receipt.files))
-    try:
-        ready()
-        began = recorder.now()
-        message = encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b""))
-    except BaseException:
-        undo()
-        raise
-    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`undo`). After the gather only rank 0 knows
+    ready()
+    began = recorder.now()
+    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`undoing`). After the gather only rank 0 knows
     # whether the catalog was published, so only rank 0 deletes files (`_publish_or_undo`).
-    gathered = comm.gather(message, undo=undo)
+    gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
     recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
     if gathered is None:
         return None
