@@ -11,7 +11,7 @@ from ..engine.common.step_folders import find_steps
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.keys import CATALOG_KEY, step_name
 from ..formats.source import Path, open_source
-from ..storage import open_storage
+from ..storage import open_storage, path_text
 
 METRIC = "metric"
 """The key of the metadata under which a manager stores the metric."""
@@ -53,7 +53,7 @@ def list_run(path: Path) -> list[StepLine]:
     with open_storage(path) as root:
         committed, begun = find_steps(root)
         steps = sorted([*committed, *begun])
-        known, url = {step_name(step) for step in steps}, root.url
+        known, url = {step_name(step) for step in steps}, path_text(path).rstrip("/")
         try:
             superseded = (LINEAGE.read(root) or Lineage()).superseded
         except CorruptError as error:

@@ -85,7 +85,7 @@ def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress)
         unlisted = [file for file in saved.files if file.key not in source.sha256]
         lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
         problems = *verified.problems, *changed, *lines
-        return replace(verified, problems=problems, bytes_unproved=sum(file.size for file in unlisted))
+        return replace(verified, problems=problems, bytes_unverified=sum(file.size for file in unlisted))
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:

@@ -111,7 +111,7 @@ class Columns:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=any(self.headings))
         for heading, right, width in zip(self.headings, self.right, widths, strict=True):
             table.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
-        for row, below in zip(self.rows, [*self.rows[1:], [""] * len(self.headings)], strict=True):
+        for row, below in pairwise([*self.rows, [""] * len(self.headings)]):
             cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
             cells[names] = [_folded(row[names], widths[names], _guide(below[names]), max(map(len, cells)))]
             table.add_row(*(Text("\n".join(lines)) for lines in cells))

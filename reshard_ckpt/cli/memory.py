@@ -49,6 +49,9 @@ def memory(
         if as_json:
             print_json(found)
             return 0
+        if not found:
+            print_text(f"{folder}: no checkpoint of a run {'' if root is None else f'at {root} '}is in this node's memory")
+            return 0
         print_text(Columns(["root", "run", "job", ">memory", ">step", ">age", ">files here"], list(_rows(found))))
         return 0
     if root is None:

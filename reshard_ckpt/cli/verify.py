@@ -29,7 +29,7 @@ def verify(
     else:
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         fine = "every byte is as it was written"
-        if report.bytes_unproved:
+        if report.bytes_unverified:
             fine = "all files are there, whole; nothing can be said of their bytes, as this format has no checksums"
         print_text(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 MAX_NAMED = 10
 """The most problems that one message spells out; the others are counted."""
@@ -89,7 +89,7 @@ class SaveReport:
         return f"SaveReport(path={self.path!r}, num_bytes={self.num_bytes}, {times})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
     """The outcome of a load on this rank, and the problems of all ranks.
 
@@ -131,6 +131,10 @@ class LoadReport:
     num_bytes: int = 0
     bytes_read: int = 0
     bytes_unverified: int = 0
+
+    def __repr__(self) -> str:
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return f"LoadReport({', '.join(f'{name}={value!r}' for name, value in named.items() if value != ())})"
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from math import isnan
 from typing import Any, NoReturn
 
@@ -306,6 +306,8 @@ def _advice(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         hint = "save ._asdict() or tuple(...)"
+    elif is_dataclass(value) and not isinstance(value, type):
+        hint = "save dataclasses.asdict(...) of it, or give it state_dict() and load_state_dict()"
     elif isinstance(value, np.ndarray):
         hint = "save np.array(...) of it"
     elif isinstance(value, torch.Tensor):

@@ -65,8 +65,8 @@ class Manager(RunSteps):
         A `Memory`: `async_save` saves to the memory of nodes first, and from there to the store at ``persist_every``.
         `load_latest` loads the newest checkpoint of both.
     persist_every
-        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps. A step that
-        ``keep_every`` or ``keep_best`` keeps goes there at once.
+        With ``memory=``, how often a save goes on to the store: a duration, by default ``"10min"``, or a number of steps. One
+        that ``keep_every`` or ``keep_best`` keeps goes there at once.
     interval
         How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
         loses the least time by the measured cost of saves and the rate of failures.
@@ -95,7 +95,7 @@ class Manager(RunSteps):
         read_only: bool = False,
         finish_on_sigterm: bool | float = False,
         memory: Memory | None = None,
-        persist_every: int | str = "10min",
+        persist_every: int | str | None = None,
         interval: str | float | None = None,
         mtbf: str | float | None = None,
         max_overhead: float = MAX_OVERHEAD,
@@ -106,7 +106,7 @@ class Manager(RunSteps):
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
         self._root = checked_root(root)  # once: the process may change its working folder
-        refuse_memory_unless(memory, self._root, read_only=read_only)
+        refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
         self._process = os.getpid()
@@ -132,7 +132,11 @@ class Manager(RunSteps):
                         self._attempts = AttemptLog(storage)
             if grace_s:
                 self._preemption.finish_saves(grace_s, opening)
-            self._memory = None if memory is None else self._open_memory(memory, storage, persist_every)
+            self._memory = (
+                None
+                if memory is None
+                else self._open_memory(memory, storage, "10min" if persist_every is None else persist_every)
+            )
             self._held = opening.pop_all()
         self._restoring = Restoring(
             self._root, self._stored, self._lineage, self._memory, self._preemption.deferring,
@@ -283,7 +287,7 @@ class Manager(RunSteps):
         try:
             return self._restoring.load(step, state, options, goes_on=goes_on)
         except CheckpointNotFound as error:
-            raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
+            raise CheckpointNotFound(f"{self._stored.path(step)}: no committed checkpoint; {self._steps_text()}") from error
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint of one step, even if the rule keeps it. Files that another step refers to stay.

@@ -82,8 +82,13 @@ def checked_root(root: Path) -> str:
     return path
 
 
-def refuse_memory_unless(memory: Any, root: str, *, read_only: bool) -> None:
-    """Raise a `UsageError` if ``memory=`` has a wrong type, or is passed to a ``read_only`` manager."""
+def refuse_memory_unless(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool) -> None:
+    """Raise a `UsageError` if ``memory=`` has a wrong type or a ``read_only`` manager, or `persist_every` stands alone."""
+    if memory is None and persist_every is not None:
+        raise UsageError(
+            f"persist_every={persist_every!r}: how often saves go from memory to the store; pass memory=checkpoint.Memory(...) "
+            "too, or leave it out"
+        )
     if memory is not None and not isinstance(memory, Memory):
         raise UsageError(f"memory={memory!r:.100}: pass a checkpoint.Memory, as in memory=checkpoint.Memory(copies=1), or None")
     if memory is not None and read_only:
@@ -100,13 +105,21 @@ def take_lock(storage: Storage) -> Iterator[bool]:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
         yield had_manager
         return
+    except StorageError as error:  # evaluation jobs often mount the root so that they cannot write
+        raise StorageError(f"{error}; or pass read_only=True, to load alone") from error
+    own = f"process {os.getpid()} on {socket.gethostname()}"
     if lock is None:
         holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
+        if holder == own:
+            raise UsageError(
+                f"{storage.url}: {holder}, which is this one, has a manager of the checkpoints there already; close that one "
+                "first, or pass read_only=True to load"
+            )
         raise UsageError(
             f"{storage.url}: {holder} manages the checkpoints there, or reshard-ckpt memory persist writes some of them; give "
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
         with suppress(OSError):  # the note is optional: a job must be able to load from a full disk
-            lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            lock.note(own.encode())
         yield had_manager

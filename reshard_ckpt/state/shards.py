@@ -122,7 +122,8 @@ class LocalShard:
             raise UsageError("LocalShard: give either offsets or pieces")
         if tensor.ndim != len(shape):
             raise LayoutError(
-                f"LocalShard: the local tensor has {tensor.ndim} dims {tuple(tensor.shape)}, global_shape {shape} {len(shape)}"
+                f"LocalShard: the local tensor has {tensor.ndim} dims {tuple(tensor.shape)}, but global_shape={shape} has "
+                f"{len(shape)}; give both the same number of dims"
             )
         local_shape = tuple(tensor.shape)
         if offsets is not None:

@@ -25,6 +25,7 @@ _NEXT_STEPS = {
     errno.EDQUOT: "free space within your quota, or save to another path",
     errno.EACCES: "give this user the rights, or use another path",
     errno.EPERM: "give this user the rights, or use another path",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or use another file system",
     errno.EROFS: "mount it writable, or use another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files",

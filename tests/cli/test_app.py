@@ -255,6 +255,12 @@ def test_tables_on_a_terminal_fold_what_is_too_wide_and_elsewhere_do_not(
     assert capsys.readouterr().out == plain
 
 
+def test_table_without_rows_is_drawn_as_its_headings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shared.print_text(Columns(["name", ">size"], []))
+    assert re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).split() == ["name", "size"]
+
+
 GUIDED = [
     ("├─ model", "", "", ""),
     ("│  └─ layers.0-31 ×32", "BF16", "4096 × 4096", "12"),

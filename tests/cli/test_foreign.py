@@ -47,7 +47,7 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
     proved = run("verify", foreign)
     assert (proved.code, "nothing can be said of their bytes, as this format has no checksums" in proved.out) == (0, True)
     assert "every byte" not in proved.out
-    assert run("verify", foreign, "--json").json["bytes_unproved"] == foreign.stat().st_size
+    assert run("verify", foreign, "--json").json["bytes_unverified"] == foreign.stat().st_size
     for arguments in (["-o", tmp_path / "all.html"], ["model.emb", "-o", tmp_path / "emb.svg"]):
         assert run("plot", foreign, *arguments).code == 0
 

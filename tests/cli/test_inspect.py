@@ -147,6 +147,13 @@ def test_folder_of_checkpoints_lists_those_of_other_names_and_formats(tmp_path: 
     assert all(name in shown for name in ("last", "epoch_3", "step_3"))
 
 
+def test_paths_in_a_listing_begin_as_the_root_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint.save(tmp_path / "run" / "step_1", {"w": torch.ones(2)})
+    monkeypatch.chdir(tmp_path)
+    assert [line["path"] for line in run("inspect", "run/", "--json").json["steps"]] == ["run/step_1"]
+    assert run("inspect", "run").out.split()[-1] == "run/step_1"
+
+
 def test_second_name_of_a_tensor_says_whose_bytes_it_has(tmp_path: Path):
     shared = torch.ones(4)
     checkpoint.save(tmp_path / "tied", {"a": shared, "b": shared})

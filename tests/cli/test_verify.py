@@ -27,7 +27,7 @@ def test_whole_checkpoint_is_said_to_be_so(trained: Path):
         "problems": [],
         "num_files": 4,
         "num_bytes": size,
-        "bytes_unproved": 0,
+        "bytes_unverified": 0,
     }
 
 

@@ -111,6 +111,8 @@ def values_job(folder: str) -> dict[str, Any]:
         out["broken"] = outcome(lambda: checkpoint.load(path, {"extra": broken}, process_group=three))
         out["broken_value"] = broken["plain"].value
     some = {"position": checkpoint.PerRank(rank)} if rank != 2 else {}
+    mixed = {"position": checkpoint.PerRank(rank) if rank == 2 else 1}
+    out["of_two_kinds"] = outcome(lambda: checkpoint.save(Path(folder, "some"), {"extra": mixed}))
     out["missing_on_a_rank"] = outcome(lambda: checkpoint.save(Path(folder, "some"), {"extra": some}))
     return out
 
@@ -119,6 +121,7 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     answers = run_ranks(values_job, 4, str(tmp_path))
     for out in answers:
         assert out["same_size"] == (True,) * 8
+        assert "extra.position: a plain value on rank 0, a PerRank on rank 2" in out["of_two_kinds"].message
         assert out["missing_on_a_rank"].error == "LayoutError"
         assert "extra.position: a PerRank value is missing on ranks [2]" in out["missing_on_a_rank"].message
     read = [sample for out in answers for sample in out["read"]]

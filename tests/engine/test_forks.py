@@ -171,7 +171,7 @@ def test_a_child_forked_while_a_manager_saves_and_removes_is_told(tmp_path: Path
             assert in_child(call).startswith(f"UsageError: {name}: this process was forked from the one that manages"), name
         assert in_child(lambda: (manager.close(), manager.steps())) == "(None, [1, 2])"
         assert in_child(lambda: checkpoint.Manager(tmp_path / "run", read_only=True).load(1, state())).startswith("LoadReport")
-    with pytest.raises(UsageError, match="manages the checkpoints there"):
+    with pytest.raises(UsageError, match="which is this one"):
         checkpoint.Manager(tmp_path / "run")
     manager.close()
     assert manager.steps() == [2]

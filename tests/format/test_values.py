@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import enum
 import io
@@ -219,6 +220,11 @@ class Opaque:
     pass
 
 
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+
+
 def loop() -> list[Any]:
     out: list[Any] = []
     out.append(out)
@@ -229,6 +235,7 @@ def loop() -> list[Any]:
     ("value", "message"),
     [
         (Opaque(), r"extra\.x: a .*Opaque cannot be saved; convert it to plain values, or give it state_dict"),
+        (Settings(), r"a .*Settings cannot be saved; save dataclasses\.asdict\(\.\.\.\) of it"),
         ({"a": [0, {"b": LOCAL.ONE}]}, r"extra\.x\['a'\]\[1\]\['b'\]: <LOCAL.ONE: 1> would not come back: .* save plain values"),
         (datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), "a time in UTC"),
         (datetime.datetime(2026, 1, 1, fold=1), "would not come back"),

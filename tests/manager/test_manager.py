@@ -27,6 +27,7 @@ from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.keys import CATALOG_KEY
 from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage.local import LocalStorage
 from tests.checkpoint.references import referring
 from tests.launch import ROOT
 from tests.reliability.ranks import jobs
@@ -211,7 +212,7 @@ def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(option: dict[str
 def test_a_second_manager_is_refused_until_the_first_is_closed(root: str):
     with Manager(root) as manager:
         manager.save(1, state(1))
-        with pytest.raises(UsageError, match=rf"process {os.getpid()} on .* manages the checkpoints there"):
+        with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*, which is this one, has .*; close that one first"):
             Manager(root)
         with Manager(root, read_only=True) as reader:
             assert reader.load_latest(empty()).step == 1
@@ -315,6 +316,16 @@ def test_a_step_is_a_whole_number(tmp_path: Path, step: Any):
 def test_the_rule_is_of_whole_numbers(tmp_path: Path, name: str, wrong: Any):
     with pytest.raises(UsageError, match=f"{name}=.*pass a whole number"):
         Manager(tmp_path, **{name: wrong})
+
+
+def test_a_root_that_cannot_be_written_names_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: Any, **__: Any) -> None:
+        raise StorageError("cannot lock: Read-only file system")
+
+    monkeypatch.setattr(LocalStorage, "lock", refused)
+    with pytest.raises(StorageError, match="Read-only file system; or pass read_only=True"):
+        Manager(tmp_path)
+    Manager(tmp_path, read_only=True).close()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -539,7 +550,7 @@ def test_one_step_is_loaded_and_one_that_is_not_there_is_named(root: str):
         loaded = empty()
         assert manager.load(20, loaded).num_tensors == 1
         assert holds(loaded, 20)
-        with pytest.raises(CheckpointNotFound, match=r"step_25: no committed .*the run has step_10, step_20, step_30"):
+        with pytest.raises(CheckpointNotFound, match=r"step_25: no committed checkpoint; the run has step_10, step_20, step_30$"):
             manager.load(25, loaded)
         with pytest.raises(UsageError, match="step=-1"):
             manager.load(-1, loaded)

@@ -129,6 +129,8 @@ def test_the_first_goes_to_the_store_one_interval_after_the_start(tmp_path: Path
     assert due == [False, False, True, False, False, True]
     with pytest.raises(UsageError, match="persist_every=0"):
         Manager(tmp_path, memory=memory, persist_every=0)
+    with pytest.raises(UsageError, match="persist_every=10: .*pass memory=checkpoint.Memory"):
+        Manager(tmp_path, persist_every=10)
 
 
 def test_save_and_what_has_no_room_go_to_the_store_and_are_pruned(tmp_path: Path, memory: Memory):
@@ -603,7 +605,7 @@ def test_what_is_refused(tmp_path: Path, memory: Memory):
     with pytest.raises(UsageError, match="read_only"):
         Manager(tmp_path, memory=memory, read_only=True)
     for wrong in ({"copies": -1}, {"generations": 0}, {"copies": True}, {"max_bytes": 0}):
-        with pytest.raises(UsageError, match="Memory"):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))}=.*: pass a whole number"):
             Memory(**wrong)
 
 
@@ -710,6 +712,7 @@ def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm:
     (held,) = run("memory", "list", "--folder", shm, "--json").json
     assert held["root"] == str(root)
     assert [(one["step"], one["files_here"], one["files"]) for one in held["steps"]] == [(2, 1, 1), (3, 1, 1)]
+    assert "no checkpoint of a run is in" in run("memory", "list", "--folder", tmp_path / "none").out
     shown = run("memory", "list", root, "--folder", shm)
     assert "1 of 1" in shown.out
     done = run("memory", "persist", root, "--folder", shm)

@@ -169,7 +169,7 @@ def test_an_empty_shard_still_tells_the_global_shape():
     ("make", "message"),
     [
         (lambda t: LocalShard(t, (4, 2), (3, 0)), r"dim 0 ends at 3 \+ 2 = 5, past the size 4"),
-        (lambda t: LocalShard(t, (4,), (0,)), r"2 dims \(2, 2\), global_shape \(4,\)"),
+        (lambda t: LocalShard(t, (4,), (0,)), r"2 dims \(2, 2\), but global_shape=\(4,\) has 1; give both"),
         (lambda t: LocalShard(t, (4, 2), (0,)), r"do not have the 2 dims"),
         (lambda t: LocalShard(t, (4, 2), (-1, 0)), r"negative"),
         (lambda t: LocalShard(t, (4, 2)), r"either offsets or pieces"),

@@ -27,6 +27,7 @@ from ..geometry.overlaps import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
 from ..geometry.tiling import Fault, describe_region, find_faults
 from ..report import summarize
+from ..words import plural
 from .axis_cuts import Placement
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
@@ -263,7 +264,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
         distinct = np.unique(ranks).tolist()
         who = f"rank {distinct[0]}" if len(distinct) == 1 else f"ranks {distinct[0]} and {distinct[1]}"
         return f"{name}: shards of {who} overlap at {region} but are not the same, global shape {shape}"
-    return f"{name}: no rank holds {region} ({fault.missing} elements in all), global shape {shape}"
+    return f"{name}: no rank holds {region} ({plural(fault.missing, 'element')} in all), global shape {shape}"
 
 
 def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = True) -> Checks:

@@ -37,14 +37,14 @@ class VerifyReport:
         One line for each problem: the file, the byte range, and the tensors or values in it.
     num_files, num_bytes
         The number of files of the checkpoint, and their bytes.
-    bytes_unproved
+    bytes_unverified
         Bytes of files without checksums, such as files of other formats; only their sizes were checked.
     """
 
     problems: tuple[str, ...]
     num_files: int
     num_bytes: int
-    bytes_unproved: int = 0
+    bytes_unverified: int = 0
 
     @property
     def ok(self) -> bool:
@@ -73,7 +73,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
         problems=tuple(check.problems()),
         num_files=len(catalog.files),
         num_bytes=sum(entry.size for entry in catalog.files),
-        bytes_unproved=sum(entry.size for entry in catalog.files if not entry.digests_key),
+        bytes_unverified=sum(entry.size for entry in catalog.files if not entry.digests_key),
     )
 
 

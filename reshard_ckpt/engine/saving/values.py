@@ -15,6 +15,8 @@ from ...core.report import summarize
 from ...errors import LayoutError
 from ...format.values import decode_value, encode_value
 
+_KINDS = {ValueKind.PLAIN: "a plain value", ValueKind.PARAM_GROUPS: "groups of an optimizer", ValueKind.PER_RANK: "a PerRank"}
+
 
 def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: MergedTables) -> tuple[ValueEntry, ...]:
     """Merge the values of all ranks into one table.
@@ -53,7 +55,7 @@ def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTabl
         problems.append(f"{name}: a value on rank {first_rank}, a tensor on another rank")
     for rank, value in found[1:]:
         if value.kind is not first.kind:
-            problems.append(f"{name}: {first.kind.name} on rank {first_rank}, {value.kind.name} on rank {rank}")
+            problems.append(f"{name}: {_KINDS[first.kind]} on rank {first_rank}, {_KINDS[value.kind]} on rank {rank}")
         elif first.kind is ValueKind.PLAIN and value.data != first.data:
             problems.append(f"{name}: rank {first_rank} has {_show(first)}, rank {rank} has {_show(value)}")
     if first.kind is ValueKind.PARAM_GROUPS:

@@ -103,7 +103,7 @@ def test_it_is_inspected_verified_converted_and_resharded(flavour: str, tmp_path
     assert (inspection.format, inspection.summary.num_tensors) == ("bytecheckpoint", 15)
     report = checkpoint.verify(folder)
     assert report.ok
-    assert report.bytes_unproved == report.num_bytes > 0
+    assert report.bytes_unverified == report.num_bytes > 0
     checkpoint.convert(folder, tmp_path / "own", to="dcp")
     checkpoint.reshard(folder, tmp_path / "sharded", mesh={"dp": 2}, rules={"model.*.weight": {"dp": "shard(0)"}})
     for path in (tmp_path / "own", tmp_path / "sharded"):

@@ -103,7 +103,7 @@ def test_verify_and_diff_find_nothing_wrong(folder: Unpacked, name: str) -> None
 def test_sha256_is_proved_by_the_list_of_megatron(tmp_path: Path) -> None:
     root = unpack("0.20.0-integrity", tmp_path)
     report = checkpoint.verify(root, sha256=True)
-    assert (report.ok, report.bytes_unproved) == (True, 0)
+    assert (report.ok, report.bytes_unverified) == (True, 0)
     path = root / "iter_0000007" / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
