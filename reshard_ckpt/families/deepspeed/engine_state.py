@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from numbers import Number
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,14 @@ FLAT_OWNERS = (
     "fp32_groups_flat",  # the fp16 and bf16 wrapper without ZeRO
 )
 """Attributes of DeepSpeed's optimizers: the flat tensors, one for each group, that torch's optimizer has as its parameters."""
+
+
+class Shared(NamedTuple):
+    """A value that the parameters of a flat group share, and the state of the group, in which it has this key."""
+
+    state: dict[str, Any]
+    key: str
+    value: Any
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -297,34 +306,33 @@ class EngineState:
             return
         yield from (((self.names[param],), owner) for param, owner in self._apart())
 
-    def set_shared(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set values that the parameters of a flat group share, such as the step, from the loaded value of each parameter.
+    def shared_values(self, entries: Mapping[str, Mapping[str, Any]]) -> list[Shared]:
+        """Return the values that the parameters of a flat group share, such as the step, from the saved value of each parameter.
 
         Raises
         ------
         UnsupportedError
-            The loaded values differ among the parameters of one group.
+            The saved values differ among the parameters of one group, or are no numbers where the optimizer has one.
         """
         base = base_optimizer(self._engine)
-        # A flat group has one value for all of its parameters, so the loaded values of these must agree.
+        chosen = []
+        # A flat group has one value for all of its parameters, so the saved values of these must agree.
         for names, owner in self._owners():
             state = base.state[owner]
             for key in {key for fqn in names for key in entries.get(fqn, {})}:
                 found = {fqn: entries[fqn][key] for fqn in names if key in entries.get(fqn, {})}
                 (first, value), *others = found.items()
+                name = f"optimizer.state.{first}.{key}"
                 for fqn, other in others:
                     if not _equal(value, other):
                         raise UnsupportedError(
-                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in "
-                            "one flat group here, which has one value; put them into groups of their own"
+                            f"{name} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in one flat group here, "
+                            "which has one value; put them into groups of their own"
                         )
-                # Keep the form that the optimizer has: a tensor stays the same tensor, a number stays a number.
-                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
-                    state[key].copy_(value)
-                elif isinstance(state.get(key), torch.Tensor):
-                    state[key].fill_(value)
-                else:
-                    state[key] = value.item() if isinstance(value, torch.Tensor) and key in state else value
+                if isinstance(state.get(key), torch.Tensor | Number) and not isinstance(value, torch.Tensor | Number):
+                    raise UnsupportedError(f"{name} is {value!r:.60}, where the optimizer has a number; save it as one")
+                chosen.append(Shared(state, key, value))
+        return chosen
 
     def update_parameters(self) -> None:
         """Copy loaded master weights to the module's parameters."""

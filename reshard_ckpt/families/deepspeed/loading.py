@@ -1,15 +1,16 @@
 """Loading a checkpoint of any layout, from this library or from DeepSpeed, into a DeepSpeed engine in place.
 
 1. Describe the engine's tensors, and allocate optimizer state that the checkpoint has and the engine lacks.
-2. Load into that memory: each rank reads its own runs of each parameter.
-3. Give the values to their owners: hyperparameters to groups, numbers to the loss scaler, its state to the scheduler.
-4. Have the optimizer copy its master weights to the parameters.
+2. Read all values, and choose those of each group. If some do not fit, all ranks raise that here, and no tensor has changed.
+3. Load into the memory of 1: each rank reads its own runs of each parameter.
+4. Give the values to their owners: hyperparameters to groups, numbers to the loss scaler, its state to the scheduler.
+5. Have the optimizer copy its master weights to the parameters.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ import torch.distributed as dist
 
 from ...checkpoint.loading import load
 from ...checkpoint.reading import catalog, read
-from ...comm import values_of_all
+from ...comm import open_session, values_of_all
 from ...core.catalog.model import Catalog
 from ...errors import UsageError
-from .engine_state import EngineState, base_optimizer, refuse_unsupported
+from .engine_state import EngineState, Shared, base_optimizer, refuse_unsupported
 from .layout import OPTIMIZER
 from .live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
 from .values import NOT_VALUES, ROOT
@@ -87,10 +88,11 @@ def load_checkpoint(
     Raises
     ------
     MismatchError
-        A tensor does not fit the engine, and no tensor has changed; or the parameters of a group were saved with different
-        hyperparameters, which shows only after tensors are loaded.
+        A tensor does not fit the engine, or the parameters of a group were saved with different hyperparameters.
     UnsupportedError
-        The engine cannot be loaded in place.
+        The engine cannot be loaded in place; or the parameters of a flat group were saved with different values, such as steps.
+
+    Whichever of these is raised, no tensor has changed.
     """
     refuse_unsupported(engine)
     if custom_load_fn is not None:
@@ -102,18 +104,25 @@ def load_checkpoint(
         return None, None
     saved = found.catalog
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    # The order matters: state must be allocated before tensors are described; the optimizer's values go in once all tensors are
-    # loaded; parameters are copied from the master weights last.
+    # The order matters: state must be allocated before tensors are described; what may fail comes before a tensor changes; the
+    # optimizer's values go in once all tensors are loaded; parameters are copied from the master weights last.
     _around(engine, "checkpoint_event_prologue")
     held = EngineState(engine, loading=True)
     kinds = kinds_of_state(saved)
     if with_optimizer:
         held.allocate(kinds)
-    shared = _load_tensors(found, held, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
-    values = _values(found)
+    tree, numbers = _wanted(saved, held, kinds, with_optimizer=with_optimizer)
+    with open_session("read the values of", found.path, timeout_s=timeout_s):
+        values, shared = _values(found, numbers)
+        if with_optimizer:
+            of_owners = held.shared_values(shared)
+            of_groups = _hyperparameters(held, values.get(GROUPS_NAME))
+    ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
+    found.load(tree, strict=load_module_strict, cast=True, ignore=ignore, timeout_s=timeout_s)
     if with_optimizer:
-        held.set_shared(shared)
-        _set_groups(held, base_optimizer(engine), values.get(GROUPS_NAME))
+        _set_shared(of_owners)
+        for group, hyperparameters in zip(base_optimizer(engine).param_groups, of_groups, strict=True):
+            group.update(hyperparameters)
         _set_optimizer(engine.optimizer, values[ROOT].get(OPTIMIZER) or {})
     held.update_parameters()
     if with_optimizer and hasattr(engine.optimizer, "_link_all_hp_params"):
@@ -140,64 +149,78 @@ def _around(engine: Any, method: str) -> None:
         getattr(engine.optimizer, method)()
 
 
-def _load_tensors(
-    found: Saved, held: EngineState, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
-) -> dict[str, dict[str, Any]]:
-    """Load tensors in place. Return by parameter and key the values that a flat group's parameters share, such as the step."""
-    saved = found.catalog
+def _wanted(
+    saved: Catalog, held: EngineState, kinds: Kinds, *, with_optimizer: bool
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    """Return the tensors to load, and the names of the numbers to read, each with its parameter and key.
+
+    A flat group has one number, such as the step, for all of its parameters; the checkpoint has one for each parameter, as a
+    tensor or as a value.
+    """
     model, state = held.tensors(with_state=with_optimizer)
     model |= held.buffers()
-    shared: dict[str, dict[str, Any]] = {}
-    # Scalars are not loaded in place, as a flat group has just one of each: load a saved tensor into a new one, by parameter.
+    numbers = {name: (link.fqn, link.key) for name, link in saved.links().items() if name not in saved and link.fqn in state}
     for fqn, entries in state.items():
         for key in [key for key, value in entries.items() if _is_scalar(value)]:
             del entries[key]
-            kind = kinds.get(fqn, {}).get(key)
-            if kind is not None and f"{OPTIMIZER}.state.{fqn}.{key}" in saved:
-                entries[key] = shared.setdefault(fqn, {})[key] = torch.zeros((), dtype=kind[1])
-    # numbers: entries of the state that are saved as values, and not as tensors; they are read after the tensors
-    numbers = {name: link for name, link in saved.links().items() if name not in saved and link.fqn in state}
+            kind, name = kinds.get(fqn, {}).get(key), f"{OPTIMIZER}.state.{fqn}.{key}"
+            if kind is not None and name in saved:
+                entries[key] = torch.zeros((), dtype=kind[1])  # so that the load compares its shape
+                if saved.shape(saved.index(name)) == ():
+                    numbers[name] = (fqn, key)
     tree: dict[str, Any] = {"model": model} if model else {}
     state = {fqn: entries for fqn, entries in state.items() if entries}
     if state:
         tree[OPTIMIZER] = {"state": state}
-    ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
-    found.load(tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
-    if numbers:
-        for name, value in found.read(list(numbers)).items():
-            shared.setdefault(numbers[name].fqn, {})[numbers[name].key] = value
-    return shared
+    return tree, numbers
 
 
 def _is_scalar(value: Any) -> bool:
     return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
-def _values(found: Saved) -> dict[str, Any]:
-    """Read all values: the groups of the optimizer, and below `ROOT` the tree of DeepSpeed's and the user's values."""
+def _values(found: Saved, numbers: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Read all values: the groups of the optimizer, below `ROOT` the tree of DeepSpeed's and the user's values, and `numbers`.
+
+    The numbers are returned by parameter and key.
+    """
     keys = value_keys(found.catalog)
-    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in found.catalog.value_names)]
-    values = found.read(wanted) if wanted else {}
+    groups = [name for name in [GROUPS_NAME] if name in found.catalog.value_names]
+    read = found.read([*keys, *groups, *numbers])
     tree: dict[str, Any] = {}
     for name, (_, *above, last) in keys.items():
         node = tree
         for key in above:
             node = node.setdefault(key, {})
-        node[last] = values[name]
-    return {ROOT: tree, GROUPS_NAME: values.get(GROUPS_NAME)}
+        node[last] = read[name]
+    shared: dict[str, dict[str, Any]] = {}
+    for name, (fqn, key) in numbers.items():
+        shared.setdefault(fqn, {})[key] = read[name]
+    return {ROOT: tree, GROUPS_NAME: read.get(GROUPS_NAME)}, shared
 
 
 _OF_MOE = ("moe", "name")
 
 
-def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
-    """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
+def _hyperparameters(held: EngineState, saved: Any) -> list[dict[str, Any]]:
+    """Return for each group of torch's optimizer the hyperparameters that were saved for its parameters."""
+    names = held.group_names()
     if not saved:
-        return
+        return [{} for _ in names]
     # "moe" and "name" of a MoE group describe the ranks of the job that saved, so they are not loaded.
     saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
-    for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
-        group.update(found)
+    return hyperparameters_of(saved, names)
+
+
+def _set_shared(chosen: Iterable[Shared]) -> None:
+    """Set the values that `EngineState.shared_values` has chosen. A tensor stays the same tensor, a number stays a number."""
+    for state, key, value in chosen:
+        if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
+            state[key].copy_(value)
+        elif isinstance(state.get(key), torch.Tensor):
+            state[key].fill_(value)
+        else:
+            state[key] = value.item() if isinstance(value, torch.Tensor) and key in state else value
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:

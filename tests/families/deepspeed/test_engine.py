@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError, CheckpointNotFound
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError
 from tests.families.deepspeed import jobs
 from tests.launch import run_ranks
 
@@ -179,6 +180,57 @@ def test_options_of_load_keep_their_meaning(saved_on_two: Path) -> None:
     assert kept.isdisjoint({"model.a.weight", "model.emb.weight"})
 
 
+def values_that_do_not_fit(folder: str) -> dict[str, list[str]]:
+    """Load with values that do not fit on rank 1: what each rank raises, and whether a tensor changed."""
+    from reshard_ckpt.families.deepspeed.loading import Saved, find_saved, load_checkpoint
+
+    engine = jobs.engine_of("z2-bf16-plain", seed=9)
+    jobs.train(engine, 1)
+    found: dict[str, list[str]] = {}
+
+    def changed(what: str, names: list[str], values: dict[str, Any]) -> dict[str, Any]:
+        if what == "a step" and dist.get_rank() == 1:
+            values[next(name for name in names if name.endswith(".step"))] = 77
+        if what == "no number" and dist.get_rank() == 1:
+            values |= {name: "three" for name in names if name.endswith(".step")}
+        if what == "a group" and dist.get_rank() == 1:
+            values["optimizer.param_groups"] = [
+                {**group, "params": group["params"][1:]} for group in values["optimizer.param_groups"]
+            ]
+        if what == "damage" and dist.get_rank() == 1:
+            raise CorruptError("a block is damaged")
+        return values
+
+    def lying(what: str) -> Any:
+        def find(load_dir: str, tag: Any) -> Saved | None:
+            saved = find_saved(load_dir, tag)
+            assert saved is not None
+            return replace(saved, read=lambda names: changed(what, names, saved.read(names)))
+
+        return find
+
+    def masters() -> list[str]:
+        return [jobs.digest(flat) for flat in engine.optimizer.single_partition_of_fp32_groups]
+
+    for what in ("a step", "no number", "a group", "damage"):
+        before = masters()
+        with pytest.raises(CheckpointError) as raised:
+            load_checkpoint(engine, folder, find=lying(what))
+        found[what] = [type(raised.value).__name__, str(raised.value), str(masters() == before)]
+    return found
+
+
+def test_values_that_do_not_fit_are_raised_on_all_ranks_before_a_tensor_changes(saved_on_two: Path) -> None:
+    every = run_ranks(values_that_do_not_fit, 2, str(saved_on_two / "z1-bf16-plain" / OURS))
+    assert all(message.startswith("rank 1: ") for _, message, _ in every[0].values()), every[0]
+    for found in every:
+        kinds = {what: kind for what, (kind, _, _) in found.items()}
+        assert kinds == {
+            "a step": "UnsupportedError", "no number": "UnsupportedError", "a group": "MismatchError", "damage": "CorruptError",
+        }  # fmt: skip
+        assert [same for _, _, same in found.values()] == ["True"] * 4
+
+
 def saved_and_trained_on(out: str) -> None:
     """Save, and keep the losses of the next steps."""
     from reshard_ckpt.families.deepspeed import calls as reshard_deepspeed
@@ -299,7 +351,7 @@ def installed(out: str) -> tuple[str, str]:
 def test_install_attaches_where_the_config_says(tmp_path: Path) -> None:
     plain, ours = run_ranks(installed, 2, str(tmp_path))[0]
     assert plain.startswith("deepspeed.")
-    assert ours == "reshard_ckpt.integrations.deepspeed"
+    assert ours == "reshard_ckpt.families.deepspeed.calls"
     assert (tmp_path / "1" / "global_step1" / "catalog.msgpack").exists()
     assert jobs.digests(tmp_path / "1").keys() == jobs.digests(tmp_path / "0").keys()
 
