@@ -27,7 +27,22 @@ from .selecting import match_names
 
 
 def catalog(path: Path) -> Catalog:
-    """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group."""
+    """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group.
+
+    Parameters
+    ----------
+    path
+        A checkpoint of any format that can be opened.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The path holds no checkpoint.
+    CorruptError
+        The catalog is damaged.
+    StorageError
+        The store refused to read.
+    """
     with open_source(path) as source:
         return source.catalog
 
@@ -45,6 +60,8 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
 
     Parameters
     ----------
+    path
+        A checkpoint of any format that can be opened.
     sha256
         Also check every file against the manifest that a save with ``sha256=True`` or `write_manifest` made. This reads
         everything a second time.
@@ -95,6 +112,8 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
 
     Parameters
     ----------
+    path
+        A checkpoint of this library.
     workers, progress
         As for `verify`.
 
@@ -132,6 +151,11 @@ def _refuse_foreign(source: Source) -> None:
 def timeline(path: Path) -> Timeline:
     """Read how long each step of each rank took in the save that made this checkpoint.
 
+    Parameters
+    ----------
+    path
+        A checkpoint of this library.
+
     Raises
     ------
     CheckpointNotFound
@@ -151,6 +175,8 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
 
     Parameters
     ----------
+    path
+        A checkpoint of any format that can be opened.
     names
         Names, by default all. A name also stands for everything below it (``"model"`` for ``"model.…"``), and may be a
         shell-style pattern (``"*.bias"``).

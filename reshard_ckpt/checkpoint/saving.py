@@ -294,8 +294,12 @@ def prepare(
 ) -> None:
     """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` needs both.
 
-    Call it on all ranks, with the state and the options that `async_save` will get. State that an optimizer creates in its first
-    step is not counted if it does not exist yet.
+    Call it on all ranks. State that an optimizer creates in its first step is not counted if it does not exist yet.
+
+    Parameters
+    ----------
+    state, mesh, process_group, host_buffer_bytes, replicas, timeout_s
+        The same as `async_save` will get.
     """
     options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)

@@ -16,6 +16,13 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
 
     An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``.
+
+    Parameters
+    ----------
+    dcp_checkpoint_dir
+        A checkpoint of any format that `checkpoint.load` opens.
+    torch_save_path
+        The file to write; a file there is replaced.
     """
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
 
@@ -23,10 +30,17 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
 def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:
     """Write a file of ``torch.save`` as a checkpoint of this library, by one process; `load` loads it into any layout.
 
+    Parameters
+    ----------
+    torch_save_path
+        The file to read.
+    dcp_checkpoint_dir
+        The folder to write.
+
     Raises
     ------
     UnsupportedError
-        The file holds more than tensors and plain values, or is none of torch's.
+        The file holds more than tensors and plain values, or was not written by ``torch.save``.
     """
     try:
         state = torch.load(torch_save_path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(torch_save_path))

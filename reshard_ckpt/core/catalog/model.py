@@ -121,7 +121,17 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """One row of a tensor as plain Python values."""
+    """One row of a tensor: a run of a box, and the place of its bytes.
+
+    Attributes
+    ----------
+    offsets, lengths
+        The box in the global tensor.
+    start, count
+        The run, in elements of the box in row-major order: 0 and all of them for a plain shard.
+    file, offset, num_bytes
+        The file, and the bytes in it.
+    """
 
     offsets: Ints
     lengths: Ints
@@ -134,7 +144,21 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor as plain Python values, with its rows; `Catalog.tensor` makes it."""
+    """One tensor as plain Python values, with its rows; `Catalog.tensor` makes it.
+
+    Attributes
+    ----------
+    name, shape
+        The name and the global shape.
+    dtype
+        The code of the safetensors format: ``F32``, ``BF16``, …
+    placement
+        An `AxisPlacement` for each mesh axis, in order; None if it is not known.
+    alias_of
+        The name of the tensor whose bytes this one shares; None if it has bytes of its own.
+    shards
+        A `ShardView` for each row.
+    """
 
     name: str
     dtype: str
@@ -145,12 +169,29 @@ class TensorView:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The global metadata of one checkpoint. It is immutable, and has no tensor data; `metadata` was attached by the user."""
+    """The global metadata of one checkpoint. It is immutable, and has no tensor data. ``name in catalog`` asks for a tensor.
+
+    Attributes
+    ----------
+    save_id, created_s
+        The id of the save that wrote it, and its time in seconds since 1970.
+    mesh
+        The job's mesh, with ``axes`` and ``sizes``; None if it is not known.
+    metadata
+        The ``metadata=`` of the save.
+    files
+        The shard files, each with ``key``, ``size`` and ``rank``.
+    unreadable
+        Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
+    tensors_table, rows, boxes, placements, values_table
+        The columns behind the views; docs/format.md describes them.
+    """
 
     save_id: str
     created_s: float
@@ -163,7 +204,6 @@ class Catalog:
     files: tuple[FileEntry, ...]
     values_table: tuple[ValueEntry, ...]
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
-    """Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason."""
     _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
