@@ -22,7 +22,7 @@ from ..engine.saving.local_shards import describe_local
 from ..engine.saving.messages import EncodedMetadata, decode_metadata, encode_metadata
 from ..errors import CheckpointError
 from ..state.capture import capture
-from ..state.scan import Verbatim
+from ..state.walk import Verbatim
 
 
 def rank_metadata(planner: SavePlanner, rank: int) -> EncodedMetadata | None:

@@ -28,7 +28,7 @@ from ..comm.group import current_accelerator
 from ..core.catalog.links import GROUPS, STATE
 from ..errors import UsageError
 from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested
-from ..state.scan import Verbatim
+from ..state.walk import Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 

@@ -18,8 +18,8 @@ from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..state.capture import capture
 from ..state.optimizer_dicts import is_numbered, is_optimizer_tree, names_by_number
-from ..state.scan import Verbatim
 from ..state.tensors import is_tensor_like, local_memory
+from ..state.walk import Verbatim
 from ..storage import LocalStorage, Storage
 from ..torchfile.mapped import MappedFile, find_mapped
 from .catalog_builder import CatalogBuilder

@@ -1,52 +1,40 @@
-"""Capturing a state for a save, and preparing it for a load.
+"""From a state to the tensors and values of this rank: `capture` for a save, `prepare_load` for a load.
 
-*Saving*, `capture`: scan the state, and describe every tensor as pieces and every value as bytes.
-
-*Loading*, `prepare_load`: the same scan gives the same names. It changes nothing: it says which tensors and values are wanted,
-and hands back `Target.check`, to be called with the values before any tensor changes, and `Target.finish`, to be called after all
-tensors are in place and verified.
+Both open the state with the same passes (see `entries`), so both give the same names. `capture` describes all tensors as pieces
+and all values as bytes. `prepare_load` changes nothing: it returns the wanted tensors and values, `Target.check`, which must be
+called with the values before any tensor changes, and `Target.finish`, which must be called after all tensors are in place and
+verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
-from ..core.catalog.specs import StateLink, ValueKind
 from ..core.trees import name_of
-from ..engine.common.tensor_bytes import LocalTensor
 from ..format.values import check_keys, decode_steps, keys_of
-from .collector import Collector, NamedValue
-from .entries import Captured, Target
+from .describe import Describer
+from .dtensor import is_dtensor
+from .entries import Captured, Entry, Kind, Target
 from .mesh import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
-from .opened import OpenedState, open_state
-from .optimizer_dicts import saved_groups
-from .optimizer_target import OptimizersTarget
-from .optimizers import optimizer_contents
+from .optimizer_dicts import are_numbered_groups, saved_groups
+from .optimizers import OptimizersTarget, optimizer_rows
+from .parameters import Owners, optimizer_parameters
 from .paths import Steps, link_in_dict, saved_path
 from .router import Below, Router, ValueTarget
-from .scan import (
-    GroupsItem,
-    Item,
-    ModulesItem,
-    NumberedItem,
-    OptimizersItem,
-    PerRankItem,
-    TensorItem,
-    ValueItem,
-    steps,
-)
-from .tensors import LocalMemory, TensorLike, check_writable
-from .torch_classes import is_dtensor
+from .tensors import check_writable, memory_of
 from .tree_target import TreeTarget, ValueOrigin
+from .walk import Tree, is_stateful, state_of, steps, walk
 
 
 def capture(
@@ -72,57 +60,92 @@ def capture(
     declared = None if mesh is None else declared_mesh(mesh, group)
     opened = open_state(state)
     found = declared or found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
-    out = Collector(found)
-    with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
-        for tree in opened.trees:
-            keys_to = Steps(tree.path, tree.root)
-            optimizers = {*opened.unnamed, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
-            for item in tree.items:
-                link = link_in_dict(item.path, optimizers)
-                for content in _contents(item, opened, keys_to, link):
-                    out.add(item.name, content)
-    return Captured(_with_parameters(out.tensors), tuple(out.values), found, opened.warnings)
+    out = Describer(found)
+    with torch.no_grad():  # once for all tensors: for each of them it would take longer than the description
+        saved = [(Steps(tree.path, tree.root), list(_saved_rows(tree, opened.unnamed))) for tree in opened.trees]
+        _complete_links([row for _, rows in saved for row in rows])
+        for keys_of, rows in saved:
+            for row in rows:
+                out.add(row, keys_of)
+    return Captured(tuple(out.tensors), tuple(out.values), found, opened.warnings)
 
 
-def _with_parameters(tensors: Sequence[LocalTensor]) -> tuple[LocalTensor, ...]:
-    """Name the parameters of state whose link does not name one that is there, as in dicts, where they go by their FQN alone."""
-    names = {t.spec.name for t in tensors}
-    unknown = {t.spec.link.fqn for t in tensors if t.spec.link is not None and t.spec.link.parameter not in names}
-    if not unknown:
-        return tuple(tensors)
-    found = find_parameters(unknown, (t.spec.name for t in tensors if t.spec.link is None))
+def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> Iterator[Entry]:
+    """Yield the rows of a tree, with those of its modules and optimizers in their place, and with the values to be saved."""
+    # optimizers: the names of all dicts in the form of an optimizer's state dict, whose state is linked to its parameters.
+    optimizers = {*unnamed, *(name_of(row.path[:-1]) for row in tree.rows if row.kind is Kind.GROUPS)}
+    for row in tree.rows:
+        if row.kind is Kind.TENSOR or row.kind is Kind.VALUE:
+            row.link = link_in_dict(row.path, optimizers)
+            yield row
+        elif row.kind is Kind.MODULES:
+            for state in row.value:
+                yield from state.rows
+        elif row.kind is Kind.OPTIMIZERS:
+            yield from optimizer_rows(row)
+        elif row.kind is Kind.GROUPS:
+            yield replace(row, value=merge([(row.name, saved_groups(row.value))], name=row.name))
+        elif row.kind is Kind.PER_RANK:
+            value = row.value.value
+            yield replace(row, value=state_of(value) if is_stateful(value) else value)
 
-    def complete(tensor: LocalTensor) -> LocalTensor:
-        link = tensor.spec.link
-        if link is None or link.parameter in names or link.fqn not in found:
-            return tensor
-        return LocalTensor(replace(tensor.spec, link=replace(link, parameter=found[link.fqn])), tensor.memory)
 
-    return tuple(map(complete, tensors))
+def _complete_links(rows: Sequence[Entry]) -> None:
+    """Name the parameter in each link that names no saved tensor, as in dicts, where a parameter has its FQN alone."""
+    tensors = [row for row in rows if row.kind is Kind.TENSOR]
+    names = {row.name for row in tensors}
+    open_links = [(row, row.link) for row in tensors if row.link is not None and row.link.parameter not in names]
+    if open_links:
+        found = find_parameters({link.fqn for _, link in open_links}, (row.name for row in tensors if row.link is None))
+        for row, link in open_links:
+            row.link = replace(link, parameter=found.get(link.fqn, link.parameter))
 
 
-def _contents(item: Item, opened: OpenedState, keys_to: Steps, link: StateLink | None) -> Iterator[LocalTensor | NamedValue]:
-    """Yield the tensors and values of one item, under their names; `link` is that of a tensor or value in a dict."""
-    name = item.name
-    if isinstance(item, TensorItem):
-        yield opened.memories.of(item.value, name).named(name, link)
-    elif isinstance(item, ValueItem):
-        yield NamedValue(name, keys_to(item.path), ValueKind.PLAIN, item.value, link)
-    elif isinstance(item, PerRankItem):
-        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, item.holder.value if item.ask is None else item.ask())
-    elif isinstance(item, GroupsItem):
-        groups = merge([(name, saved_groups(item.groups))], name=name)
-        yield NamedValue(name, keys_to(item.path), ValueKind.PARAM_GROUPS, groups)
-    elif isinstance(item, ModulesItem):
-        for state in opened.modules[item.path]:
-            for tensor in state.tensors:
-                full = f"{name}.{tensor.fqn}"
-                yield opened.memories.of(tensor.value, full, tensor.replication).named(full)
-            for module_value in state.values:
-                path = (*item.path, module_value.fqn)
-                yield NamedValue(f"{name}.{module_value.fqn}", keys_to(path), ValueKind.PLAIN, module_value.value)
-    elif isinstance(item, OptimizersItem | NumberedItem):
-        yield from optimizer_contents(name, item.path, opened.views[item.path], keys_to)
+@dataclass(frozen=True, slots=True)
+class OpenedState:
+    """The state as rows, with its modules read and the parameters of its optimizers found.
+
+    Attributes
+    ----------
+    meshes
+        The distinct meshes of all DTensors.
+    ddp_groups
+        The ranks of each process group over which DDP replicates a module.
+    unnamed
+        Names of the optimizers' state dicts whose numbers nothing in the state names.
+    warnings
+        What the user should know about the way in which it is saved.
+    """
+
+    trees: Sequence[Tree]
+    meshes: tuple[DeviceMesh, ...]
+    ddp_groups: tuple[tuple[int, ...], ...]
+    unnamed: Sequence[str]
+    warnings: tuple[str, ...]
+
+    def hints(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return advice for saved values that do not fit because one side knows an optimizer by number, the other by name."""
+        names = [row.name for tree in self.trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
+        saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
+        wanted = [name for name in self.unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
+        return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
+
+
+def open_state(state: Mapping[Any, Any]) -> OpenedState:
+    """Open everything in the state.
+
+    Raises
+    ------
+    UsageError
+        The state is not one that can be saved or loaded into.
+    """
+    trees = walk(state)
+    states = [state for tree in trees for row in tree.rows if row.kind is Kind.MODULES for state in row.value]
+    unnamed, left_out = optimizer_parameters(trees, Owners(_owner_rows(trees)))
+    modules = (module for state in states for module in state.module.modules())
+    groups = {module.process_group for module in modules if isinstance(module, DistributedDataParallel)}
+    ddp_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    return OpenedState(trees, _meshes(trees), ddp_groups, unnamed, (*map(_warning, unnamed), *left_out))
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
@@ -152,51 +175,83 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     links = catalog.links()
     group = RankSet(tuple(range(size)), rank)
     mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
-    out = Collector(mesh)
+    out = Describer(mesh)
+    dtensors: list[tuple[str, torch.Tensor]] = []
     parts: list[ValueTarget] = []
+    unplaced: list[str] = []
     with torch.no_grad():  # as for saving
-        for tree in opened.trees:
-            for item in tree.items:
-                parts += _want_item(out, item, opened, catalog, links)
-    # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
+        for row in (row for tree in opened.trees for row in tree.rows):
+            wanted: Iterable[Entry] = (row,) if row.kind is Kind.TENSOR else ()
+            if row.kind is Kind.MODULES:
+                parts.append(ModulesTarget(row.name, row.value))
+                wanted = (entry for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
+            elif row.kind is Kind.OPTIMIZERS:
+                target = OptimizersTarget(row.name, row.value, catalog, links)
+                parts.append(target)
+                unplaced += target.unplaced
+                wanted = target.rows
+            for entry in wanted:
+                check_writable(entry.value, memory_of(entry).memory, entry.name)
+                out.add(entry)
+                if is_dtensor(entry.value):
+                    dtensors.append((entry.name, entry.value))
+    # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     parts += [TreeTarget(tree, saved, below, group, adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
-    unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     return Target(
         tuple(out.tensors),
         router.values,
-        unplaced,
+        tuple(unplaced),
         router.prefixes,
         router.check,
         router.finish,
         mesh,
         opened.hints,
-        tuple(out.dtensors),
+        tuple(dtensors),
     )
 
 
-def _want_item(
-    out: Collector, item: Item, opened: OpenedState, catalog: Catalog, links: Mapping[str, StateLink]
-) -> Iterator[ValueTarget]:
-    """Collect the tensors that an item wants, and give what fills it afterwards; values in trees are the tree's to fill."""
-    name = item.name
-    if isinstance(item, TensorItem):
-        _want(out, name, name, item.value, opened.memories.of(item.value, name))
-    elif isinstance(item, ModulesItem):
-        for tensor in (t for s in opened.modules[item.path] for t in s.tensors):
-            full = f"{name}.{tensor.fqn}"
-            _want(out, name, full, tensor.value, opened.memories.of(tensor.value, full, tensor.replication))
-        yield ModulesTarget(name, opened.modules[item.path])
-    elif isinstance(item, OptimizersItem | NumberedItem):
-        beside = item.beside.get("state", {}) if isinstance(item, NumberedItem) else {}
-        target = OptimizersTarget(name, opened.views[item.path], catalog, links, map(str, beside))
-        for wanted in target.wanted:
-            _want(out, name, wanted.name, wanted.value, wanted.memory)
-        yield target
+def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
+    """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
+    rows = [row for tree in trees for row in tree.rows]
+    for row in rows:
+        if row.kind is Kind.MODULES:
+            yield from ((row.name, entry) for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
+    for row in rows:
+        if row.kind is Kind.TENSOR and len(row.path) > 1:
+            yield str(row.path[0]), row
 
 
-def _want(out: Collector, source: str, name: str, value: TensorLike, local: LocalMemory) -> None:
-    check_writable(value, local.memory, name)
-    out.add(source, local.named(name))
-    if is_dtensor(value):
-        out.dtensors.append((name, value))
+def _meshes(trees: Sequence[Tree]) -> tuple[DeviceMesh, ...]:
+    """Return the distinct meshes of all DTensors."""
+    rows = [row for tree in trees for row in tree.rows]
+    states = [state for row in rows if row.kind is Kind.MODULES for state in row.value]
+    values = [entry.value for state in states for entry in state.rows] + [row.value for row in rows if row.kind is Kind.TENSOR]
+    if not any(is_dtensor(value) for value in values):  # it may be an optimizer alone
+        views = [view for row in rows if row.kind is Kind.OPTIMIZERS for view in row.value]
+        values = [value for view in views for _, entry in view.entries() for value in entry.values()]
+    return tuple({id(v.device_mesh): v.device_mesh for v in values if is_dtensor(v)}.values())
+
+
+def _warning(name: str) -> str:
+    return (
+        f"{name}: this state dict numbers the parameters, and nothing in the state says which parameter a number is, so it "
+        "is saved by number and loads only where they are numbered alike; pass the optimizer itself, or make it of "
+        "model.named_parameters()"
+    )
+
+
+def _saved_by_number(name: str) -> str:
+    return (
+        f"{name} was saved by number, as in {name}.state.0.…, from a state_dict() that did not name its parameters: say which "
+        f"each is, with rename={{f'{name}.state.{{i}}': f'{name}.state.{{fqn}}' for i, fqn in enumerate(fqns)}}, where fqns are "
+        "the names of the parameters in the order of the optimizer that was saved (of one made of model.parameters(): "
+        "[fqn for fqn, _ in model.named_parameters()])"
+    )
+
+
+def _wanted_by_number(name: str) -> str:
+    return (
+        f"{name} is wanted by number, as in {name}.state.0.…, where the checkpoint has names: pass the optimizer itself, or the "
+        "state_dict() of one made of model.named_parameters()"
+    )

@@ -15,12 +15,13 @@ out here, and checked against the local tensor's shape:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,10 +32,33 @@ from ..core.geometry.chunks import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
-from .torch_classes import is_shard
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor, Placement, Shard
+
+
+def known_class(module: str, name: str) -> Any:
+    """Return a class of a module, or () if nobody has imported the module: then no object can be an instance of the class.
+
+    DTensor and FSDP1 import sympy and a quarter of all modules of torch, a second of CPU time for each process, so a test for one
+    of their classes must not import it.
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
+def is_dtensor(thing: Any) -> TypeGuard[DTensor]:
+    """Tell whether a thing is a DTensor of torch's own class, or of a class derived from it.
+
+    >>> is_dtensor(3)
+    False
+    """
+    return isinstance(thing, known_class("torch.distributed.tensor", "DTensor"))
+
+
+def is_shard(placement: Any, *, exactly: bool = False) -> TypeGuard[Shard]:
+    """Tell whether a placement is a ``Shard``, or of a class derived from it unless `exactly`."""
+    known = known_class("torch.distributed.tensor", "Shard")
+    return type(placement) is known if exactly else isinstance(placement, known)
 
 
 @dataclass(frozen=True, slots=True)

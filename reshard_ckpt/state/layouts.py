@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -69,11 +70,18 @@ class Layout:
         return tuple(_runs(self.boxes, self.flat_start, memory.numel(), step))
 
 
+class LocalMemory(NamedTuple):
+    """The memory of a local tensor, and its layout: the part of the global tensor that it holds."""
+
+    memory: torch.Tensor
+    layout: Layout
+
+
 @lru_cache(maxsize=1 << 16)
-def whole(shape: Ints, replication: Replication, placement: tuple[AxisPlacement, ...] = ()) -> Layout:
-    """The layout of a tensor that is whole on this rank."""
+def whole(shape: Ints, replication: Replication = Replication.PLAIN) -> Layout:
+    """Return the layout of a tensor that is whole on this rank."""
     zeros = (0,) * len(shape)
-    return Layout(shape, shape, (LocalBox(zeros, zeros, shape),), replication, placement)
+    return Layout(shape, shape, (LocalBox(zeros, zeros, shape),), replication)
 
 
 def _box(box: LocalBox, strides: Ints) -> Piece:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,44 +23,38 @@ from torch.optim.swa_utils import AveragedModel
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import MODULE, WRAPPED
 from ..core.planning.match import LEAVES_OUT
+from ..core.trees import Path
 from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
-from .declared import parts_of
-from .tensors import TensorLike, is_tensor_like
-from .torch_classes import is_fsdp, is_fsdp1
+from .dtensor import known_class
+from .entries import Entry, Kind
+from .tensors import TensorLike, is_tensor_like, parts_of
 
 EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleTensor:
-    """A parameter or buffer; `own` says that writing into it changes the module."""
-
-    fqn: str
-    key: str
-    value: TensorLike
-    replication: Replication
-    own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleValue:
-    """Extra state (with the `owner` that takes it back), or what else a hook put into the state dict."""
-
-    fqn: str
-    key: str
-    value: Any
-    owner: nn.Module | None
-
-
-@dataclass(frozen=True, slots=True)
 class ModuleState:
-    """A module, its state dict as torch gives it, and the same under clean names."""
+    """A module that has been read.
+
+    Attributes
+    ----------
+    raw
+        Its state dict as torch gives it.
+    rows
+        Its tensors and values, under the names that they have without its wrappers.
+    takers
+        For each value by name: its key in `raw`, and the module whose ``set_extra_state`` takes it back. The module is None if a
+        hook has put the value into the state dict.
+    is_own
+        Whether all of its tensors are the module's own, so that a write into them changes the module.
+    """
 
     module: nn.Module
     raw: dict[str, Any]
-    tensors: tuple[ModuleTensor, ...]
-    values: tuple[ModuleValue, ...]
+    rows: tuple[Entry, ...]
+    takers: Mapping[str, tuple[str, nn.Module | None]]
+    is_own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,8 @@ class ModulePlace:
     under_fsdp: bool
 
 
-def read_module(module: nn.Module, name: str) -> ModuleState:
-    """Read the state of the module of this name.
+def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
+    """Read the state of the module at a path of the state, whose name is `name`.
 
     Raises
     ------
@@ -84,7 +78,7 @@ def read_module(module: nn.Module, name: str) -> ModuleState:
         Two keys have one clean name.
     """
     for prefix, child in module.named_modules():
-        if is_fsdp1(child):
+        if _is_fsdp1(child):
             raise UnsupportedError(
                 f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
                 "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
@@ -93,19 +87,23 @@ def read_module(module: nn.Module, name: str) -> ModuleState:
     _refuse_meta(module, raw, name)
     # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
     own = {id(t) for m in module.modules() for of in (m._parameters, m._buffers, vars(m)) for t in of.values()}
-    tensors: list[ModuleTensor] = []
-    values: list[ModuleValue] = []
+    rows: list[Entry] = []
+    takers: dict[str, tuple[str, nn.Module | None]] = {}
     seen: dict[str, str] = {}
+    is_own = True
     for key, value in raw.items():
         at = locate(module, key)
         if seen.setdefault(at.fqn, key) != key:
             raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
+        full, below = f"{name}.{at.fqn}", (*path, at.fqn)
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
-            parts = parts_of(value, f"{name}.{at.fqn}")
-            tensors += [ModuleTensor(at.fqn, key, part, _replication(value, at), id(value) in own) for part in parts]
+            is_own = is_own and id(value) in own
+            how = _replication(value, at)
+            rows += (Entry(full, below, Kind.TENSOR, part, name, replication=how) for part in parts_of(value, full))
         else:
-            values.append(ModuleValue(at.fqn, key, value, at.owner if key.endswith(EXTRA_STATE) else None))
-    return ModuleState(module, raw, tuple(tensors), tuple(values))
+            takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
+            rows.append(Entry(full, below, Kind.VALUE, value, name))
+    return ModuleState(module, raw, tuple(rows), takers, is_own)
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
@@ -154,12 +152,12 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
     Some wrappers' hooks have dropped their own step from the key already, so a wrapper that is not named is entered all the same.
     """
-    module, under_ddp, under_fsdp = root, False, is_fsdp(root)
+    module, under_ddp, under_fsdp = root, False, _is_fsdp(root)
     clean: list[str] = []
     steps = key.split(".")
     for i, step in enumerate(steps):
         module, is_wrapper_step, ddp = _enter(module, step)
-        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or is_fsdp(module)
+        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or _is_fsdp(module)
         if is_wrapper_step:
             continue
         clean.append(step)
@@ -168,7 +166,7 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
             clean += steps[i + 1 :]
             break
         module = child
-        under_fsdp = under_fsdp or is_fsdp(module)
+        under_fsdp = under_fsdp or _is_fsdp(module)
     return ModulePlace(".".join(clean), module, under_ddp, under_fsdp)
 
 
@@ -194,43 +192,49 @@ def _inner(module: nn.Module) -> str | None:
 
 
 class ModulesTarget:
-    """The modules under one key, being loaded: `values` names what else than tensors they want."""
+    """The modules under one key, being loaded: `values` names the values that they want."""
 
-    def __init__(self, name: str, states: Iterable[ModuleState]) -> None:
+    def __init__(self, name: str, states: Sequence[ModuleState]) -> None:
         self.name = name
-        self._states = tuple(states)
-        self._slots = {f"{self.name}.{v.fqn}": v for state in self._states for v in state.values}
-        self.values = tuple(self._slots)
-        self._here = {f"{self.name}.{t.fqn}".rpartition(".")[0] for state in self._states for t in state.tensors}
+        self._states = states
+        self._wanted = {name: None for state in states for name in state.takers}
+        self.values = tuple(self._wanted)
+        self._here = {row.name.rpartition(".")[0] for state in states for row in state.rows if row.kind is Kind.TENSOR}
 
     def takes(self, name: str) -> bool:
         return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        # Only of modules on this rank: what belongs to another pipeline stage is for other ranks to judge.
+        # Only modules on this rank are judged: a value of another pipeline stage is for other ranks to judge.
         return [
             f"{name}: saved as a value, for which the module has no place; {LEAVES_OUT}"
             for name, value in values.items()
-            if name not in self._slots and not is_nothing(value) and name.rpartition(".")[0] in self._here
+            if name not in self._wanted and not is_nothing(value) and name.rpartition(".")[0] in self._here
         ]
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         for state in self._states:
-            loaded = [(slot, values[name]) for slot in state.values if (name := f"{self.name}.{slot.fqn}") in values]
-            if not all(t.own for t in state.tensors) or any(slot.owner is None for slot, _ in loaded):
-                self._give_back(state, {slot.key: value for slot, value in loaded})
+            loaded = [(*taker, values[name]) for name, taker in state.takers.items() if name in values]
+            if state.is_own and all(owner is not None for _, owner, _ in loaded):
+                for _, owner, value in loaded:
+                    assert owner is not None
+                    owner.set_extra_state(value)
                 continue
-            for slot, value in loaded:
-                assert slot.owner is not None
-                slot.owner.set_extra_state(value)
-
-    def _give_back(self, state: ModuleState, values: Mapping[str, Any]) -> None:
-        try:
-            state.module.load_state_dict({**state.raw, **values})
-        except Exception as error:
-            raise MismatchError(f"{self.name}: the module's load_state_dict refused the loaded state: {error}") from error
+            try:
+                state.module.load_state_dict({**state.raw, **{key: value for key, _, value in loaded}})
+            except Exception as error:
+                raise MismatchError(f"{self.name}: the module's load_state_dict refused the loaded state: {error}") from error
 
 
 def is_nothing(value: Any) -> bool:
     """Tell whether a value stands for a module or optimizer that some rank does not have: None or an empty container."""
     return value is None or (isinstance(value, list | tuple | dict) and not value)
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
+    return _is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.trees import leaves
-from .torch_classes import is_dtensor
-from .watched import optimizers_of
+from .dtensor import is_dtensor
+from .walk import optimizers_of
 
 
 def optimizers_in(state: Any) -> Iterator[Optimizer]:

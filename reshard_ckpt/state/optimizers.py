@@ -1,64 +1,75 @@
-"""What is saved of an optimizer, by the FQN of its parameters.
+"""The state of optimizers as rows, by the FQN of their parameters: for a save, and for a load into them.
 
-1. State with the shape of the parameter's local tensor has the parameter's layout; a 0-dim tensor is whole everywhere; any other
-   shape is whole if the parameter is whole on this rank, and has no known place otherwise.
+*Saved*: `optimizer_rows`.
+
+1. State with the shape of the parameter's local tensor has the parameter's layout. A 0-dim tensor is whole everywhere. A tensor
+   of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown.
 2. Groups are written with FQNs in place of parameters, and are merged over ranks by them.
+
+*Loaded*: `OptimizersTarget`. The optimizer may never have stepped.
+
+1. For each parameter, the links of the catalog say which state it has. State that the optimizer holds is loaded in place; the
+   rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.
+2. Before anything changes, each group finds its hyperparameters by the FQNs of its parameters.
+3. After the tensors are in place, new state is put into the optimizer, state that the checkpoint does not have is taken out, and
+   hyperparameters are set. The optimizer and its parameters are never stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..core.catalog.links import GROUPS, STATE, groups_name
-from ..core.catalog.param_groups import hyperparameters, merge
-from ..core.catalog.specs import Ints, Replication, StateLink, ValueKind
-from ..core.trees import Path, leaves
+from ..core.catalog.model import Catalog
+from ..core.catalog.param_groups import SWITCHES, Groups, Selection, are_groups, hyperparameters, merge
+from ..core.catalog.specs import Ints, StateLink
+from ..core.planning.match import LEAVES_OUT
+from ..core.trees import leaves, map_tree
 from ..core.words import a
-from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UnsupportedError
-from .collector import NamedValue
-from .declared import parts_of
-from .layouts import Layout, whole
-from .owners import Owner
-from .tensors import LocalMemory, TensorLike, is_tensor_like, local_memory
-from .views import OptimizerView
+from ..format.torch_dtypes import TORCH_DTYPES
+from .entries import Entry, Kind
+from .layouts import Layout, LocalMemory, whole
+from .modules import is_nothing
+from .parameters import OptimizerView, Owner, ParamSlot
+from .tensors import TensorLike, is_tensor_like, local_memory, parts_of
 
 
-def optimizer_contents(
-    name: str, path: Path, views: Sequence[OptimizerView], saved_keys: Callable[[Path], list[Any]]
-) -> Iterator[LocalTensor | NamedValue]:
-    """Yield the state of each parameter on this rank, and the groups of all optimizers under one key.
-
-    Parameters
-    ----------
-    saved_keys
-        Gives a path as it is saved.
+def optimizer_rows(row: Entry) -> Iterator[Entry]:
+    """Yield the state of each parameter on this rank, and the groups of all optimizers of one row.
 
     Raises
     ------
     UnsupportedError
         A key of the state is no plain name, or nobody knows the place of a tensor.
     """
+    name, path = row.name, row.path
+    views: Sequence[OptimizerView] = row.value
     for view in views:
         for slot, entry in view.entries():
+            owner = slot.owner
             for key, value in entry.items():
                 if not isinstance(key, str) or "." in key:
                     raise UnsupportedError(
-                        f"{view.name}: the state of {slot.owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
+                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
                     )
-                for fqn in slot.owner.fqns:
-                    parameter = f"{slot.owner.key}.{fqn}" if slot.owner.key else None
-                    link = StateLink(name, fqn, key, parameter)
+                for fqn in owner.fqns:
+                    link = StateLink(name, fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
+                    full, below = link.name, (*path, STATE, fqn, key)
                     if is_tensor_like(value):
-                        yield state_memory(value, slot.owner, link.name).named(link.name, link)
+                        local = state_memory(value, owner, full)
+                        yield Entry(full, below, Kind.TENSOR, value, name, link, local=local)
                     else:
-                        keys = saved_keys((*path, STATE, fqn, key))
-                        yield NamedValue(link.name, keys, ValueKind.PLAIN, _state_value(value, slot.owner, link.name), link)
+                        _check_value(value, owner, full)
+                        yield Entry(full, below, Kind.VALUE, value, name, link)
     groups = groups_name(name)
     named = [(view.name, [_named(group, members) for group, members in view.groups]) for view in views]
-    yield NamedValue(groups, saved_keys((*path, GROUPS)), ValueKind.PARAM_GROUPS, merge(named, name=groups))
+    yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
 
 
 def state_memory(value: TensorLike, owner: Owner, name: str) -> LocalMemory:
@@ -82,7 +93,7 @@ def _state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
     """Return the layout of a plain local state tensor of this shape."""
     layout = owner.layout
     if layout is None:  # known by name alone
-        return whole(shape, Replication.PLAIN)
+        return whole(shape)
     if shape == layout.local_shape:
         return layout
     if 0 in shape and 0 in layout.local_shape:
@@ -96,15 +107,221 @@ def _state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
     )
 
 
-def _state_value(value: Any, owner: Owner, name: str) -> Any:
-    """Return a state entry that is no tensor, once it is known to mean the same on every rank."""
+def _check_value(value: Any, owner: Owner, name: str) -> None:
+    """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
     if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
         raise UnsupportedError(
             f"{name}: {a(type(value).__name__)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
             "place; hold its tensors as entries of their own"
         )
-    return value
 
 
 def _named(group: Mapping[str, Any], members: Iterable[Owner]) -> dict[str, Any]:
     return {**hyperparameters(group), "params": [fqn for owner in members for fqn in owner.fqns]}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPlan:
+    """What becomes of one parameter's state: `tensors` and `values` by state key, under every name that they are saved as."""
+
+    view: OptimizerView
+    slot: ParamSlot
+    tensors: Mapping[str, tuple[Entry, ...]]
+    values: Mapping[str, tuple[str, ...]]
+    new: frozenset[str]
+    """The keys in `tensors` that were allocated here, and are not in the optimizer yet."""
+
+
+def saved_keys(name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> dict[str, dict[str, bool]]:
+    """List by FQN which state keys of one optimizer the checkpoint holds, and whether each is a tensor.
+
+    Torch's optimizers have no keys with dots; such a one is left, and unexpected.
+    """
+    keys: dict[str, dict[str, bool]] = {}
+    for full, link in links.items():
+        if link.optimizer == name and "." not in link.key:
+            keys.setdefault(link.fqn, {})[link.key] = full in catalog
+    return keys
+
+
+class OptimizersTarget:
+    """The optimizers under one key, being loaded.
+
+    Attributes
+    ----------
+    rows
+        The tensors to load.
+    values
+        The names of values that must be there.
+    unplaced
+        Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        views: Sequence[OptimizerView],
+        catalog: Catalog,
+        links: Mapping[str, StateLink],
+    ) -> None:
+        self.name = name
+        self._views = views
+        self._beside = [key for view in views for key in view.beside]
+        self._catalog = catalog
+        self._links = links
+        self.unplaced: dict[str, str] = {}
+        saved = saved_keys(self.name, catalog, links)
+        self._plans = [self._plan(view, slot, saved) for view in views for slot in view.slots]
+        self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
+        self._groups = Groups([])
+        self.groups_name = groups_name(self.name)
+
+    @property
+    def rows(self) -> tuple[Entry, ...]:
+        return tuple(w for plan in self._plans for entries in plan.tensors.values() for w in entries)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
+
+    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, bool]]) -> ParamPlan:
+        owner, existing = slot.owner, view.state.get(slot.key, {})
+        fqns = [fqn for fqn in owner.fqns if fqn in saved]
+        is_tensor = {key: kind for fqn in fqns for key, kind in saved[fqn].items()}
+        if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
+            is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
+        tensors: dict[str, tuple[Entry, ...]] = {}
+        values: dict[str, tuple[str, ...]] = {}
+        new: set[str] = set()
+        for key, kind in is_tensor.items():
+            having = [fqn for fqn in fqns if key in saved[fqn]] or fqns[:1]
+            names = tuple(StateLink(self.name, fqn, key).name for fqn in having)
+            if not kind:
+                values[key] = names
+                continue
+            value = existing.get(key)
+            if not is_tensor_like(value):
+                value = self._allocate(owner, slot.group, names[0])
+                new.add(key)
+            if value is None:
+                self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
+            else:
+                tensors[key] = tuple(
+                    Entry(name, (), Kind.TENSOR, value, self.name, local=state_memory(value, owner, name)) for name in names
+                )
+        return ParamPlan(view, slot, tensors, values, frozenset(new & tensors.keys()))
+
+    def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
+        index = self._catalog.index(name)
+        shape, dtype = self._catalog.shape(index), TORCH_DTYPES[self._catalog.dtype(index)]
+        if owner.param is None or owner.layout is None:
+            self.unplaced[name] = (
+                f"{name}: the state dict to load into has no tensor for it, and the state none called {owner.fqns[0]}; "
+                "pass the model or its state_dict() in the same state, or the state dict of an optimizer that has stepped"
+            )
+            return None
+        like, layout = owner.param.detach(), owner.layout
+        if shape == () and (layout.shape != () or name.endswith(".step")):
+            # torch keeps step counts on the CPU unless a kernel on the device reads them.
+            on_device = group.get("capturable") or group.get("fused")
+            return torch.zeros((), dtype=dtype, device=like.device if on_device else "cpu")
+        if shape == layout.shape:
+            return torch.empty_like(like, dtype=dtype)
+        saved_shape = self._saved_shape(owner)
+        if shape == saved_shape:
+            # The parameter itself was resized; what of its state the checkpoint does not cover must not be garbage.
+            return torch.zeros_like(like, dtype=dtype)
+        if layout.is_whole and saved_shape in (None, layout.shape):
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        self.unplaced[name] = (
+            f"{name}: saved with shape {shape} for a parameter of {saved_shape or layout.shape}; {owner.fqns[0]} is "
+            f"{layout.local_shape} of {layout.shape} on this rank, so its place is unknown; load into an optimizer that has "
+            "stepped, or whose state_dict() declares it as LocalShard"
+        )
+        return None
+
+    def _saved_shape(self, owner: Owner) -> Ints | None:
+        names = (f"{owner.key}.{fqn}" for fqn in owner.fqns)
+        return next((self._catalog.shape(self._catalog.index(name)) for name in names if name in self._catalog), None)
+
+    def takes(self, name: str) -> bool:
+        below = name.removeprefix(f"{self.name}.state.")
+        if below == name:
+            return name in (self.name, self.groups_name)
+        return "." in below and not any(below == key or below.startswith(f"{key}.") for key in self._beside)
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """What the values disagree with; to be called before any tensor changes."""
+        problems = list(dict.fromkeys(self.unplaced.values()))
+        groups = values.get(self.groups_name) or []
+        if not are_groups(groups):
+            problems.append(f"{self.groups_name}: is not the groups of an optimizer; {LEAVES_OUT}")
+            groups, values = [], {name: value for name, value in values.items() if name != self.groups_name}
+        self._groups = Groups(groups)
+        self._selections = []
+        for view in self._views:
+            for i, (group, members) in enumerate(view.groups if self.groups_name in values else ()):
+                fqns = [next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0]) for owner in members]
+                selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
+                problems += selection.problems
+                self._selections.append((view, group, selection))
+        known = {self.groups_name, *self.values}
+        problems += [
+            f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}"
+            for name, value in values.items()
+            if name not in known and not is_nothing(value) and not (groups and self._of_other_rank(name))
+        ]
+        return problems
+
+    def _of_other_rank(self, name: str) -> bool:
+        """Whether a value is the state of a parameter that is not on this rank, so that others judge it."""
+        link = self._links.get(name)
+        return link is not None and link.optimizer == self.name and link.fqn in self._groups
+
+    def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        """Put what was loaded into the optimizers; `skipped` are tensors that were not loaded."""
+        for plan in self._plans:
+            self._put(plan, values, skipped)
+        for view, group, selection in self._selections:
+            _set_hyperparameters(group, selection.hyperparameters)
+            members = {id(param) for param in group["params"]}
+            for follower in view.followers:
+                if any(id(param) in members for param in follower["params"]):
+                    _set_hyperparameters(follower, selection.hyperparameters)
+
+    def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        state, param, owner = plan.view.state, plan.slot.key, plan.slot.owner
+        if not plan.tensors and not plan.values:
+            if param in state and any(fqn in self._groups for fqn in owner.fqns):
+                del state[param]  # the checkpoint knows the parameter, and that it had no state yet
+            return
+        lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
+        if lost and param not in state:
+            return  # half a state is worse than none: the optimizer will make its own
+        # In the order of the names: programs run collectives over a state's entries, and ranks hash differently.
+        entries = {
+            key: wanted[0].value
+            for key, wanted in plan.tensors.items()
+            if key in plan.new and not any(w.name in skipped for w in wanted)
+        }
+        found = {key: values[name] for key, names in plan.values.items() for name in names[:1] if name in values}
+        if entries or found or param in state:
+            device = None if owner.param is None else owner.param.device
+            entry = state[param] if param in state else state.setdefault(param, {})
+            entry.update(entries)
+            # Decoded values may hold tensors, which go to the parameter's device.
+            entry.update(map_tree(lambda _, node: node.to(device) if isinstance(node, torch.Tensor) else node, found))
+
+
+def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key in SWITCHES and key in group:
+            continue
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor):  # a captured graph may hold on to it
+            mine.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and isinstance(mine, float | int):
+            group[key] = value.item()
+        else:
+            group[key] = copy.deepcopy(value)

@@ -29,6 +29,12 @@ class Unwrapped(str):
 
     key: str
 
+    @classmethod
+    def of(cls, name: str, key: str) -> Unwrapped:
+        step = cls(name)
+        step.key = key
+        return step
+
 
 def path_keys(path: Path) -> list[Any]:
     """Return a path as it is saved: a step into a list is a tuple of its index; a key that looks like one is put in a tuple.

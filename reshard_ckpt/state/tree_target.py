@@ -17,12 +17,14 @@ from ..core.planning.match import LEAVES_OUT
 from ..core.trees import Path, name_of
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
+from .entries import Entry, Kind
 from .mesh import RankSet
 from .modules import is_nothing
+from .parameters import keep_dtypes
 from .paths import Index, in_order, new_dict, own_key
-from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, give_state, is_stateful
 from .shards import PerRank, PerRankValues
 from .tensors import TensorLike, is_tensor_like, local_memory
+from .walk import Tree, give_state, is_stateful
 
 _MISSING = object()
 
@@ -66,18 +68,19 @@ class TreeTarget:
         self._updates: list[tuple[Path, Any]] = []
         self._added: list[tuple[ValueOrigin, Any]] = []
         self._per_rank: list[tuple[PerRank, Any]] = []
-        self._slots = {item.name: item for item in tree.items if isinstance(item, ValueItem | PerRankItem | GroupsItem)}
-        self._tensors = {item.name for item in tree.items if isinstance(item, TensorItem)}
+        self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.PER_RANK, Kind.GROUPS)}
+        self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
         self.values = tuple(
             name
-            for name, item in self._slots.items()
-            # Nothing under this name on this rank, where the checkpoint has something below it: others have that.
-            if not (isinstance(item, ValueItem) and is_nothing(item.value) and name not in saved and has_below(name))
+            for name, row in self._slots.items()
+            # Nothing under this name on this rank, where the checkpoint has something below it: other ranks have that.
+            if not (row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and has_below(name))
         )
-        for name, item in self._slots.items():
-            self._check_mutable(name, item.path)
-        for tensor in (item for item in tree.items if isinstance(item, TensorItem)):
-            self._check_kept(tensor.name, tensor.path)
+        for name, row in self._slots.items():
+            self._check_mutable(name, row.path)
+        for row in tree.rows:
+            if row.kind is Kind.TENSOR:
+                self._check_kept(row.name, row.path)
 
     def _check_mutable(self, name: str, path: Path) -> None:
         node = self._root
@@ -112,13 +115,13 @@ class TreeTarget:
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
     def _judge(self, name: str, value: Any) -> list[str]:
-        item = self._slots.get(name)
-        if isinstance(item, GroupsItem):
-            return self._take_groups(item, name, value)
-        if isinstance(item, PerRankItem):
-            problem = self._take_per_rank(item.holder, name, value)
-        elif isinstance(item, ValueItem):
-            problem = self._take(item.path, name, value)
+        row = self._slots.get(name)
+        if row is not None and row.kind is Kind.GROUPS:
+            return self._take_groups(row, name, value)
+        if row is not None and row.kind is Kind.PER_RANK:
+            problem = self._take_per_rank(row.value, name, value)
+        elif row is not None:
+            problem = self._take(row.path, name, value)
         elif is_nothing(value) and self._has_below(name):
             return []  # some rank had nothing of what others saved below this name
         else:
@@ -150,17 +153,17 @@ class TreeTarget:
         self._per_rank.append((holder, own))
         return None
 
-    def _take_groups(self, item: GroupsItem, name: str, value: Any) -> list[str]:
+    def _take_groups(self, row: Entry, name: str, value: Any) -> list[str]:
         if self._saved[name].kind != ValueKind.PARAM_GROUPS:
             return [f"{name}: saved as a plain value, wanted as the groups of an optimizer; save the optimizer under this key"]
         groups = Groups(value)
         problems: list[str] = []
-        for i, group in enumerate(item.groups):
+        for i, group in enumerate(row.value):
             selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
             problems += selection.problems
             for key, hyperparameter in selection.hyperparameters.items():
                 if not (key in SWITCHES and key in group):
-                    self._updates.append((self._relative((*item.path, i, key)), copy.deepcopy(hyperparameter)))
+                    self._updates.append((self._relative((*row.path, i, key)), copy.deepcopy(hyperparameter)))
         return problems
 
     def _add(self, name: str, value: Any) -> str | None:
@@ -220,6 +223,8 @@ class TreeTarget:
         if self._tree.sink is not None:
             try:
                 self._tree.sink(self._root)
+                for optimizer, given in self._tree.given:
+                    keep_dtypes(optimizer, given)
             except Exception as error:
                 raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
 

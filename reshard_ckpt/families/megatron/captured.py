@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.specs import ValueKind
-from ...engine.common.tensor_bytes import LocalTensor
 from ...errors import LayoutError, UsageError
-from ...state.collector import Collector, NamedValue
-from ...state.entries import Captured
+from ...state.describe import Describer
+from ...state.entries import Captured, Entry, Kind
+from ...state.layouts import LocalMemory
 from ...state.mesh import group_of
 from ...state.tensors import local_memory
 from .optimizers import lower_tree
@@ -72,24 +71,25 @@ class SavedTree:
             self._node = lower_tree(self.tree, loading=False)
         if differing and self.replicas == "error":
             raise LayoutError(_difference(differing, "correct the replica_id of what is no replica, or pass replicas='main'"))
-        out = Collector(None)
+        out = Describer(None)
         with torch.no_grad():
             for entry in entries_of(self._node):
-                local = local_memory(entry.shard, entry.name).named(entry.name)
-                # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.
-                left_out = entry.name in differing and not entry.main
-                out.add("", LocalTensor(replace(local.spec, pieces=()), local.memory) if left_out else local)
+                memory, layout = local_memory(entry.shard, entry.name)
+                if entry.name in differing and not entry.main:
+                    # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.
+                    layout = replace(layout, boxes=())
+                out.add(Entry(entry.name, (), Kind.TENSOR, entry.shard, local=LocalMemory(memory, layout)))
         for part in objects_of(self._node):
             if part.main:
-                out.add("", NamedValue(part.name, [part.name], ValueKind.PLAIN, part.value))
+                out.add(Entry(part.name, (part.name,), Kind.VALUE, part.value))
             elif not differing:  # on the second run, the objects have been checked already
-                out.add("", replica_mark(part.name))
+                out.add(replica_mark(part.name))
         for value in self._common_values(self._node):
-            out.add("", value)
+            out.add(value)
         said = (_difference(differing, "the main replica of each is saved whole"),) if differing else ()
         return Captured(tuple(out.tensors), tuple(out.values), None, said)
 
-    def _common_values(self, node: Node) -> Iterator[NamedValue]:
+    def _common_values(self, node: Node) -> Iterator[Entry]:
         if group_of(self.process_group).rank == 0:
             common = common_of(node)
             common = {} if common is NOTHING else common

@@ -27,8 +27,8 @@ from ...core.trees import Path, name_of
 from ...errors import CorruptError, LayoutError
 from ...format.checksums import digest128
 from ...format.values import decode_path, encode_path
-from ...state.collector import NamedValue
-from ...state.paths import Index, path_keys, saved_path
+from ...state.entries import Entry, Kind
+from ...state.paths import Index, saved_path
 
 COMMON = "common_state"
 COMMON_FILE = "common.pt"
@@ -145,10 +145,10 @@ def key_of_object(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def replica_mark(name: str) -> NamedValue:
+def replica_mark(name: str) -> Entry:
     """Return a value that says that an object exists; a rank offers it in place of a replica that is not the main one."""
     key, _, place = name.rpartition("/shard_")
-    return NamedValue(f"{key}/replica_{place.rpartition('_')[2]}", [], ValueKind.PLAIN, None)
+    return Entry(f"{key}/replica_{place.rpartition('_')[2]}", (), Kind.VALUE, None)
 
 
 def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
@@ -186,14 +186,14 @@ def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
     return tuple(saved)
 
 
-def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
+def common_values(tree: Any, path: Path = ()) -> Iterator[Entry]:
     """Yield the values of a common state by the keys that lead to them; anything but dicts and Namespaces is one value."""
     items = vars(tree) if isinstance(tree, argparse.Namespace) else tree
     if type(items) is dict and (items or not path):
         for key, value in items.items():
             yield from common_values(value, (*path, key))
     else:
-        yield NamedValue(name_of(path), path_keys(path), ValueKind.PLAIN, tree)
+        yield Entry(name_of(path), path, Kind.VALUE, tree)
 
 
 def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:

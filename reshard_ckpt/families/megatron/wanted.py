@@ -19,8 +19,8 @@ from ...core.catalog.specs import Ints, Piece
 from ...core.geometry.runs import decompose
 from ...engine.common.tensor_bytes import LocalTensor, region
 from ...format.torch_dtypes import TORCH_DTYPES
-from ...state.collector import Collector
-from ...state.entries import Target
+from ...state.describe import Describer
+from ...state.entries import Entry, Kind, Target
 from ...state.tensors import check_writable, local_memory
 from .optimizers import lower_tree, unplaced_state
 from .sharded_names import COMMON_OBJECT, check_common_file, common_state, key_of_object, keys_of_catalog
@@ -67,15 +67,14 @@ class WantedTree:
         node = lower_tree(self._tree, loading=True)
         if self._mode != "assume_ok_unexpected":
             self.keys = compare_keys(comm, catalog, node, self._mode)
-        out = Collector(None)
+        out = Describer(None)
         with torch.no_grad():
             for entry in entries_of(node):
                 if entry.name in self.keys.absent:
                     continue
                 local = local_memory(entry.shard, entry.name)
                 check_writable(entry.shard, local.memory, entry.name)
-                tensor = local.named(entry.name)
-                out.add("", tensor)
+                tensor = out.add_tensor(Entry(entry.name, (), Kind.TENSOR, entry.shard, local=local))
                 self._note(tensor, entry.resizable, catalog)
         objects = {part.name for part in objects_of(node)} - self.keys.absent
         paths = {name for name in catalog.value_names if is_common(name)} if self._with_common else set()

@@ -1,6 +1,6 @@
 """``save`` and ``load`` with the signatures of ``vescale.checkpoint``.
 
-1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`state.declared`).
+1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`state.tensors`).
 2. A ``DistributedOptimizer`` of veScale is passed on as the state of its parameters by name (`families.vescale.state`).
 3. `load` opens checkpoints of `save`, folders of ``vescale.checkpoint`` itself, and those of any other format.
 """

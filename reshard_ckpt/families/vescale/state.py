@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LayoutError, UnsupportedError, UsageError
+from ...state.dtensor import is_dtensor
 from ...state.shards import FlatShard
-from ...state.torch_classes import is_dtensor
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE, GROUPS = "state", "param_groups"

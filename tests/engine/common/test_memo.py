@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.engine.common.memo import Memo
 from reshard_ckpt.engine.saving import agreement, local_shards, write
-from reshard_ckpt.state import dtensor, layouts, tensors
+from reshard_ckpt.state import describe, dtensor, layouts
 from reshard_ckpt.storage import open_storage
 from tests.tries import examples
 
@@ -64,7 +64,7 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
 
 def forget() -> None:
     dtensor._KNOWN.clear()
-    tensors._SPECS.clear()
+    describe._SPECS.clear()
     layouts.whole.cache_clear()
     agreement.PLANS.__init__()  # type: ignore[misc]
     local_shards._LOCAL_METADATA = Memo(2)

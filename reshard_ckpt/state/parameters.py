@@ -1,26 +1,141 @@
-"""The optimizers of a state and their parameters, whether the state holds them themselves or their state dicts by number.
+"""The parameters of a state, and those of its optimizers. The state may hold an optimizer itself, or its state dict by number.
 
-1. An optimizer whose ``state_dict`` is torch's own is read as its state and groups. Any other is asked, and opens a tree.
-2. What a number in a state dict means, its optimizer tells, if the state shows that: itself, or inside another object. Then
-   ``param_names``, which torch puts into groups that were made of ``named_parameters()``. Then, for an optimizer with a
-   ``state_dict`` of its own, the order of its own groups, as the contract of ``Optimizer.state_dict`` says.
+*Owners*: the parameters of the state, as its optimizers refer to them.
+
+1. A parameter that a module or a dict holds is found by its identity.
+2. ``state_dict()`` hands out other tensors over the same memory. These are found by that memory, if they are exactly as large.
+3. A name leads to the tensor of that name, for its layout, as long as all tensors of the name are laid out alike.
+
+*Views*: an optimizer with its parameters.
+
+1. An optimizer whose ``state_dict`` is torch's own is read as its state and groups. (Any other opens a tree: see `walk`.)
+2. The parameter of a number in a state dict comes from the first of these that the state shows: the optimizer that gave the dict,
+   itself or inside another object; ``param_names``, which torch puts into groups that were made of ``named_parameters()``; for an
+   optimizer with a ``state_dict`` of its own, the order of its own groups, as the contract of ``Optimizer.state_dict`` says.
 3. A state dict whose numbers nothing names is saved by number, as any dict is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..core.trees import Path
+from ..core.catalog.wrappers import unwrapped
 from ..errors import UsageError
-from .owners import Owner, Owners
-from .scan import Item, NumberedItem, OptimizersItem, Tree, by_number, check_names, opened_objects, tree_of
-from .watched import Watched, has_own_state_dict, optimizers_of
+from .dtensor import is_dtensor
+from .entries import Entry, Kind
+from .layouts import Layout
+from .optimizer_dicts import beside_numbers, names_by_number
+from .shards import FlatShard, LocalShard
+from .tensors import memory_of
+from .walk import Tree, Watched, by_number, optimizers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter: its FQNs, the key of the state that it is below, and the row with its layout.
+
+    If only its name is known, `param` and `row` are None.
+    """
+
+    param: torch.Tensor | None
+    fqns: tuple[str, ...]
+    key: str
+    row: Entry | None
+
+    @property
+    def layout(self) -> Layout | None:
+        return None if self.row is None else memory_of(self.row).layout
+
+
+class Owners:
+    """The parameters of the state.
+
+    A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
+
+    Parameters
+    ----------
+    rows
+        Every tensor of modules and of plain dicts: the key of the state that it is under, and its row.
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, Entry]]) -> None:
+        self._by_id: dict[int, Owner] = {}
+        self._others: list[Owner] = []
+        """Tensors that are not parameters, but may be the memory of one."""
+        for key, row in rows:
+            fqn = row.name[len(key) + 1 :]
+            param = row.value.tensor if isinstance(row.value, LocalShard | FlatShard) else row.value
+            owner = Owner(param, (fqn,), key, row)
+            if not (isinstance(param, torch.nn.Parameter) or param.requires_grad):
+                self._others.append(owner)
+            elif (known := self._by_id.setdefault(id(param), owner)).key == key and fqn not in known.fqns:
+                self._by_id[id(param)] = replace(known, fqns=(*known.fqns, fqn))
+
+    def of(self, param: torch.Tensor) -> Owner | None:
+        """Find the owner of a parameter, if the state holds it."""
+        known = self._by_id.get(id(param))
+        if known is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
+            first = found[0]
+            fqns = dict.fromkeys(fqn for other in found if other.key == first.key for fqn in other.fqns)
+            known = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
+        return known
+
+    def named(self, param_name: str) -> Owner:
+        """Find the owner of a parameter that is known by its name."""
+        name = unwrapped(param_name)
+        for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
+            if found := self._by_name.get(fqn):
+                layouts = {(is_dtensor(o.param), o.layout and (o.layout.shape, o.layout.local_shape)) for o in found}
+                # Several tensors may have the name. If they are laid out differently, nobody knows which one it is.
+                return found[0] if len(layouts) == 1 else Owner(None, (fqn,), found[0].key, None)
+        return Owner(None, (name,), "", None)
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[torch.device, int], list[Owner]]:
+        found: dict[tuple[torch.device, int], list[Owner]] = {}
+        for owner in self._others:
+            assert owner.param is not None
+            found.setdefault(_place(owner.param), []).append(owner)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Owner]]:
+        """The owners by FQN; a tensor that is not a parameter also by its name below each of its containers."""
+        found: dict[str, list[Owner]] = {}
+        for owner in self._by_id.values():
+            for fqn in owner.fqns:
+                found.setdefault(fqn, []).append(owner)
+        for owner in self._others:
+            suffix = owner.fqns[0]
+            while suffix:
+                found.setdefault(suffix, []).append(replace(owner, fqns=(suffix,)))
+                suffix = suffix.partition(".")[2]
+        return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # else `to_local` records the tensor for autograd
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    local = _local(tensor)
+    return local.device, local.untyped_storage().data_ptr()
+
+
+def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
+    """Tell whether a tensor is the very memory of a parameter, also if that is empty."""
+    if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
+        return False
+    one, other = _local(tensor), _local(param)
+    return one.dtype == other.dtype and one.is_set_to(other)
+
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -40,8 +155,14 @@ class ParamSlot:
 class OptimizerView:
     """An optimizer, or its state dict by number, as saving and loading see it.
 
-    `groups` are what its user sees, with the owners of their parameters; `followers` are groups inside that must have the same
-    hyperparameters.
+    Attributes
+    ----------
+    groups
+        Each group that its user sees, with the owners of its parameters.
+    followers
+        Groups of an optimizer inside, which must have the same hyperparameters.
+    beside
+        The keys of the state that are not parameters.
     """
 
     name: str
@@ -49,6 +170,7 @@ class OptimizerView:
     followers: Sequence[dict[str, Any]]
     state: State
     slots: tuple[ParamSlot, ...]
+    beside: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[ParamSlot, Mapping[str, Any]]]:
         """Yield the parameters that have state, and their state."""
@@ -56,30 +178,14 @@ class OptimizerView:
         return ((slot, self.state[slot.key]) for slot in self.slots if slot.key in self.state)
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizers:
-    """The optimizers of all trees of a state.
+def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[str], list[str]]:
+    """Find the parameters of each optimizer: its row gets `OptimizerView`s as its value, also the row of a state dict by number.
 
-    Attributes
-    ----------
-    trees
-        With the state dicts by number that nothing names turned into items like any dict's.
-    views
-        By the path of each optimizer, list of optimizers, or state dict.
-    unnamed
-        Names of those state dicts.
-    left_out
-        A line for each optimizer inside of another whose state that one leaves out.
-    """
+    A state dict whose numbers nothing names becomes the rows of an ordinary dict.
 
-    trees: tuple[Tree, ...]
-    views: Mapping[Path, tuple[OptimizerView, ...]]
-    unnamed: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-def find_optimizers(trees: Sequence[Tree], owners: Owners) -> Optimizers:
-    """Find the optimizers of these trees, and which parameters they have.
+    Returns
+    -------
+    The names of these state dicts, and a line for each optimizer inside of another one that leaves out its state.
 
     Raises
     ------
@@ -87,73 +193,37 @@ def find_optimizers(trees: Sequence[Tree], owners: Owners) -> Optimizers:
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
     visible = Watched(tuple({id(o): o for o in _visible(trees)}.values()))
-    views: dict[Path, tuple[OptimizerView, ...]] = {}
-    given: dict[Path, list[tuple[Optimizer, Mapping[str, Any]]]] = {}
-    left_out: list[str] = []
     unnamed: list[str] = []
+    left_out: list[str] = []
     for tree in trees:
-        for item in tree.items:
-            if isinstance(item, OptimizersItem):
-                names = [item.name] if len(item.optimizers) == 1 else [f"{item.name}[{i}]" for i in range(len(item.optimizers))]
-                views[item.path] = tuple(_view(name, each, owners) for name, each in zip(names, item.optimizers, strict=True))
-                left_out += [line for optimizer in item.optimizers for line in _left_out(item.name, optimizer)]
-            elif isinstance(item, NumberedItem):
-                source = _source(tree.watched, item.tree) or _source(visible, item.tree)
-                members = _members(item, tree, source, owners)
+        rows: list[Entry] = []
+        for row in tree.rows:
+            if row.kind is Kind.OPTIMIZERS:
+                several = len(row.value) > 1
+                left_out += [line for optimizer in row.value for line in _left_out(row.name, optimizer)]
+                row.value = tuple(_view(f"{row.name}[{i}]" if several else row.name, o, owners) for i, o in enumerate(row.value))
+            elif row.kind is Kind.NUMBERED:
+                source = _source(tree.watched, row.value) or _source(visible, row.value)
+                members = _members(row, tree, source, owners)
                 if members is None:
-                    unnamed.append(item.name)
+                    unnamed.append(row.name)
+                    rows += by_number(row)
                     continue
-                views[item.path] = (_view_of_dict(item, members),)
                 if source is not None:
-                    given.setdefault(tree.path, []).append((source, item.tree))
-    settled = [replace(t, items=_settled(t.items, frozenset(unnamed)), sink=_sink(t, given.get(t.path, ()))) for t in trees]
-    return Optimizers(tuple(settled), views, tuple(unnamed), tuple(left_out))
-
-
-def _settled(items: Sequence[Item], unnamed: frozenset[str]) -> tuple[Item, ...]:
-    """Replace the state dicts by number that nothing names by the items of what is in them."""
-    return tuple(
-        part
-        for item in items
-        for part in (by_number(item) if isinstance(item, NumberedItem) and item.name in unnamed else (item,))
-    )
-
-
-def with_optimizers_asked(trees: Sequence[Tree]) -> tuple[Tree, ...]:
-    """Add the trees of optimizers whose ``state_dict()`` is their own, which are then no longer items.
-
-    Raises
-    ------
-    UsageError
-        Such an optimizer is one of several in a list.
-    """
-    out: list[Tree] = []
-    waiting = list(trees)
-    while waiting:
-        tree = waiting.pop(0)
-        asked = [i for i in tree.items if isinstance(i, OptimizersItem) and any(map(has_own_state_dict, i.optimizers))]
-        for item in asked:
-            if len(item.optimizers) > 1:
-                own = next(o for o in item.optimizers if has_own_state_dict(o))
-                raise UsageError(
-                    f"{item.name}: a list of optimizers, among them a {type(own).__name__}, whose state_dict() is its "
-                    "own and cannot be merged with others; pass each optimizer under a key of its own"
-                )
-            new = tree_of(item.optimizers[0], item.path)
-            waiting += [new, *opened_objects([new])]
-        out.append(replace(tree, items=tuple(i for i in tree.items if not any(i is a for a in asked))))
-    if len(out) > len(trees):
-        check_names(out)
-    return tuple(out)
+                    tree.given.append((source, row.value))
+                row.kind, row.value = Kind.OPTIMIZERS, (_view_of_dict(row, members),)
+            rows.append(row)
+        tree.rows = rows
+    return unnamed, left_out
 
 
 def _visible(trees: Sequence[Tree]) -> Iterator[Optimizer]:
     """Yield every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler."""
     for tree in trees:
         yield from tree.watched.optimizers
-        for item in tree.items:
-            if isinstance(item, OptimizersItem):
-                for optimizer in item.optimizers:
+        for row in tree.rows:
+            if row.kind is Kind.OPTIMIZERS:
+                for optimizer in row.value:
                     yield from optimizers_of(optimizer)
 
 
@@ -209,37 +279,39 @@ def _check_distinct(name: str, groups: Iterable[tuple[Mapping[str, Any], tuple[O
             )
 
 
-def _view_of_dict(item: NumberedItem, members: Mapping[int, Owner]) -> OptimizerView:
-    """View a state dict by number, of whose numbers the owners are known."""
-    groups = [(group, tuple(members[number] for number in group["params"])) for group in item.tree["param_groups"]]
-    _check_distinct(item.name, groups)
+def _view_of_dict(row: Entry, members: Mapping[int, Owner]) -> OptimizerView:
+    """View a state dict by number; `members` are the owners of its numbers."""
+    tree = row.value
+    groups = [(group, tuple(members[number] for number in group["params"])) for group in tree["param_groups"]]
+    _check_distinct(row.name, groups)
     slots = tuple(ParamSlot(number, members[number], group) for group, _ in groups for number in group["params"])
-    return OptimizerView(item.name, groups, (), item.tree["state"], slots)
+    beside = tuple(map(str, beside_numbers(tree).get("state", {})))
+    return OptimizerView(row.name, groups, (), tree["state"], slots, beside)
 
 
-def _members(item: NumberedItem, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, Owner] | None:
-    """Find the owner of each number, which `source` gave, if that is known; None where the state does not tell.
+def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, Owner] | None:
+    """Find the owner of each number of a state dict, which `source` gave if it is known; None if the state does not show them.
 
     Raises
     ------
     UsageError
         A parameter of an optimizer with a ``state_dict()`` of its own belongs to no module in the state.
     """
-    groups = item.tree["param_groups"]
+    groups = row.value["param_groups"]
     numbers = None if source is None else _numbers_of(source, groups)
     members = _owned(numbers, owners)
     if members is not None:
         return members
-    if item.names is not None:
-        return {number: owners.named(name) for number, name in item.names.items()}
-    if isinstance(tree.owner, Optimizer) and tree.path == item.path:  # it numbers its own groups
+    if (names := names_by_number(groups)) is not None:
+        return {number: owners.named(name) for number, name in names.items()}
+    if isinstance(tree.owner, Optimizer) and tree.path == row.path:  # it numbers its own groups
         source = source or tree.owner
         numbers = _numbers_of(source, groups)
         members = _owned(numbers, owners)
         if members is None and numbers is not None:
             for i, group in enumerate(source.param_groups):
                 for param in group["params"]:
-                    _owner_of(param, owners, item.name, i)
+                    _owner_of(param, owners, row.name, i)
     return members
 
 
@@ -303,7 +375,7 @@ def _left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
             )
 
 
-def _keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
+def keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
     """Give an optimizer that has taken a state dict back what it rounded: torch casts state to the dtype of its parameter."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
@@ -313,17 +385,3 @@ def _keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
             mine = own.get(key)
             if isinstance(mine, torch.Tensor) and mine.dtype != loaded.dtype:
                 own[key] = loaded
-
-
-def _sink(tree: Tree, given: Sequence[tuple[Optimizer, Mapping[str, Any]]]) -> Callable[[Any], Any] | None:
-    """Return what takes the root of a tree back, and has the optimizers whose state was in there take it unrounded."""
-    sink = tree.sink
-    if sink is None or not given:
-        return sink
-
-    def take(root: Any) -> None:
-        sink(root)
-        for optimizer, given_out in given:
-            _keep_dtypes(optimizer, given_out)
-
-    return take

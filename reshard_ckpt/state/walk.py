@@ -1,0 +1,345 @@
+"""The walk over the state that a user passes: each tensor, value and object in it becomes a row with a name.
+
+The state is a tree of dicts and lists. A save and a load walk it alike, so that a name means the same for both:
+
+1. A dict is always opened. A list or tuple is opened only if it holds more than plain values; otherwise it is one value. An empty
+   container is one value too.
+2. A module, an optimizer, or a list of either is one row. Modules are read at once.
+3. An object with ``state_dict`` and ``load_state_dict`` opens a tree of its own, and takes the whole tree back after a load. So
+   does an optimizer whose ``state_dict`` may return more than its state, such as an optimizer that wraps others.
+4. An optimizer's state dict by number is one row, wherever it lies, and its other keys are rows beside it. A flattened state dict
+   opens a tree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.catalog.wrappers import unwrapped_keys
+from ..core.trees import Path, name_of
+from ..core.words import a, check_text
+from ..errors import NameCollisionError, UnsupportedError, UsageError
+from ..format.values import MAX_STEPS
+from .entries import Entry, Kind
+from .modules import read_module
+from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
+from .paths import Index, Unwrapped
+from .shards import PerRank, Shards
+from .tensors import is_plain_tensor, is_tensor_like, parts_of
+
+StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
+"""Return the steps of a path into a dict, in the order of its values."""
+
+MAX_SHOWN = 6
+"""A message about a path that is too long shows this number of keys."""
+
+_MOST_CHILDREN = 10_000
+"""Longer containers in an object are data, such as the indices of a sampler, and are not searched for optimizers."""
+
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+"""Types of most values. Nothing is inside of them."""
+
+
+class Verbatim(dict[Any, Any]):
+    """A whole state whose keys are names as they stand, with the parts that wrappers put into them."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """The optimizers in an object, and the state dicts that they gave out while the object was asked for its own.
+
+    Two optimizers that have equal groups and no state yet can be told apart by nothing else.
+    """
+
+    optimizers: tuple[Optimizer, ...] = ()
+    given: list[tuple[Optimizer, Mapping[str, Any]]] = field(default_factory=list)
+
+    @classmethod
+    def asked(cls, obj: Any) -> tuple[Any, Watched]:
+        """Call an object's ``state_dict()``, and watch the optimizers in it meanwhile."""
+        watched = cls(tuple(optimizers_of(obj)))
+        with ExitStack() as hooks:
+            for optimizer in watched.optimizers:
+                # A wrapper need not have called Optimizer.__init__; then it has no hooks, and runs none.
+                if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+                    hooks.callback(optimizer.register_state_dict_post_hook(watched._note).remove)
+            return obj.state_dict(), watched
+
+    def _note(self, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+        self.given.append((optimizer, given))
+
+
+@dataclass(slots=True)
+class Tree:
+    """A container and the rows in it.
+
+    Attributes
+    ----------
+    sink
+        Takes the root back after a load, if the tree belongs to an object.
+    owner
+        That object.
+    watched
+        The optimizers in that object.
+    given
+        State dicts by number in this tree, each with the optimizer that gave it.
+    """
+
+    path: Path
+    root: Any
+    rows: list[Entry]
+    sink: Callable[[Any], Any] | None = None
+    owner: Any = None
+    watched: Watched = field(default_factory=Watched)
+    given: list[tuple[Optimizer, Mapping[str, Any]]] = field(default_factory=list)
+
+
+def walk(state: Mapping[Any, Any]) -> list[Tree]:
+    """Return the trees of the state: the state itself, then one for each object that has a state of its own.
+
+    Raises
+    ------
+    UsageError
+        The state is not a dict, or contains itself.
+    NameCollisionError
+        Two paths give one name.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"state: wanted a dict such as {{'model': model, 'optimizer': optimizer}}, got {type(state).__name__}")
+    steps_of: StepsOf = list if isinstance(state, Verbatim) else steps
+    trees = [Tree((), state, [])]
+    if state or is_stateful(state):  # an empty dict would be a value
+        _add(trees[0].rows, state, (), (), steps_of)
+    for tree in trees:  # the list grows while it is walked: an object may hold other objects
+        # Modules come before objects and optimizers, whatever the order of the keys: `state_dict` puts an FSDP2 module back to
+        # the sharded parameters that its optimizer knows.
+        for row in tree.rows:
+            if row.kind is Kind.MODULES:
+                row.value = tuple(read_module(module, row.name, row.path) for module in row.value)
+        trees += [_tree_of(row, steps_of) for row in tree.rows if row.kind is Kind.OBJECT]
+    _check_names(trees)
+    return trees
+
+
+def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
+    """Open the tree that an object returns as its state."""
+    obj, rows = row.value, list[Entry]()
+    if isinstance(obj, torch.Generator):
+        tree = Tree(row.path, obj.get_state(), rows, obj.set_state)
+    else:
+        root, watched = Watched.asked(obj)
+        tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched)
+    _add(rows, tree.root, row.path, (), steps_of)
+    return tree
+
+
+def by_number(row: Entry) -> list[Entry]:
+    """Return the rows of an optimizer's state dict whose numbers have no names: it is saved as any dict is."""
+    tree, rows = row.value, list[Entry]()
+    beside = beside_numbers(tree).get("state", {})
+    state = {key: entry for key, entry in tree["state"].items() if key not in beside}
+    _add(rows, PlainDict(state=state, param_groups=tree["param_groups"]), row.path, (), steps)
+    return rows
+
+
+def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf) -> None:
+    """Add the rows of a value and of everything below it; `above` are the ids of the containers that lead to it.
+
+    The order of the tests matters. Exact types come first, for speed. A tensor, a `PerRank` and a module may have a `state_dict`
+    too, so they are told before objects; a list of modules comes before lists.
+    """
+    kind = type(value)
+    name = name_of(path)
+    if kind in _PLAIN:
+        rows.append(Entry(name, path, Kind.VALUE, value))
+    elif is_plain_tensor(value):
+        rows.append(Entry(name, path, Kind.TENSOR, value))
+    elif kind is dict and value:
+        _add_dict(rows, value, path, above, steps_of)
+    elif is_tensor_like(value) or isinstance(value, Shards):
+        rows += (Entry(name, path, Kind.TENSOR, part) for part in parts_of(value, name))
+    elif isinstance(value, PerRank):
+        rows.append(Entry(name, path, Kind.PER_RANK, value))
+    elif (modules := _modules(value)) is not None:
+        rows.append(Entry(name, path, Kind.MODULES, modules))
+    elif (optimizers := _optimizers(value)) is not None:
+        rows.append(_row_of_optimizers(name, path, optimizers))
+    elif is_stateful(value):
+        rows.append(Entry(name, path, Kind.OBJECT, value))
+    elif isinstance(value, Mapping) and value:
+        _add_dict(rows, value, path, above, steps_of)
+    elif isinstance(value, list | tuple) and not all(type(child) in _PLAIN for child in value):
+        above = _below(value, path, above)
+        inside: list[Entry] = []
+        for i, child in enumerate(value):
+            _add(inside, child, (*path, Index(i)), above, steps_of)
+        if all(row.kind is Kind.VALUE or row.kind is Kind.GROUPS for row in inside):
+            rows.append(Entry(name, path, Kind.VALUE, value))
+        else:
+            rows += inside
+    else:
+        rows.append(Entry(name, path, Kind.VALUE, value))
+
+
+def _add_dict(rows: list[Entry], value: Mapping[Any, Any], path: Path, above: tuple[int, ...], steps_of: StepsOf) -> None:
+    above = _below(value, path, above)
+    form = form_of(value)
+    if form == "flattened":
+        rows.append(Entry(name_of(path), path, Kind.OBJECT, Flattened(value)))  # type: ignore[arg-type]
+        return
+    if form == "by number":
+        rows.append(Entry(name_of(path), path, Kind.NUMBERED, value))
+        value = beside_numbers(value)
+    groups = value["param_groups"] if form == "by FQN" else None
+    for step, child in zip(steps_of(value), value.values(), strict=True):
+        below = (*path, step)
+        if groups is not None and child is groups:
+            rows.append(Entry(name_of(below), below, Kind.GROUPS, groups))
+        else:
+            _add(rows, child, below, above, steps_of)
+
+
+def _below(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `above` for the children of a container, once it is known to be neither too deep nor inside of itself."""
+    if len(above) >= MAX_STEPS:
+        raise UnsupportedError(
+            f"{name_of(path[:MAX_SHOWN])}…: dicts and lists are nested deeper than {MAX_STEPS} levels here; flatten the state"
+        )
+    if id(value) in above:
+        raise UsageError(f"{name_of(path)}: {a(type(value).__name__)} that contains itself cannot be saved")
+    return (*above, id(value))
+
+
+def steps(value: Mapping[Any, Any]) -> list[Any]:
+    """Return the steps to the children of a dict, in order: its keys; for a dict of tensors, without the parts of wrappers.
+
+    So ``model.state_dict()`` of a compiled or DDP model has the names of the plain model, as the model itself has. Keys that
+    would collide stay as they are.
+    """
+    keys = list(value)
+    if isinstance(value, Verbatim) or not all(isinstance(key, str) for key in keys):
+        return keys
+    clean = unwrapped_keys(keys)
+    if clean == keys or not any(is_tensor_like(child) for child in value.values()):
+        return keys
+    times = Counter(clean)
+    return [key if name == key or times[name] > 1 else Unwrapped.of(name, key) for name, key in zip(clean, keys, strict=True)]
+
+
+def is_stateful(value: Any) -> bool:
+    """Tell whether an object gives and takes its state by itself."""
+    if isinstance(value, type):
+        return False
+    if isinstance(value, torch.Generator):
+        return True
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def state_of(value: Any) -> Any:
+    """Ask an object for its whole state."""
+    return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+
+
+def give_state(value: Any, state: Any) -> None:
+    """Give an object the state that `state_of` returned."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    else:
+        value.load_state_dict(state)
+
+
+def _module_of(value: Any) -> nn.Module | None:
+    if isinstance(value, nn.Module):
+        return value
+    # A pipeline stage, of any of torch's classes: their common base is private.
+    submod = getattr(value, "submod", None)
+    return submod if isinstance(submod, nn.Module) and hasattr(value, "stage_index") else None
+
+
+def _modules(value: Any) -> tuple[nn.Module, ...] | None:
+    """Return the modules of a module, a stage, or a list of them; None for any other value."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    found: list[nn.Module] = []
+    for each in values:
+        if (module := _module_of(each)) is None:
+            return None
+        found.append(module)
+    return tuple(found) or None
+
+
+def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
+    values = value if isinstance(value, list | tuple) else (value,)
+    return tuple(values) if values and all(isinstance(v, Optimizer) for v in values) else None
+
+
+def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...]) -> Entry:
+    """Return the row of a list of optimizers, or that of an object if its only optimizer has a ``state_dict()`` of its own."""
+    own = next((optimizer for optimizer in optimizers if has_own_state_dict(optimizer)), None)
+    if own is None:
+        return Entry(name, path, Kind.OPTIMIZERS, optimizers)
+    if len(optimizers) > 1:
+        raise UsageError(
+            f"{name}: a list of optimizers, among them a {type(own).__name__}, whose state_dict() is its "
+            "own and cannot be merged with others; pass each optimizer under a key of its own"
+        )
+    return Entry(name, path, Kind.OBJECT, own)
+
+
+def _check_names(trees: Iterable[Tree]) -> None:
+    """Refuse two paths that give one name, and an object without a name, which could not be told from the state itself."""
+    seen: dict[str, Path] = {}
+    for row in (row for tree in trees for row in tree.rows):
+        check_text(row.name, "a name")
+        if row.path and not row.name and row.kind in (Kind.GROUPS, Kind.MODULES, Kind.OPTIMIZERS, Kind.NUMBERED, Kind.OBJECT):
+            raise UsageError(f"{_spelled(row.path)}: a module, an optimizer or an object needs a key that is not empty")
+        other = seen.setdefault(row.name, row.path)
+        if other != row.path:
+            raise NameCollisionError(
+                f"{row.name}: both {_spelled(other)} and {_spelled(row.path)} have this name; rename one of the keys"
+            )
+
+
+def _spelled(path: Path) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer's ``state_dict()`` may hold more than the state of its parameters and its groups."""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return False  # ZeroRedundancyOptimizer: its state_dict() wants the whole state on this rank, so its partitions are read
+    # The hooks have no public name; where a release calls them otherwise, they are not seen.
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer) or any(hooks):
+        return True
+    return any(not isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
+def optimizers_of(obj: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers in the attributes of an object, and the object itself: inner ones first, each once."""
+    yield from _reached(obj, set())
+
+
+def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
+    if id(value) in seen or isinstance(value, nn.Module | torch.Tensor | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        inside = value.values() if isinstance(value, Mapping) else value
+        children: Iterable[Any] = inside if len(value) <= _MOST_CHILDREN else ()
+    elif isinstance(value, Optimizer) or callable(getattr(value, "load_state_dict", None)):
+        # Groups and state may hold many thousands of parameters, and no optimizers.
+        children = [child for key, child in getattr(value, "__dict__", {}).items() if key not in ("param_groups", "state")]
+    else:
+        return
+    for child in children:
+        yield from _reached(child, seen)
+    if isinstance(value, Optimizer):
+        yield value
