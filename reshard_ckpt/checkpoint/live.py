@@ -76,7 +76,7 @@ def reshard_live(
         Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
     options = Options(
-        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore),
+        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, can_resize=False),
         rename,
         staged,
         memory_bytes,
@@ -122,7 +122,7 @@ class LiveReshard:
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
-        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
+        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, can_resize=False)
         options = Options(load, rename, staged, memory_bytes, replicas)
         self._turn = partial(_turn, process_group, timeout_s, replicas)
         with outside_inference_mode(), self._turn().opened() as comm:

@@ -83,7 +83,7 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
     check_workers(workers)
     try:
         return _verified(path, sha256, workers, reporter(progress))
-    except CorruptError as error:  # the catalog or the manifest is damaged; its message gives the next step
+    except CorruptError as error:  # the catalog is damaged; its message gives the next step
         return VerifyReport((str(error),), 0, 0)
 
 
@@ -95,14 +95,17 @@ def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress)
         verified = verify_all(storage, saved, workers=workers, report=report)
         if not sha256:
             return verified
-        if not source.sha256:
-            changed = check_manifest(storage, saved, workers=workers, report=report)
-            return replace(verified, problems=(*verified.problems, *changed))
-        changed = check_listed(storage, source.sha256, workers=workers, report=report)
-        unlisted = [file for file in saved.files if file.key not in source.sha256]
+        unlisted = [file for file in saved.files if file.key not in source.sha256] if source.sha256 else []
         lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
-        problems = *verified.problems, *changed, *lines
-        return replace(verified, problems=problems, bytes_unverified=sum(file.size for file in unlisted))
+        try:
+            if source.sha256:
+                changed = list(check_listed(storage, source.sha256, workers=workers, report=report))
+            else:
+                changed = list(check_manifest(storage, saved, workers=workers, report=report))
+        except CorruptError as error:  # the manifest is missing or damaged, which takes nothing from what is known by now
+            changed = [str(error)]
+        unverified = sum(file.size for file in unlisted) if source.sha256 else verified.bytes_unverified
+        return replace(verified, problems=(*verified.problems, *changed, *lines), bytes_unverified=unverified)
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:

@@ -39,6 +39,19 @@ def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tm
     assert checkpoint.load(tmp_path, into, allow_missing=["optimizer.state.bias"]).kept
 
 
+@pytest.mark.parametrize(("wanted", "resizes"), [((4,), True), ((3, 1), False), ((), False)])
+def test_a_resize_is_offered_where_it_helps(tmp_path: Path, wanted: tuple[int, ...], resizes: bool):
+    state, into = {"x": torch.ones(3)}, {"x": torch.zeros(wanted)}
+    checkpoint.save(tmp_path, state)
+    with pytest.raises(MismatchError, match=r"x: saved with global shape \(3,\)") as refused:
+        checkpoint.load(tmp_path, into)
+    assert ("allow_resize=" in str(refused.value), "of another number of dims" in str(refused.value)) == (resizes, not resizes)
+    if resizes:
+        checkpoint.load(tmp_path, into, allow_resize=["x"])
+    with pytest.raises(MismatchError, match=r"; load with strict=False to load what fits"):  # it has no allow_resize=
+        checkpoint.reshard_live(state, into)
+
+
 READERS: dict[str, Callable[[Path, Path], object]] = {
     "inspect": lambda path, other: checkpoint.inspect(path, stats=True),
     "diff": lambda path, other: checkpoint.diff(path, other, values=True),

@@ -70,6 +70,20 @@ def test_a_manifest_tells_what_was_changed_with_its_checksums(trained: Path):
     assert run("verify", trained).code == 0
 
 
+@pytest.mark.parametrize("manifest", ["missing", "damaged"])
+def test_damage_is_named_also_without_a_sound_manifest(manifest: str, trained: Path):
+    if manifest == "damaged":
+        checkpoint.write_manifest(trained)
+        next(trained.rglob("manifest.sha256")).write_bytes(b"\xff")
+    victim = next(trained.rglob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    plain, report = checkpoint.verify(trained), checkpoint.verify(trained, sha256=True)
+    assert (report.num_files, report.num_bytes, report.problems[:-1]) == (plain.num_files, plain.num_bytes, plain.problems)
+    assert "manifest.sha256" in report.problems[-1]
+
+
 def test_a_damaged_catalog_is_a_problem_as_any_other(trained: Path):
     catalog = trained / "catalog.msgpack"
     data = bytearray(catalog.read_bytes())

@@ -21,6 +21,9 @@ MISSING = "not in the checkpoint"
 LEAVES_OUT = "ignore= of this name leaves it out"
 """The advice for what a checkpoint has and the state has no place for."""
 
+OTHER_NDIM = "of another number of dims"
+"""In the line of a tensor that no allow_resize= can load."""
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -76,9 +79,10 @@ def match(
         index = catalog.index(name)
         saved, code = catalog.shape(index), catalog.dtype(index)
         # A spec that fails both tests is listed once, by its shape.
-        resizable = len(saved) == len(spec.shape) and matches(spec.name, allow_resize)
-        if saved != spec.shape and not resizable:
-            shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}")
+        same_ndim = len(saved) == len(spec.shape)
+        if saved != spec.shape and not (same_ndim and matches(spec.name, allow_resize)):
+            other = "" if same_ndim else f", {OTHER_NDIM}"
+            shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}{other}")
         elif code != spec.dtype and not matches(spec.name, cast):
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
         else:

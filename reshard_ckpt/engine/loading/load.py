@@ -60,6 +60,8 @@ class LoadOptions:
     read_once: bool = False
     tied_under_one_name: bool = False
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
+    can_resize: bool = True
+    """Whether the function that the user called has ``allow_resize``, so that an error may advise it."""
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):

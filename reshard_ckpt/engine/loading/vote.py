@@ -16,7 +16,7 @@ from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
-from ...core.planning.match import LEAVES_OUT, MISSING, matches
+from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
 from ...core.words import few
 from ...errors import MismatchError, UsageError
@@ -107,7 +107,7 @@ def vote(
     report = LoadReport(**problems)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report)])
+        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report, can_resize=options.can_resize)])
         suggestions = dict(result["suggestions"])
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
@@ -128,7 +128,7 @@ def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
             raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
-def _cures(report: LoadReport) -> str:
+def _cures(report: LoadReport, *, can_resize: bool) -> str:
     """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last."""
     cures = []
     states = [_missing_name(line) for line in report.values if _no_group(line)]
@@ -139,7 +139,7 @@ def _cures(report: LoadReport) -> str:
         cures.append("with ignore=[patterns] to leave some out")
     if report.dtype:
         cures.append("with cast=[patterns] to convert dtypes")
-    if report.shape:
+    if can_resize and not all(line.endswith(OTHER_NDIM) for line in report.shape):
         cures.append("with allow_resize=[patterns] to load what overlaps")
     last = "with strict=False to load what fits and leave the rest as it is"
     return f"load {', '.join(cures)}, or {last}" if cures else f"load {last}"
