@@ -31,6 +31,7 @@ from ..formats.source import NATIVE, Path, Source, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues
+from ..storage import path_text
 
 Patterns = Sequence[str] | bool
 
@@ -207,18 +208,18 @@ def load_target(
         # Wait for all ranks: no object gets its values before every rank has read and verified its bytes.
         comm.gather(b"")
         target.finish(values, not_loaded(target, resolved))
-        log = RankLog(comm.rank, target.mesh)
+        log, where = RankLog(comm.rank, target.mesh), path_text(path)
         log.info(
             "loaded %d tensors from %s in %.2f s, having read %s",
             len(resolved.targets),
-            storage.url,
+            where,
             time.monotonic() - began,
             size_text(fetched.bytes_read),
         )
         if fetched.bytes_unverified:
             why = "as verify=False says" if source.format == NATIVE else f"as {source.format} has no checksums"
             level = WARNING if options.verify else INFO
-            log.log(level, "%s of %s were loaded unverified, %s", size_text(fetched.bytes_unverified), storage.url, why)
+            log.log(level, "%s of %s were loaded unverified, %s", size_text(fetched.bytes_unverified), where, why)
     converted = [
         f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
     ]

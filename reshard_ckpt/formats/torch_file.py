@@ -7,7 +7,7 @@
 3. A tensor in row-major order is a range of the file; any other is served by `strided`.
 4. An optimizer's state is keyed by position: torch numbers the parameters of all groups in a row, and only the program that made
    the optimizer knows the parameter of a number. If the optimizer was made of ``model.named_parameters()``, its groups have
-   ``param_names``, with which `state.capture` names its state. For any other, there is advice.
+   ``param_names``, with which `state.capture` names its state. Any other loads with a ``rename=`` that names the numbers.
 
 A folder with ``pytorch_model.bin``, or an index and its parts, is one flat state dict.
 """
@@ -15,7 +15,7 @@ A folder with ``pytorch_model.bin``, or an index and its parts, is one flat stat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ def _open_file(storage: Storage, key: str) -> Source:
     loaded, mapped = _load(storage, key)
     try:
         state = _with_root_key(loaded)
-        return _source(storage, state, {key: mapped}, _advice(state))
+        _refuse_state_without_a_group(state)
+        return _source(storage, state, {key: mapped})
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
 
@@ -98,7 +99,7 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
                     f"{storage.url}: {name} is in {key} and in a file before it; open one of them by its own path"
                 )
             merged[name] = loaded[name]
-    return _source(storage, {MODEL: merged}, mapped, {})
+    return _source(storage, {MODEL: merged}, mapped)
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
@@ -120,10 +121,10 @@ def _is_flat(state: Mapping[Any, Any]) -> bool:
     return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def _source(storage: Storage, state: Mapping[Any, Any], mapped: Mapping[str, MappedFile], advice: Mapping[str, str]) -> Source:
+def _source(storage: Storage, state: Mapping[Any, Any], mapped: Mapping[str, MappedFile]) -> Source:
     builder = CatalogBuilder("torch", storage.url)
     served = serve_state(builder, storage, state, "strided", mapped)
-    return Source(served, builder.finish(links_from_names=False), "torch", advice)
+    return Source(served, builder.finish(links_from_names=False), "torch")
 
 
 def _is_optimizer_state(value: Any) -> bool:
@@ -135,33 +136,14 @@ def _is_optimizer_state(value: Any) -> bool:
     return keyed and are_numbered_groups(value["param_groups"])
 
 
-def _advice(state: Mapping[Any, Any]) -> dict[str, str]:
-    """Return advice for each optimizer of a state whose parameters have only numbers, by the optimizer's name.
-
-    Raises
-    ------
-    CorruptError
-        The state is nested too deep, or an optimizer has state for a parameter that is in none of its groups.
-    """
-    return {
-        name: f"{name} is keyed by the positions of parameters, and the file does not hold their names (an optimizer made of "
-        "model.named_parameters() saves them): load it with torch.load and load_state_dict of the optimizer, then save it "
-        "with checkpoint.save"
-        for name in _unnamed(state)
-    }
-
-
-def _unnamed(state: Mapping[Any, Any]) -> Iterator[str]:
+def _refuse_state_without_a_group(state: Mapping[Any, Any]) -> None:
+    """Raise a `CorruptError` if the state is nested too deep, or an optimizer has state for a parameter in none of its groups."""
     for path, leaf in flatten(state, _children, max_depth=_MAX_DEPTH + 1):
         if len(path) > _MAX_DEPTH:
             raise CorruptError(f"{name_of(path[:3])}…: is nested deeper than {_MAX_DEPTH} levels; use another copy")
-        if not _is_optimizer_state(leaf):
-            continue
-        names = names_by_number(leaf["param_groups"])
-        if names is None:
-            yield name_of(path)
+        names = names_by_number(leaf["param_groups"]) if _is_optimizer_state(leaf) else None
         # State without a group would get no name at all.
-        elif unknown := [key for key in leaf["state"] if key not in names]:
+        if names is not None and (unknown := [key for key in leaf["state"] if key not in names]):
             raise CorruptError(
                 f"an optimizer has state for parameter {unknown[0]}, which is in none of its groups; use another copy"
             )

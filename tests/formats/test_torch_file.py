@@ -178,18 +178,21 @@ def test_state_of_a_parameter_that_no_group_has_is_damage(tmp_path: Path):
         checkpoint.catalog(tmp_path / "x.pt")
 
 
-def test_an_optimizer_without_names_says_what_to_do_when_it_is_wanted(tmp_path: Path):
+def test_an_optimizer_without_names_says_what_to_do_when_it_is_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model, optimizer = trained(named=False)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-    with pytest.raises(MismatchError, match="keyed by the positions of parameters.*load it with torch.load"):
+    with pytest.raises(MismatchError, match=r"optimizer was saved by number.*rename=\{f'optimizer") as refused:
         checkpoint.load(tmp_path / "x.pt", {"model": model, "optimizer": optimizer})
+    assert str(refused.value).count("optimizer was saved by") == 1
     fresh = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
-    assert not checkpoint.load(tmp_path / "x.pt", {"model": fresh}).problems
+    with caplog.at_level("INFO", "reshard_ckpt"):
+        assert not checkpoint.load(tmp_path / "x.pt", {"model": fresh}).problems
+    assert all(f"{tmp_path / 'x.pt'} " in line for line in caplog.messages)
     assert torch.equal(fresh[0].weight, model[0].weight)
     fresh[0] = torch.nn.Linear(6, 5, bias=False)
     with pytest.raises(MismatchError) as caught:
         checkpoint.load(tmp_path / "x.pt", {"model": fresh})
-    assert "positions" not in str(caught.value)  # nobody asked for the optimizer
+    assert "by number" not in str(caught.value)  # nobody asked for the optimizer
 
 
 def test_a_folder_of_parts_is_one_model(tmp_path: Path):
