@@ -71,8 +71,15 @@ def leaves(tree: Any, children: Children = children) -> Iterator[Any]:
             yield from leaves(child, children)
 
 
-def put(tree: dict[Any, Any], path: Path, value: Any, advice: str = "rename one of them") -> None:
-    """Set the value at a path of nested dicts, and make the dicts that are missing.
+def put(
+    tree: dict[Any, Any],
+    path: Path,
+    value: Any,
+    advice: str = "rename one of them",
+    *,
+    branch: type[dict[Any, Any]] = dict,
+) -> None:
+    """Set the value at a path of nested dicts, and make the dicts that are missing, of the class `branch`.
 
     Raises
     ------
@@ -82,24 +89,41 @@ def put(tree: dict[Any, Any], path: Path, value: Any, advice: str = "rename one 
     *above, last = path
     node = tree
     for depth, key in enumerate(above):
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
+        node = node.setdefault(key, branch())
+        if not isinstance(node, branch):
             raise NameCollisionError(f"{name_of(above[: depth + 1])}: is a value, and has others below it; {advice}")
     if last in node:
         raise NameCollisionError(f"{name_of(path)}: two things have this name; {advice}")
     node[last] = value
 
 
-def unflatten(entries: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
-    """Build nested dicts of the values at these paths; see `put`.
+class _Branch(dict[Any, Any]):
+    """A dict that `unflatten` has made, as opposed to a dict that is a leaf."""
 
-    >>> unflatten([(("a", "b"), 1), (("a", "c"), 2)])
-    {'a': {'b': 1, 'c': 2}}
+
+def unflatten(entries: Iterable[tuple[Path, Any]]) -> Any:
+    """Build the tree with these leaves. Children with the keys 0, 1, … up to the last become a list, all others a dict.
+
+    >>> unflatten([(("a", 0, "b"), 1), (("a", 1), 2), (("c", 1), 3)])
+    {'a': [{'b': 1}, 2], 'c': {1: 3}}
+
+    Raises
+    ------
+    NameCollisionError
+        As for `put`.
     """
-    tree: dict[Any, Any] = {}
+    root = _Branch()
     for path, value in entries:
-        put(tree, path, value)
-    return tree
+        put(root, path, value, branch=_Branch)
+    return _with_lists(root)
+
+
+def _with_lists(node: Any) -> Any:
+    if not isinstance(node, _Branch):
+        return node
+    children = {key: _with_lists(child) for key, child in node.items()}
+    is_list = bool(children) and all(type(key) is int for key in children) and children.keys() == set(range(len(children)))
+    return [children[i] for i in range(len(children))] if is_list else children
 
 
 def map_tree(change: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from ..comm import ALONE
+from ..comm import ALONE, open_session
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..format.keys import CATALOG_KEY
 from ..formats.dcp.metadata import METADATA_KEY
 from ..storage import open_storage, resolved_path
 
 Path = str | os.PathLike[str]
+Made = TypeVar("Made")
 
 
 class StorageFolder:
@@ -87,8 +89,25 @@ def check_collective(use_collectives: bool) -> None:
         )
 
 
+def check_flattens(planner: object) -> None:
+    """Refuse a planner that leaves nested dicts closed."""
+    if not getattr(planner, "flatten_state_dict", True):
+        raise UnsupportedError(
+            f"planner={type(planner).__name__}(flatten_state_dict=False): nested dicts are always opened here; leave it out"
+        )
+
+
 def group_of(process_group: Any, no_dist: bool) -> Any:
     """Return the group of ranks that take part."""
     if no_dist and process_group is not None:
         raise UsageError("process_group and no_dist=True: a process on its own has no group; pass one of them")
     return ALONE if no_dist else process_group
+
+
+def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
+    """Call `make`; raise an error in it on all ranks, which would otherwise wait for this rank in their session."""
+    try:
+        return make()
+    except Exception:
+        with open_session(kind, str(path), process_group=group):
+            raise

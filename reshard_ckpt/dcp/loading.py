@@ -15,9 +15,8 @@ from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.router import Below
-from .arguments import Path, group_of, load_path, named_path
+from .arguments import Path, group_of, load_path, named_path, share_errors
 from .metadata import FORMATS_AS_SAVED
-from .saving import share_errors
 from .state_dicts import call_state_dicts, loading_form, restore
 from .torch_calls import call_torch, is_custom, is_custom_planner
 from .torch_errors import rank_prefix, torch_compatible

@@ -5,7 +5,7 @@ Each tensor is shown as one chunk. Where its bytes lie is in the catalog, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -24,19 +24,32 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.specs import ValueKind
+from ..core.trees import name_of
 from ..core.words import plural
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
-from ..formats.dcp.names import key_path
+from ..formats.dcp.names import key_path, taken_apart
 from ..formats.protocol import RawValue
 from ..formats.registry import with_options
 from ..formats.source import Path, Source, open_source
-from .names import KeyedValue, leaves
+from ..state.optimizer_dicts import flat_groups
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedValue:
+    """One of DCP's values: its keys (an index into a list is an int), and the value itself."""
+
+    path: tuple[str | int, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +83,21 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
-        for leaf in leaves(key_path(entry.path), value, entry.kind):
+        for leaf in _leaves(key_path(entry.path), value, entry.kind):
             yield leaf.name, leaf
     yield from source.raw.items()
+
+
+def _leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:
+    """Yield the parts of a saved value under DCP's names, which are those of the leaves of dicts, and of lists that hold dicts.
+
+    Groups of an optimizer have two sets of names: by number (``param_groups.0.lr``), and by parameter (``param_groups.w.lr``).
+    """
+    found = taken_apart(path, value)
+    # DCP has no entry for an empty dict.
+    yield from (KeyedValue(at, part) for at, part in found if not isinstance(part, Mapping))
+    if kind is ValueKind.PARAM_GROUPS:
+        yield from (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
 
 
 def _value_for_rank(name: str, saved: SavedValue) -> Any:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..checkpoint.saving import begin_save
 from ..checkpoint.saving import save as save_checkpoint
-from ..comm import open_session
 from ..core.report import SaveReport
 from ..engine.saving.handle import RunningSave
 from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, group_of, named_path, save_path, uses_async_staging
+from .arguments import Path, check_collective, group_of, named_path, save_path, share_errors, uses_async_staging
 from .metadata import SavedMetadata
 from .state_dicts import call_state_dicts, saving_form
 from .torch_calls import call_torch, is_custom, is_custom_planner
@@ -42,9 +41,7 @@ except ImportError:  # older releases, such as 2.6, have none
         upload_completion: Future[None]
 
 
-__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save", "share_errors"]
-
-Made = TypeVar("Made")
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save"]
 
 
 @torch_compatible("storage_writer")
@@ -199,12 +196,3 @@ def _upload(save: RunningSave, path: Path) -> SaveFuture:
 
     save.committed.add_done_callback(done)
     return upload
-
-
-def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """Call `make`; raise an error in it on all ranks, which would otherwise wait for this rank in their session."""
-    try:
-        return make()
-    except Exception:
-        with open_session(kind, str(path), process_group=group):
-            raise

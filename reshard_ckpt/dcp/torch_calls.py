@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import UsageError
+from .arguments import check_flattens
 from .reader import ReshardReader
 from .writer import ReshardWriter
 
@@ -62,10 +63,7 @@ def is_custom_planner(planner: object, *, saving: bool) -> bool:
         It is nothing that DCP takes; or it leaves nested dicts closed.
     """
     default, base = (DefaultSavePlanner, SavePlanner) if saving else (DefaultLoadPlanner, LoadPlanner)
-    if not getattr(planner, "flatten_state_dict", True):
-        raise UnsupportedError(
-            f"planner={type(planner).__name__}(flatten_state_dict=False): nested dicts are always opened here; leave it out"
-        )
+    check_flattens(planner)
     return planner is not None and type(planner) is not default and _checked("planner", planner, base)
 
 
@@ -97,6 +95,6 @@ def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[
                 stacklevel=4,
             )
     else:
-        store = ours(path)
+        store = ours(path, process_group=options["process_group"]) if ours is ReshardWriter else ours(path)
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
     return _CALLS[call](state_dict, **{option: store}, **given)

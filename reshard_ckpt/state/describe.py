@@ -24,6 +24,7 @@ from .entries import Entry, Kind
 from .layouts import Layout
 from .paths import path_keys
 from .tensors import memory_of
+from .walk import Opaque
 
 Placement = tuple[AxisPlacement, ...]
 
@@ -134,10 +135,12 @@ class Describer:
 
     def _add_value(self, row: Entry, keys_of: Callable[[Path], list[Any]]) -> None:
         known = self._register(row)
-        data = encode_value(row.value, row.name)
+        is_opaque = isinstance(row.value, Opaque)
+        data = row.value.data if is_opaque else encode_value(row.value, row.name)
         if known is None:
             self._by_name[row.name] = data
-            self.values.append(ValueSpec(row.name, encode_path(keys_of(row.path)), _VALUE_KINDS[row.kind], data, row.link))
+            path, kind = encode_path(keys_of(row.path)), _VALUE_KINDS[row.kind]
+            self.values.append(ValueSpec(row.name, path, kind, data, row.link, is_opaque))
         elif known != data:
             raise LayoutError(f"{row.name}: two stages on this rank have different values of this name; give them distinct names")
 

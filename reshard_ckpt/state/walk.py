@@ -52,6 +52,13 @@ class Verbatim(dict[Any, Any]):
     """A whole state whose keys are names as they stand, with the parts that wrappers put into them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value of the state as the bytes that another program made of it; they are saved as they are."""
+
+    data: bytes
+
+
 @dataclass(slots=True)
 class Watched:
     """The optimizers in an object, and the state dicts that they gave out while the object was asked for its own.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
@@ -17,10 +19,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError, LayoutError
+from reshard_ckpt.errors import CheckpointError, LayoutError, StorageError
+from reshard_ckpt.storage.local import LocalWriter
 from tests.dcp.on_ranks import same_bytes
 
-WRITER_STAGES = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish")
+WRITER_STAGES = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write", "finish")
 READER_STAGES = ("read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
 COORDINATORS = ("prepare_global_plan", "finish")
 
@@ -36,6 +39,19 @@ def faulty(kind: type, stage: str, ranks: tuple[int, ...]) -> type:
         raise Broken(f"{stage} on rank {dist.get_rank()}")
 
     return type(f"Faulty{kind.__name__}", (kind,), {stage: fail} if dist.get_rank() in ranks else {})
+
+
+@contextmanager
+def faulty_files(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Make each write into a file fail on these ranks."""
+
+    def fail(*_: Any) -> None:
+        raise StorageError(f"write on rank {dist.get_rank()}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() in ranks:
+            patch.setattr(LocalWriter, "write", fail)
+        yield
 
 
 def ranks_of(stage: str) -> list[tuple[int, ...]]:
@@ -58,13 +74,18 @@ def faulty_job(folder: str) -> list[str]:
     warnings.simplefilter("ignore")
     path, wrong = Path(folder, "checkpoint"), []
     state = {"w": torch.arange(10.0), "n": 1}
-    torch_dcp.save(state, storage_writer=dcp.ReshardWriter(path))
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = {"w": distribute_tensor(state["w"], mesh, [Shard(0)]), "n": 1}
+    torch_dcp.save(sharded, storage_writer=dcp.ReshardWriter(path))
     for stage in WRITER_STAGES:
         for ranks in ranks_of(stage):
             writer = faulty(dcp.ReshardWriter, stage, ranks)(path)
-            failed = failure(lambda writer=writer: torch_dcp.save({"w": torch.zeros(10), "n": 2}, storage_writer=writer))
+            with faulty_files(ranks if stage == "write" else ()):
+                failed = failure(lambda writer=writer: torch_dcp.save({**sharded, "n": 2}, storage_writer=writer))
             wrong += [f"save, {stage} on {ranks}: {failed}"] if failed != set(ranks) else []
-            wrong += [f"save, {stage} on {ranks}: what was there is gone"] if not is_there(path, state) else []
+            # The last stage comes after the commit.
+            held = {**state, "n": 2} if stage == "finish" else state
+            wrong += [f"save, {stage} on {ranks}: not what should be there"] if not is_there(path, held) else []
     for stage in READER_STAGES:
         for ranks in ranks_of(stage):
             reader, target = faulty(dcp.ReshardReader, stage, ranks)(path), {"w": torch.zeros(10), "n": 0}
@@ -147,6 +168,11 @@ def calls_job(folder: str) -> list[str]:
     dcp.async_save({"n": rank}, checkpoint_id=Path(folder, f"group {rank}"), process_group=group).result()
     dcp.load(own := {"n": -1}, checkpoint_id=Path(folder, f"group {rank}"), process_group=group)
     wrong += [f"process_group: {own}"] if own["n"] != rank else []
+    # A planner of one's own runs torch's save, with a writer that is told the group.
+    planner = type("Own", (torch_dcp.DefaultSavePlanner,), {})()
+    dcp.save({"n": rank}, checkpoint_id=Path(folder, f"planned {rank}"), process_group=group, planner=planner)
+    dcp.load(own := {"n": -1}, checkpoint_id=Path(folder, f"planned {rank}"), process_group=group)
+    wrong += [f"process_group, with a planner: {own}"] if own["n"] != rank else []
     # What DCP would save from rank 0 alone, without a word, is an error here.
     error = error_of(lambda: dcp.save({"rng": rank}, checkpoint_id=path))
     wrong += [f"values that differ: {error!r}"] if not isinstance(error, LayoutError) else []

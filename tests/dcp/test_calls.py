@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import inspect
 import io
 import pickle
@@ -334,17 +335,72 @@ def finished(made: Any) -> Any:
     return made.result(600) if isinstance(made, Future) else made
 
 
+class RenamingPlanner(torch_dcp.DefaultSavePlanner):
+    """Saves the state below another key."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner({"all": state_dict}, *args, **kwargs)
+
+
+class ChoosingPlanner(torch_dcp.DefaultSavePlanner):
+    """Plans tensors alone."""
+
+    def create_local_plan(self) -> torch_dcp.SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if item.tensor_data is not None])
+
+
+class AddingPlanner(torch_dcp.DefaultSavePlanner):
+    """Plans an item that no state dict has."""
+
+    def create_local_plan(self) -> torch_dcp.SavePlan:
+        plan = super().create_local_plan()
+        more = dataclasses.replace(plan.items[0], index=torch_dcp.metadata.MetadataIndex("more"))
+        return dataclasses.replace(plan, items=[*plan.items, more])
+
+
 @pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
 @pytest.mark.parametrize("named_by", ["id", "writer"])
-def test_a_planner_of_ones_own_plans_and_this_library_writes_and_reads(tmp_path: Path, call: Any, named_by: str):
+@pytest.mark.parametrize(
+    ("planner", "saved"), [(RenamingPlanner, {"all.w", "all.a.n"}), (ChoosingPlanner, {"w"})], ids=["renaming", "choosing"]
+)
+def test_a_planner_of_ones_own_renames_and_chooses(tmp_path: Path, call: Any, named_by: str, planner: Any, saved: set[str]):
     where = {"checkpoint_id": tmp_path} if named_by == "id" else {"storage_writer": dcp.FileSystemWriter(tmp_path)}
-    finished(call({"w": torch.arange(4.0), "n": 3}, planner=HalvingPlanner(), **where))
+    finished(call({"w": torch.arange(4.0), "a": {"n": 3}}, planner=planner(), **where))
     assert checkpoint.verify(tmp_path).ok
-    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(4.0) / 2)
-    target = {"w": torch.zeros(4), "n": 0}
+    found = checkpoint.catalog(tmp_path)
+    assert {*found.names, *found.value_names} == saved
+    target = {"w": torch.zeros(4)} if planner is ChoosingPlanner else {"all": {"w": torch.zeros(4)}}
     dcp.load(target, checkpoint_id=tmp_path, planner=DoublingPlanner())
-    assert torch.equal(target["w"], torch.arange(4.0))
-    assert target["n"] == 3
+    assert torch.equal(target.get("w", target.get("all", {}).get("w")), torch.arange(4.0) * 2)
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (HalvingPlanner(), "planner=HalvingPlanner: its transform_object changes what is saved"),
+        (AddingPlanner(), "more: planned, but not in the planner's state dict"),
+    ],
+)
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
+def test_a_planner_that_saves_more_than_its_state_dict_is_refused_by_name(tmp_path: Path, call: Any, planner: Any, message: str):
+    with pytest.raises(dcp.CheckpointException) as told:
+        finished(call({"w": torch.arange(4.0)}, checkpoint_id=tmp_path, planner=planner))
+    (error, _) = told.value.failures[0]
+    assert isinstance(error, UnsupportedError)
+    assert message in str(error)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_planner_that_chooses_and_keeps_its_plans_is_refused_once_it_does(tmp_path: Path):
+    if "enable_plan_caching" not in inspect.signature(torch_dcp.DefaultSavePlanner).parameters:
+        pytest.skip("this torch keeps no plans")
+    planners = [ChoosingPlanner(enable_plan_caching=True) for _ in range(2)]
+    torch_dcp.save({"w": torch.ones(2), "n": 1}, storage_writer=dcp.ReshardWriter(tmp_path), planner=planners[0])
+    with pytest.raises(dcp.CheckpointException) as told:
+        torch_dcp.save({"w": torch.zeros(2), "n": 1}, storage_writer=dcp.ReshardWriter(tmp_path), planner=planners[1])
+    assert "leave out enable_plan_caching" in str(told.value.failures[0][0])
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(2))
 
 
 class NotingWriter(torch_dcp.FileSystemWriter):
@@ -601,3 +657,12 @@ def test_dcps_own_folders_load_an_optimizer_that_knows_its_parameters_by_number(
         other = model_and_optimizer(1, steps=1)
         load({"model": other[0], "optimizer": other[1]})
         assert same_training(other, (model, optimizer))
+
+
+def test_an_object_that_is_no_plain_value_is_refused_by_name_in_a_list(tmp_path: Path):
+    with pytest.raises(dcp.CheckpointException) as told:
+        torch_dcp.save({"l": [{"a": 1}, {"a": slice(1, 2)}]}, storage_writer=dcp.ReshardWriter(tmp_path))
+    error = told.value.failures[0][0]
+    assert isinstance(error, UnsupportedError)
+    assert "l[1]" in str(error), str(error)
+    assert "slice" in str(error), str(error)

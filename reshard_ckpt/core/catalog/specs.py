@@ -122,7 +122,8 @@ class TensorSpec:
 class ValueSpec:
     """One encoded value, a part of the state that is not a tensor; ``path`` is its encoded key path in the state.
 
-    ``data`` is None if the bytes are a blob among the tensors.
+    ``data`` is None if the bytes are a blob among the tensors. Opaque bytes are made by another program: they become a blob that
+    no value of the catalog refers to.
     """
 
     name: str
@@ -130,6 +131,7 @@ class ValueSpec:
     kind: ValueKind
     data: bytes | None
     link: StateLink | None = None
+    is_opaque: bool = False
 
 
 def escape(name: str) -> str:

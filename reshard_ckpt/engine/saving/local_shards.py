@@ -13,6 +13,7 @@ import torch
 
 from ...core.catalog.specs import Mesh, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
 from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
+from ...format.shard_file import opaque_name
 from ..common.blobs import Blob, byte_blob
 from ..common.memo import Memo
 from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor
@@ -74,12 +75,15 @@ def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec
     Returns
     -------
     tuple
-        All values, without bytes if the value became a blob; and the blobs.
+        All values that are not opaque, without bytes if the value became a blob; and the blobs.
     """
     inline: list[ValueSpec] = []
     blobs: list[Blob] = []
     for value in values:
         own = value.kind is ValueKind.PER_RANK
+        if value.is_opaque and value.data is not None:
+            blobs.append(byte_blob(opaque_name(value.name), torch.frombuffer(bytearray(value.data), dtype=torch.uint8)))
+            continue
         if value.data is not None and (own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)):
             data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
             blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))

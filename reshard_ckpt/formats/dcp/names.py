@@ -22,7 +22,7 @@ import torch
 
 from ...core.catalog.links import GROUPS, STATE
 from ...core.catalog.specs import StateLink
-from ...core.trees import flatten, leaves
+from ...core.trees import flatten, leaves, unflatten
 from ...format.values import decode_path
 from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
 from ...state.paths import Index, saved_path
@@ -131,13 +131,16 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     OptimizerGroups
         None if the entries do not have the form of groups.
     """
-    owners: dict[int | str, NestedBuilder] = {}
+    by_owner: dict[int | str, list[tuple[KeyPath, Any]]] = {}
     for fqn, entry in entries.items():
-        owners.setdefault(entry.owner, NestedBuilder()).put(entry.key, values[fqn])
+        by_owner.setdefault(entry.owner, []).append((entry.key, values[fqn]))
+    groups = {owner: unflatten(found) for owner, found in by_owner.items()}
+    if not all(isinstance(group, dict) for group in groups.values()):
+        return None
     # Owners are parameters in the flat form, and indices of groups in the nested one; both together are neither.
-    flat = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, str)}
-    nested = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, int)}
-    if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):
+    flat = {owner: group for owner, group in groups.items() if isinstance(owner, str)}
+    nested = {owner: group for owner, group in groups.items() if isinstance(owner, int)}
+    if flat and nested:
         return None
     return OptimizerGroups(grouped(flat.items()), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
 
@@ -160,32 +163,6 @@ def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
         return None
     inside = leaves(node, lambda child: enumerate(child) if isinstance(child, list) else None)
     return enumerate(node) if any(isinstance(leaf, Mapping | torch.Tensor) for leaf in inside) else None
-
-
-class NestedBuilder:
-    """Builds a dict or list from its flattened entries; the result is a list if all keys are indices."""
-
-    def __init__(self) -> None:
-        self.children: dict[Key, Any] = {}
-
-    def put(self, path: KeyPath, value: Any) -> None:
-        """Add the value at a path, unless there is one already."""
-        node = self
-        for key in path[:-1]:
-            child = node.children.get(key)
-            if not isinstance(child, NestedBuilder):
-                child = node.children[key] = NestedBuilder()
-            node = child
-        node.children.setdefault(path[-1], value)
-
-    @property
-    def is_list(self) -> bool:
-        return all(isinstance(key, int) for key in self.children)
-
-    def plain(self) -> Any:
-        """Return the dict or list, with plain children."""
-        children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self.children.items()}
-        return [children[key] for key in sorted(children)] if self.is_list else children
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:

@@ -17,7 +17,7 @@ import torch
 from ...core.catalog.links import GROUPS
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import StateLink, ValueKind
-from ...core.trees import flatten, name_of
+from ...core.trees import flatten, name_of, unflatten
 from ...errors import CorruptError, UnsupportedError
 from ...format.values import decode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
@@ -33,7 +33,6 @@ from .names import (
     GroupEntry,
     KeyPath,
     Names,
-    NestedBuilder,
     groups_from_entries,
     names_of,
     raw_paths,
@@ -169,7 +168,7 @@ class _Folder:
         paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
         tensors = (path for fqn, path in self._paths.items() if fqn in self._saved.tensors)
         whole = value_paths(paths.values(), tensors)
-        lists: dict[KeyPath, NestedBuilder] = {}
+        lists: dict[KeyPath, list[tuple[KeyPath, Any]]] = {}
         for fqn, path in paths.items():
             at = whole[path]
             if fqn in self._errors:
@@ -177,10 +176,10 @@ class _Folder:
             elif at == path:
                 self._add_value(path, ValueKind.PLAIN, self._values[fqn])
             else:
-                lists.setdefault(at, NestedBuilder()).put(path[len(at) :], self._values[fqn])
-        for at, branch in lists.items():
+                lists.setdefault(at, []).append((path[len(at) :], self._values[fqn]))
+        for at, elements in lists.items():
             if not self._builder.is_unreadable(name_of(at)):
-                self._add_value(at, ValueKind.PLAIN, branch.plain())
+                self._add_value(at, ValueKind.PLAIN, unflatten(elements))
 
     def _add_value(self, path: KeyPath, kind: ValueKind, value: Any) -> None:
         # The encoding of paths has a tuple of one index for a step into a list.

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.trees import name_of
+from ...core.trees import name_of, unflatten
 from ...errors import CorruptError, UnsupportedError
 from ...storage.protocol import Storage
 from ..catalog_builder import CatalogBuilder
 from .folder import merged
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
-from .names import KeyPath, NestedBuilder
+from .names import KeyPath
 from .read import add_folder
 from .values import read_values
 
@@ -119,7 +119,7 @@ def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadat
 
 
 def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:
-    """Read values by path, and return them as nested dicts; a dict whose keys are all indices becomes a list.
+    """Read values by path, and return them as nested dicts and lists; see `unflatten`.
 
     Raises
     ------
@@ -129,10 +129,7 @@ def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:
     read = read_values(storage, {str(i): extent for i, extent in enumerate(extents.values())})
     for error in read.unreadable.values():
         raise error
-    tree = NestedBuilder()
-    for i, path in enumerate(extents):
-        tree.put(path, read.values[str(i)])
-    return tree.plain()
+    return unflatten((path, read.values[str(i)]) for i, path in enumerate(extents))
 
 
 def _key(folder: str, file: str) -> str:
