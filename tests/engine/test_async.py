@@ -140,7 +140,7 @@ def test_a_step_past_the_hook_is_found(tmp_path: Path, gate: threading.Event) ->
         param.grad = torch.ones_like(param)
     type(optimizer).step.__wrapped__(optimizer)
     gate.set()
-    with pytest.raises(UsageError, match=r"what AdamW owns was changed while it was copied.*staging='eager'"):
+    with pytest.raises(UsageError, match=r"parameters or state of AdamW changed while they were copied.*staging='eager'"):
         handle.result(600)
     assert "optimizer.param_groups" not in checkpoint.read(tmp_path)
 
@@ -167,7 +167,7 @@ def test_rows_changed_through_data_while_they_are_copied_are_found(
 
     monkeypatch.setattr(Staging, "_put_item", put_between_changes)
     handle = checkpoint.async_save(tmp_path, {"model": embedding, "optimizer": optimizer}, staging="lazy")
-    with pytest.raises(UsageError, match=r"what SGD owns was changed while it was copied.*staging='eager'"):
+    with pytest.raises(UsageError, match=r"parameters or state of SGD changed while they were copied.*staging='eager'"):
         handle.result(600)
     assert "optimizer.param_groups" not in checkpoint.read(tmp_path)
 

@@ -131,7 +131,7 @@ def test_a_fused_step_past_the_guard_is_found(
     else:
         torch.accelerator.current_stream().synchronize()
     assert let_go()
-    with pytest.raises(UsageError, match="what AdamW owns was changed while it was copied"):
+    with pytest.raises(UsageError, match="parameters or state of AdamW changed while they were copied"):
         handle.result(600)
 
 
@@ -275,7 +275,7 @@ def test_rows_changed_through_data_behind_their_copy_are_found(tmp_path: Path, m
 
     monkeypatch.setattr(Staging, "fill", fill_and_change)
     handle = checkpoint.async_save(tmp_path, {"model": embedding, "optimizer": optimizer}, staging="lazy")
-    with pytest.raises(UsageError, match="what SGD owns was changed while it was copied"):
+    with pytest.raises(UsageError, match="parameters or state of SGD changed while they were copied"):
         handle.result(600)
 
 

@@ -119,8 +119,8 @@ class StepGuard:
         if has_changed:
             names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
             raise UsageError(
-                f"what {names} owns was changed while it was copied, past the guard that holds steps back (by a compiled or "
-                "captured step, or by other code between async_save and the next step); this save is given up, use "
+                f"parameters or state of {names} changed while they were copied, past the guard that holds steps back (by a "
+                "compiled or captured step, or by other code between async_save and the next step); this save is given up, use "
                 "staging='eager', or wait for staged() before such code"
             )
 
