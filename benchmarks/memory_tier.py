@@ -3,26 +3,31 @@
 ``python -m benchmarks.memory_tier`` runs two ranks on gloo, each of which is a node of its own: a folder of its own on tmpfs.
 Copies cross from one to the other by gloo over this machine's loopback.
 
-1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds; the same bytes sent from
-   each rank to the other in one message of gloo, and from one of them alone; an eager save without the tier, one with it and
-   without copies, and one with a copy. Of saves it times the stall; with the tier also the time until they are committed in
-   memory, and that of the copy.
+1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds; the same bytes read from
+   a file of the tmpfs and nothing else; the same bytes sent from each rank to the other in one message of gloo, from one of them
+   alone, and from one of them that copies its own part meanwhile; an eager save without the tier, one with it and without
+   copies, and one with a copy. Of saves it times the stall; with the tier also the time until they are committed in memory, and
+   that of the copy.
 2. Then the job is left as by a failure, and is restored from its own memory, verified and not; from the other node's, one node
-   having lost its own; and from the disk, whose pages are in the cache.
+   having lost its own, while the other loads its own part; and from the disk, whose pages are in the cache.
 3. The hours are simulated: failures come at random, some take a node with its memory, and a restart begins at the newest
    checkpoint that survives, by the rules of the tier's placement.
+
+A figure is the minimum over all rounds: of the slowest rank's seconds, and of the CPU seconds of both ranks together. Where
+others use the machine, the CPU seconds say more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,73 +40,98 @@ from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links
 from reshard_ckpt.core.planning.copies import copy_holders, survives
 
-from .ranks import Ranks, launch, save_json
+from .ranks import Ranks, cpu_s, launch, save_json
 from .report import machine
 
+READ_BYTES = 1 << 20
+
 TIMES = (
-    "memcpy", "raw send", "raw send both ways", "stall without the tier", "stall with the tier", "committed in memory, no copy",
-    "committed in memory", "copy to the other node", "restore from own memory", "restore from own memory, unverified",
-    "restore from the other node", "restore from disk",
+    "memcpy", "read from tmpfs", "raw send", "raw send beside a memcpy", "raw send both ways", "stall without the tier",
+    "stall with the tier", "committed in memory, no copy", "committed in memory", "copy to the other node",
+    "restore from own memory", "restore from own memory, unverified", "restore from the other node", "restore from disk",
 )  # fmt: skip
 
 
 class Worker:
     """One rank of the benchmark: its part of a tensor, and its managers with and without the tier."""
 
-    def __init__(self, gb: float, folder: Path) -> None:
+    def __init__(self, gb: float, folder: Path, memory: str) -> None:
         self.ranks = Ranks()
         rank, size = self.ranks.rank, self.ranks.size
         num = int(gb * 1e9 / size / 4) // 1024
         self.part = torch.zeros(num, 1024, dtype=torch.int32)
         self.state = {"w": LocalShard(self.part, (num * size, 1024), (num * rank, 0))}
         self.touched = torch.ones_like(self.part)
-        self.node, self.folder, self.step = Path(tempfile.mkdtemp(prefix="reshard-ckpt-bench-", dir="/dev/shm")), folder, 0
+        self.node, self.folder, self.step = Path(tempfile.mkdtemp(prefix="reshard-ckpt-bench-", dir=memory)), folder, 0
         self.times: dict[str, list[float]] = {name: [] for name in TIMES}
+        self.cpu_times: dict[str, list[float]] = {name: [] for name in TIMES}
+        with open(self.node / "raw", "wb+", buffering=0, opener=partial(os.open, mode=0o600)) as file:
+            file.write(memoryview(self.part.numpy()).cast("B"))
+            self.raw = os.dup(file.fileno())
+        (self.node / "raw").unlink()
 
-    def note(self, name: str, begin: float) -> None:
-        self.times[name].append(max(self.ranks.gather(time.perf_counter() - begin)))
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin, cpu = time.perf_counter(), cpu_s()
+        yield
+        self.note(name, time.perf_counter() - begin, cpu_s() - cpu)
+
+    def note(self, name: str, wall_s: float, cpu: float) -> None:
+        walls, cpus = zip(*self.ranks.gather((wall_s, cpu)), strict=True)
+        self.times[name].append(max(walls))
+        self.cpu_times[name].append(sum(cpus))
 
     def manager(self, *, with_tier: bool, copies: int = 1) -> Manager:
         memory = Memory(copies, folder=str(self.node)) if with_tier else None
         name = ("tier" if copies else "alone") if with_tier else "plain"
         return Manager(self.folder / name, memory=memory, persist_every="10h")
 
-    def send(self, name: str, senders: Sequence[int]) -> None:
-        """Send what a rank holds to the other one in one message: what a copy, or a restore from the other node, cannot beat."""
+    def send(self, name: str, senders: Sequence[int], *, copies: bool = False) -> None:
+        """Send what a rank holds to the other one in one message: what a copy, or a restore from the other node, cannot beat.
+
+        With `copies`, the sender copies its part meanwhile, as it loads it where the other one restores from its memory.
+        """
         rank = self.ranks.rank
-        begin = time.perf_counter()
-        work = [dist.irecv(self.touched, 1 - rank)] if 1 - rank in senders else []
-        work += [dist.isend(self.part, 1 - rank)] if rank in senders else []
-        for one in work:
-            assert one is not None
-            one.wait()
-        self.note(name, begin)
+        with self.timed(name):
+            work = [dist.irecv(self.touched, 1 - rank)] if 1 - rank in senders else []
+            work += [dist.isend(self.part, 1 - rank)] if rank in senders else []
+            if copies and rank in senders:
+                self.touched.copy_(self.part)
+            for one in work:
+                assert one is not None
+                one.wait()
 
     def memcpy(self) -> None:
-        begin = time.perf_counter()
-        self.touched.copy_(self.part)
-        self.note("memcpy", begin)
+        with self.timed("memcpy"):
+            self.touched.copy_(self.part)
+
+    def read(self) -> None:
+        """Read a file of the tmpfs in parts: what a restore from this node's memory cannot beat with pages of this size."""
+        into = memoryview(self.touched.numpy()).cast("B")
+        with self.timed("read from tmpfs"):
+            for at in range(0, len(into), READ_BYTES):
+                os.preadv(self.raw, [into[at : at + READ_BYTES]], at)
 
     def save(self, manager: Manager, *, with_tier: bool, copies: int = 1) -> None:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), cpu_s()
         handle = manager.async_save(self.step, self.state)
-        stalled = time.perf_counter()
+        stalled = time.perf_counter() - begin, cpu_s() - cpu
         handle.result()
-        done = time.perf_counter()
+        done = time.perf_counter() - begin, cpu_s() - cpu
         if copies:
-            self.times[f"stall {'with' if with_tier else 'without'} the tier"].append(max(self.ranks.gather(stalled - begin)))
+            self.note(f"stall {'with' if with_tier else 'without'} the tier", *stalled)
         if with_tier:
-            self.times["committed in memory" + ("" if copies else ", no copy")].append(max(self.ranks.gather(done - begin)))
+            self.note("committed in memory" + ("" if copies else ", no copy"), *done)
             assert handle.copies == copies  # type: ignore[attr-defined]
 
     def saves(self, rounds: int) -> None:
-        copied: list[float] = []
+        copied: list[tuple[float, float]] = []
         swap = Links.swap
 
         def timed(links: Links, *args: Any) -> None:
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), cpu_s()
             swap(links, *args)
-            copied.append(time.perf_counter() - begin)
+            copied.append((time.perf_counter() - begin, cpu_s() - cpu))
 
         Links.swap = timed  # type: ignore[method-assign]
         plain, tier, alone = self.manager(with_tier=False), self.manager(with_tier=True), self.manager(with_tier=True, copies=0)
@@ -110,7 +140,9 @@ class Worker:
             self.part.fill_(self.step)
             modes: list[Callable[[], None]] = [
                 self.memcpy,
+                self.read,
                 partial(self.send, "raw send", [1]),
+                partial(self.send, "raw send beside a memcpy", [1], copies=True),
                 partial(self.send, "raw send both ways", [0, 1]),
                 partial(self.save, alone, with_tier=True, copies=0),
                 partial(self.save, plain, with_tier=False),
@@ -120,9 +152,9 @@ class Worker:
             for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
                 self.ranks.gather(0)
                 mode()
-            self.times["copy to the other node"].append(max(self.ranks.gather(sum(copied))))
+            self.note("copy to the other node", *map(sum, zip(*copied, strict=True)))
             if turn < 0:
-                for samples in self.times.values():
+                for samples in (*self.times.values(), *self.cpu_times.values()):
                     samples.clear()
         plain.close()
         alone.__exit__(RuntimeError, RuntimeError(), None)
@@ -133,22 +165,20 @@ class Worker:
         if tier == "store":
             self.part.zero_()
             self.ranks.gather(0)
-            begin = time.perf_counter()
-            checkpoint.load(self.folder / "plain" / f"step_{self.step}", self.state)
-            self.note(name, begin)
+            with self.timed(name):
+                checkpoint.load(self.folder / "plain" / f"step_{self.step}", self.state)
         else:
             manager = self.manager(with_tier=True)
             self.part.zero_()
             self.ranks.gather(0)
-            begin = time.perf_counter()
-            found = manager.load_latest(self.state, **options)
-            self.note(name, begin)
+            with self.timed(name):
+                found = manager.load_latest(self.state, **options)
             assert found is not None
             assert found.tier == tier
             manager.__exit__(RuntimeError, RuntimeError(), None)
         assert bool((self.part == self.step).all())
 
-    def run(self, rounds: int) -> dict[str, float]:
+    def run(self, rounds: int) -> dict[str, dict[str, float]]:
         try:
             self.saves(rounds)
             for _ in range(rounds):
@@ -163,7 +193,25 @@ class Worker:
         finally:
             shutil.rmtree(self.node, ignore_errors=True)
             self.ranks.close()
-        return {name: statistics.median(samples) for name, samples in self.times.items()}
+        both = {"s": self.times, "cpu_s": self.cpu_times}
+        return {unit: {name: min(samples) for name, samples in times.items()} for unit, times in both.items()}
+
+
+def ratios(times: dict[str, float]) -> dict[str, float]:
+    """Compare the tier with the physical limits, all from one run."""
+    pairs = (
+        ("stall with the tier", "stall without the tier"),
+        ("committed in memory, no copy", "memcpy"),
+        ("copy to the other node", "raw send both ways"),
+        ("read from tmpfs", "memcpy"),
+        ("restore from own memory", "memcpy"),
+        ("restore from own memory, unverified", "memcpy"),
+        ("restore from own memory, unverified", "read from tmpfs"),
+        ("restore from the other node", "raw send"),
+        ("restore from the other node", "raw send beside a memcpy"),
+        ("restore from own memory", "restore from disk"),
+    )
+    return {f"{one} ÷ {other}": times[one] / times[other] for one, other in pairs}
 
 
 def lost_steps(*, with_tier: bool, hours: int = 2000, nodes: int = 64, seed: int = 0) -> float:
@@ -194,38 +242,36 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0, help="of both ranks together")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("bench_out/memory_tier"))
+    parser.add_argument("--memory", default="/dev/shm", help="a tmpfs, such as one that is mounted with huge=within_size")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker = Worker(args.gb, args.folder.resolve())
+        worker = Worker(args.gb, args.folder.resolve(), args.memory)
         rank, found = worker.ranks.rank, worker.run(args.rounds)
         if rank == 0:
             (args.folder / "times.json").write_text(json.dumps(found))
         return
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
-    given = ["--gb", str(args.gb), "--rounds", str(args.rounds), "--folder", str(args.folder)]
+    given = ["--gb", str(args.gb), "--rounds", str(args.rounds), "--folder", str(args.folder), "--memory", args.memory]
     where = machine()
     launch("benchmarks.memory_tier", 2, given, timeout_s=1800)
     times = json.loads((args.folder / "times.json").read_text())
     shutil.rmtree(args.folder)
-    ratios = {
-        "stall with the tier ÷ without": times["stall with the tier"] / times["stall without the tier"],
-        "committed in memory, no copy ÷ memcpy": times["committed in memory, no copy"] / times["memcpy"],
-        "copy to the other node ÷ raw send both ways": times["copy to the other node"] / times["raw send both ways"],
-        "restore from own memory ÷ memcpy": times["restore from own memory"] / times["memcpy"],
-        "restore from own memory, unverified ÷ memcpy": times["restore from own memory, unverified"] / times["memcpy"],
-        "restore from the other node ÷ raw send": times["restore from the other node"] / times["raw send"],
-        "restore from own memory ÷ from disk": times["restore from own memory"] / times["restore from disk"],
-    }
+    print(f"{'minima':66} {'wall':>9} {'CPU':>9}")
+    for name in TIMES:
+        print(f"  {name:64} {times['s'][name]:9.3f} {times['cpu_s'][name]:9.3f} s")
+    found = {unit: ratios(one) for unit, one in times.items()}
+    print("ratios")
+    for name in found["s"]:
+        print(f"  {name:64} {found['s'][name]:9.2f} {found['cpu_s'][name]:9.2f}")
     lost = {"with the tier": lost_steps(with_tier=True), "without": lost_steps(with_tier=False)}
-    for title, figures, unit in (("medians", times, " s"), ("ratios", ratios, ""), ("lost steps per failure", lost, "")):
-        print(title)
-        for name, value in figures.items():
-            print(f"  {name:46} {value:9.3f}{unit}")
+    print("lost steps per failure")
+    for name, value in lost.items():
+        print(f"  {name:64} {value:9.3f}")
     if args.out:
-        save_json(args.out, {"machine": where, "gb": args.gb, "rounds": args.rounds, "s": times, "ratios": ratios, "lost": lost})
+        save_json(args.out, {"machine": where, "gb": args.gb, "rounds": args.rounds, **times, "ratios": found, "lost": lost})
 
 
 if __name__ == "__main__":

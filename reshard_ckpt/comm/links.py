@@ -50,7 +50,7 @@ class Links:
     rank, size
         Of this process among them.
     timeout_s
-        Seconds after which meeting, a swap, or one message, has failed.
+        Seconds after which meeting, or one message, has failed.
     members
         Their ranks in the job, for errors; by default the same.
 
@@ -91,8 +91,13 @@ class Links:
         if ended := tuple(self._members[number] for number in sorted(peers.ended(store))):
             raise PeerError(f"{what}: {name_ranks(ended)} ended; their own logs say why", ended)
 
-    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], ends: float) -> None:
         """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.
+
+        Parameters
+        ----------
+        ends
+            When all of it must be done, by `time.monotonic`.
 
         Raises
         ------
@@ -100,14 +105,13 @@ class Links:
             A rank did not come in time, or is gone.
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
-        deadline = time.monotonic() + self._timeout.total_seconds()
         under_way: deque[list[tuple[int, Any]]] = deque()
 
         def settle(left: int) -> None:
             while len(under_way) > left:
                 for rank, one in under_way.popleft():
                     with self._named(rank):
-                        one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                        one.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
 
         for at in range(0, longest, CHUNK_BYTES):
             settle(AHEAD - 1)

@@ -1,7 +1,7 @@
 """Loading the checkpoints of a run, from memory or the store: a given step, or the newest whole one.
 
 1. Rank 0 finds the newest step in the store that counts. All nodes together find the newest generation in memory that is not
-   older than it.
+   older than it. With a memory tier, one session does both.
 2. If there is such a generation, it is loaded, and verified while it is read. If it is damaged, all copies in memory are
    verified, and the next older whole generation is taken.
 3. Otherwise the step in the store is loaded. If it is damaged or gone, it is passed over with a warning, and the next older one
@@ -92,7 +92,7 @@ class Restoring:
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
             for verify in (False, True):
-                found = self._find(0, passed, step, verify=verify)
+                _, found = self._find(lambda: 0, passed, step, verify=verify)
                 loaded = self._from_memory(found, state, options, passed, verify=verify)
                 if loaded is not None:
                     if goes_on:
@@ -108,7 +108,7 @@ class Restoring:
         if self._memory is not None:
             passed: dict[str, PassedOver] = {}
             for verify in (False, True):
-                found = self._find(0, passed, step, verify=verify)
+                _, found = self._find(lambda: 0, passed, step, verify=verify)
                 if found is None:
                     break
                 try:
@@ -125,18 +125,19 @@ class Restoring:
         in_memory: dict[str, PassedOver] = {}
         verify = False  # whether to verify all copies: after damage was found; the load itself verifies the bytes that it reads
         while True:
-            step = self._newest_except(passed)
-            if self._memory is not None:
-                found = self._find(-1 if step is None else step, in_memory, verify=verify)
+            if self._memory is None:
+                step = self._newest_except(passed)
+            else:
+                step, found = self._find(lambda: self._stored.newest_except(passed), in_memory, verify=verify)
                 loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
                 if loaded is not None and found is not None:
                     self._begin_at(loaded.step, in_store=False)
-                    self._memory.persist_loaded(found)
+                    self._memory.persist_found(found)
                     return loaded
                 if found is not None:
                     verify = True  # it could not be loaded: try another copy of it, or the next older one
                     continue
-            if step is None:
+            if step < 0:
                 break
             try:
                 report = self._from_store(step, state, options)
@@ -195,12 +196,17 @@ class Restoring:
             return None
         return LoadedStep(step, report, (*_lines(passed), *passed_in_store.values()), tier)
 
-    def _find(self, at_least: int, passed: dict[str, PassedOver], step: int | None = None, *, verify: bool) -> Restorable | None:
-        """Find a generation to load, as `MemoryRun.find` does, except those in `passed`; add newly passed ones to `passed`."""
+    def _find(
+        self, at_least: Callable[[], int], passed: dict[str, PassedOver], step: int | None = None, *, verify: bool
+    ) -> tuple[int, Restorable | None]:
+        """Find a generation to load, as `MemoryRun.find` does, except those in `passed`; add newly passed ones to `passed`.
+
+        Also returns what `at_least` said on rank 0.
+        """
         assert self._memory is not None
-        found, newer = self._memory.find(at_least, list(passed), step, verify=verify)
-        self._pass_over(newer, passed)
-        return found
+        found = self._memory.find(at_least, list(passed), step, verify=verify)
+        self._pass_over(found.passed, passed)
+        return found.least, found.generation
 
     def _pass_over(self, found: Mapping[str, PassedOver], passed: dict[str, PassedOver]) -> None:
         for save_id, one in found.items():
@@ -226,11 +232,10 @@ class Restoring:
         if self._lineage.begin(newer, self._stored.save_id, always=memory is not None) and memory is not None:
             memory.attempt_begun()
 
-    def _newest_except(self, passed: Mapping[int, str]) -> int | None:
-        """Return the newest step in the store that is not in `passed`, as rank 0 sees it."""
+    def _newest_except(self, passed: Mapping[int, str]) -> int:
+        """Return the newest step in the store that is not in `passed`, as rank 0 sees it; −1 if there is none."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
-            step = int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
-        return None if step < 0 else step
+            return int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
 
 
 def _may_keep(options: Mapping[str, Any]) -> bool:

@@ -83,7 +83,7 @@ class Persisting:
     before
         The previous generation on its way to the store. This one waits until that one is done.
     then
-        Called at the end with True if the generation is in the store, else False.
+        Called at the end: whether the generation is in the store, and whether this has written it.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class Persisting:
         path: str,
         session: AbstractContextManager[Comm],
         before: Persisting | None,
-        then: Callable[[bool], object],
+        then: Callable[[bool, bool], object],
     ) -> None:
         self._folder, self.generation, self._mine, self._path = folder, generation, mine, path
         self._session, self.before, self._then = session, before, then
@@ -113,11 +113,12 @@ class Persisting:
         if self.before is not None:
             self.before.join()
             self.before = None
+        is_new = False
         try:
             with self._session as comm, open_storage(self._path) as storage:
                 images = NodeImages(self._folder, self.generation.save_id)
                 try:
-                    persist(comm, images, self.generation, self._mine, storage)
+                    is_new = persist(comm, images, self.generation, self._mine, storage)
                 finally:
                     images.close()
         except BaseException as error:
@@ -127,7 +128,7 @@ class Persisting:
         finally:
             try:
                 # Before `_over` is set: whoever waits for this generation may rely on the effects of `then`.
-                self._then(self._error is None)
+                self._then(self._error is None, is_new)
             finally:
                 self._over.set()
 

@@ -1,9 +1,10 @@
 """Writing a generation from memory to the store, with the files and the catalog that a save to the store would have written.
 
-1. Each rank copies its files in parts, and verifies every block on the way. Damage in memory never reaches the store.
-2. Each rank makes its files durable, and then sends an empty message to rank 0 (a gather).
-3. Rank 0 looks up all files by name and size, and publishes the catalog. That is the commit.
-4. Rank 0 tells all ranks (a broadcast).
+1. Rank 0 tells all ranks whether the store has the generation already (a broadcast). If so, this is all.
+2. Each rank copies its files in parts, and verifies every block on the way. Damage in memory never reaches the store.
+3. Each rank makes its files durable, and then sends an empty message to rank 0 (a gather).
+4. Rank 0 looks up all files by name and size, and publishes the catalog. That is the commit.
+5. Rank 0 tells all ranks (a broadcast).
 
 If the store refuses a file, all ranks delete the files that they have written. A generation whose job was killed in between is
 written from the beginning the next time.
@@ -93,14 +94,16 @@ def publish(storage: Storage, generation: Generation) -> None:
         warnings.warn(f"stored, but what it replaced is not all deleted: {error}; the next save there tries again", stacklevel=2)
 
 
-def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> None:
-    """Write a generation to the store, each rank its own files. Collective: a gather, then a broadcast.
+def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> bool:
+    """Write a generation to the store, each rank its own files. Return False if it was there. Collective, as said above.
 
     Parameters
     ----------
     mine
         Keys of the files that this rank writes. Each file belongs to one rank.
     """
+    if comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1":
+        return False
     catalog = generation.decoded_catalog()
     # Without this, a store that is full would stay full of files of failed attempts.
     undo = partial(remove, storage, _with_digests(catalog, mine))
@@ -121,6 +124,7 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
                     remove(storage, _with_digests(catalog, [file.key for file in catalog.files]))
             raise
     comm.broadcast(b"" if comm.rank == 0 else None)
+    return True
 
 
 def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:

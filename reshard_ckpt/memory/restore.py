@@ -67,23 +67,43 @@ class Restorable:
         return all(len({topology.node_of[rank] for rank in ranks}) == len(topology.ids) for ranks in self.owners.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search of the memory of all nodes found.
+
+    Attributes
+    ----------
+    generation
+        The newest whole generation, or None.
+    passed
+        By save id: the newer generations that are not whole.
+    least
+        The oldest step that was looked for, as rank 0 said.
+    """
+
+    generation: Restorable | None
+    passed: Mapping[str, PassedOver]
+    least: int
+
+
 def find_newest(
     comm: Comm,
     folder: Path,
     topology: Topology,
     wanted: Callable[[Generation], bool],
+    at_least: Callable[[], int],
     excluded: Sequence[str] = (),
     *,
     verify: bool = True,
-) -> tuple[Restorable | None, dict[str, PassedOver]]:
+) -> Found:
     """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
-
-    Also returns, by save id, the newer ones that are not whole.
 
     Parameters
     ----------
     wanted
-        Asked on the nodes that know a generation: False for those that are superseded.
+        Asked on the nodes that know a generation: False if it is superseded.
+    at_least
+        Asked on rank 0: generations of older steps are not looked at.
     excluded
         Save ids that are not to be taken.
     verify
@@ -97,16 +117,18 @@ def find_newest(
         for g in candidates
     ]
     gathered = comm.gather(msgpack.packb(listed))
+    least, proposals = _proposals(comm, topology, gathered, at_least)
     passed: dict[str, PassedOver] = {}
-    for save_id, line, is_damaged, sender in _proposals(comm, gathered):
-        if line:
-            passed[save_id] = PassedOver(line, is_damaged)
+    for proposal in proposals:
+        if proposal.line:
+            passed[proposal.save_id] = PassedOver(proposal.line, proposal.is_damaged)
             continue
-        found = _verified(comm, folder, topology, _shared(comm, known.get(save_id), sender), verify=verify)
-        if not isinstance(found, str):
-            return Restorable(*found), passed
-        passed[save_id] = PassedOver(found, is_damaged=True)
-    return None, passed
+        generation, owners = _shared(comm, known.get(proposal.save_id), proposal.sender), proposal.owners
+        damage, owners = _verified(comm, folder, topology, generation) if verify else ("", owners)
+        if not damage:
+            return Found(Restorable(generation, owners), passed, least)
+        passed[proposal.save_id] = PassedOver(damage, is_damaged=True)
+    return Found(None, passed, least)
 
 
 def _lost(generation: Generation, ids: set[str]) -> bool:
@@ -114,47 +136,74 @@ def _lost(generation: Generation, ids: set[str]) -> bool:
     return any(ids.isdisjoint(nodes) for nodes in map(set, generation.holders.values()))
 
 
-def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str, bool, int]]:
-    """Yield save ids, the newest first, the same on all ranks.
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A generation that rank 0 proposes to all ranks.
 
-    Each with a line where it is not whole, with whether it is damaged then, and with the rank that sends the generation to all:
-    −1 where all know it.
+    Attributes
+    ----------
+    line, is_damaged
+        Why the generation is not whole, else empty, and whether that is damage.
+    sender
+        The rank that sends the generation to all; −1 if all know it.
+    owners
+        As of `Restorable`, by the headers of slots alone.
     """
+
+    save_id: str
+    line: str
+    is_damaged: bool
+    sender: int
+    owners: Mapping[str, tuple[int, ...]]
+
+
+def _proposals(
+    comm: Comm, topology: Topology, gathered: Sequence[bytes] | None, at_least: Callable[[], int]
+) -> tuple[int, list[_Proposal]]:
+    """Return what `at_least` says on rank 0, and the proposals, the newest first. All ranks get the same."""
     message = None
     if gathered is not None:
+        least = at_least()
         found: dict[tuple[int, int, int, str], _Told] = {}
         for rank, data in enumerate(gathered):
             for attempt, step, number, save_id, num_files, keys, is_lost in msgpack.unpackb(data):
+                if step < least:
+                    continue
                 told = found.setdefault((attempt, step, number, save_id), _Told())
-                told.keys.update(keys)
+                for key in keys:
+                    told.owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
                 told.is_lost |= is_lost
                 if num_files >= 0:  # else its file is damaged there
                     told.num_files = num_files
                     told.knowing.append(rank)
-        message = msgpack.packb([told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)])
-    for save_id, line, is_damaged, sender in msgpack.unpackb(comm.broadcast(message)):
-        yield str(save_id), str(line), bool(is_damaged), int(sender)
+        message = msgpack.packb((least, [told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)]))
+    least, proposals = msgpack.unpackb(comm.broadcast(message))
+    return int(least), [
+        _Proposal(str(save_id), str(line), bool(is_damaged), int(sender), {str(k): tuple(ranks) for k, ranks in owners.items()})
+        for save_id, line, is_damaged, sender, owners in proposals
+    ]
 
 
 @dataclass(slots=True)
 class _Told:
-    """What all nodes together say of a generation: how many files it has, those that are whole, and the ranks that know it."""
+    """What all nodes together say of a generation: its number of files, the owners of each whole file, the ranks that know it."""
 
     num_files: int = 0
-    keys: set[str] = field(default_factory=set)
+    owners: dict[str, list[int]] = field(default_factory=dict)
     knowing: list[int] = field(default_factory=list)
     is_lost: bool = False
 
-    def proposal(self, order: tuple[int, int, int, str], size: int) -> tuple[str, str, bool, int]:
-        """Return what `_proposals` yields."""
+    def proposal(self, order: tuple[int, int, int, str], size: int) -> tuple[str, str, bool, int, dict[str, list[int]]]:
+        """Return the fields of a `_Proposal`."""
         _, step, _, save_id = order
-        gone, line = self.num_files - len(self.keys), ""
+        gone, line = self.num_files - len(self.owners), ""
         if not self.knowing:
             line = f"step {step} in memory: its catalog is damaged on every node that has it"
         elif gone:
             why = "on no node that is left" if self.is_lost else "damaged, or removed, on every node that had them"
             line = f"step {step} in memory: {gone} of {self.num_files} files are {why}"
-        return save_id, line, not self.is_lost, -1 if len(self.knowing) == size else next(iter(self.knowing), -1)
+        sender = -1 if len(self.knowing) == size else next(iter(self.knowing), -1)
+        return save_id, line, not self.is_lost, sender, {} if line else self.owners
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
@@ -167,30 +216,23 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
     return NOTE.decoded(data, where="a generation from another node")
 
 
-def _verified(
-    comm: Comm, folder: Path, topology: Topology, generation: Generation, *, verify: bool
-) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
-    """Have every node verify what it has of a generation; who has what, or why it is not whole."""
+def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, tuple[int, ...]]]:
+    """Have every node verify the files that it has. Return why the generation is not whole, else empty, and the owners."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
-        whole = whole_files(cast(Storage, images), generation.decoded_catalog(), mine) if verify else mine
-    answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))
+        whole = whole_files(cast(Storage, images), generation.decoded_catalog(), mine)
+    answers = comm.gather(msgpack.packb(whole))
     verdict = None
     if answers is not None:
         owners: dict[str, list[int]] = {}
-        damaged = []
         for rank, answer in enumerate(answers):
-            good, bad = msgpack.unpackb(answer)
-            damaged += bad
-            for key in good:
+            for key in msgpack.unpackb(answer):
                 owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
-        lost = sorted(set(generation.holders) - set(owners))
-        verdict = msgpack.packb((owners, lost, damaged))
-    owners, lost, damaged = msgpack.unpackb(comm.broadcast(verdict))
-    if lost:
-        return f"step {generation.step} in memory: damaged in every copy that is left: {', '.join(lost[:3])}"
-    return generation, {str(key): tuple(ranks) for key, ranks in owners.items()}
+        verdict = msgpack.packb((owners, sorted(set(generation.holders) - set(owners))))
+    owners, lost = msgpack.unpackb(comm.broadcast(verdict))
+    damage = f"step {generation.step} in memory: damaged in every copy that is left: {', '.join(lost[:3])}" if lost else ""
+    return damage, {str(key): tuple(ranks) for key, ranks in owners.items()}
 
 
 def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list[str]:
@@ -216,9 +258,6 @@ class JobImages:
         self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
     ) -> None:
         self._images, self._server = images, server
-        self.joins_windows = server is not None
-        """Whether to read many windows at once: a read of this node's memory has no latency, and what is hashed after each one
-        is in the processor's cache still."""
         self._sizes: dict[str, int] = {}
         self._asked: dict[str, int] = {}
         for number, file in enumerate(catalog.files):
@@ -227,6 +266,9 @@ class JobImages:
             ranks = owners[file.key]
             if rank not in ranks:  # readers and files are spread over those that have them
                 self._asked[file.key] = self._asked[file.digests_key] = ranks[(rank + number) % len(ranks)]
+        self.joins_windows = bool(self._asked)
+        """Whether to read many windows at once. A read of this node's memory has no latency, and a small window is hashed while
+        it is in the processor's cache."""
 
     def size(self, key: str) -> int | None:
         """Look up the size of a file."""

@@ -32,8 +32,8 @@ from .generations import Generation, drop_generations, find_generations
 from .lineage_copy import drop_copy, keep_copy, read_copy
 from .node import machine_id, node_id, remove_run, runs
 from .options import Memory
-from .persist import is_persisted, stored_save_id
-from .restore import PassedOver, Restorable, find_newest, open_images
+from .persist import stored_save_id
+from .restore import Found, Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
 
@@ -237,40 +237,36 @@ class MemoryRun:
     ) -> Persisting:
         """Begin to write a generation to the store. Collective."""
 
-        def over(is_stored: bool) -> None:
+        def over(is_stored: bool, is_new: bool) -> None:
             self._tier.pool.unpin(generation.save_id)
             if is_stored:
                 self._stored.add(generation.save_id)
+            if is_new:
                 self._on_stored(generation.step)
 
         self._tier.pool.pin(generation.save_id)
         self._writing = Persisting(self._folder, generation, mine, path, session, self._writing, over)
         return self._writing
 
-    def persist_loaded(self, found: Restorable) -> None:
-        """Begin to write a generation that was loaded to the store, if it is not there: its job ended before that. Collective."""
+    def persist_found(self, found: Restorable) -> Persisting:
+        """Begin to write a generation to the store, if it is not there: its job ended before that. Collective."""
         path = self._path(found.generation.step)
-        if not self._is_stored(found.generation, path):
-            session = open_session("persist", path, **self._session)
-            self._persist(found.generation, found.files_of(self._rank), path, session)
+        session = open_session("persist", path, **self._session)
+        return self._persist(found.generation, found.files_of(self._rank), path, session)
 
     def _path(self, step: int) -> str:
         return f"{self._root.rstrip('/')}/{step_name(step)}"
 
-    def _is_stored(self, generation: Generation, path: str) -> bool:
-        with open_session("look for", f"{path} {generation.save_id}", **self._session) as comm, open_storage(path) as storage:
-            return comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1"
-
     def find(
-        self, at_least: int, excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
-    ) -> tuple[Restorable | None, dict[str, PassedOver]]:
-        """Find the newest whole generation of a step, or of none older than `at_least`; see `find_newest`. Collective."""
+        self, at_least: Callable[[], int], excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
+    ) -> Found:
+        """Find the newest whole generation, of one step or of all; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
-            return self._counts(generation) and (generation.step >= at_least if step is None else generation.step == step)
+            return self._counts(generation) and step in (None, generation.step)
 
-        with open_session("find in memory", f"{self._root} from {at_least} at {step}", **self._session) as comm:
-            return find_newest(comm, self._folder, self._tier.topology, wanted, excluded, verify=verify)
+        with open_session("find in memory", f"{self._root} at {step}", **self._session) as comm:
+            return find_newest(comm, self._folder, self._tier.topology, wanted, at_least, excluded, verify=verify)
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place; returns the report, and the tier: ``"memory"`` or ``"peer"``."""
@@ -362,20 +358,16 @@ class MemoryRun:
     def _persist_newest(self) -> None:
         if self._newest is not None:
             generation = self._newest
-            mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
-        else:
-            with open_session("newest of", self._root, **self._session) as comm:
-                at_least = int(comm.broadcast(b"%d" % self._newest_stored() if comm.rank == 0 else None))
-            found, passed = self.find(at_least)
-            for one in passed.values() if self._rank == 0 else ():
-                warnings.warn(f"passed over, as it cannot be written to the store: {one.line}", stacklevel=4)
-            if found is None:
-                return
-            generation, mine = found.generation, found.files_of(self._rank)
-        path = self._path(generation.step)
-        if generation.save_id not in self._stored and not self._is_stored(generation, path):
-            session = open_session("persist", path, **self._session)
-            self._persist(generation, mine, path, session).wait(None)
+            if generation.save_id not in self._stored:
+                mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
+                path = self._path(generation.step)
+                self._persist(generation, mine, path, open_session("persist", path, **self._session)).wait(None)
+            return
+        found = self.find(self._newest_stored)
+        for one in found.passed.values() if self._rank == 0 else ():
+            warnings.warn(f"passed over, as it cannot be written to the store: {one.line}", stacklevel=4)
+        if found.generation is not None:
+            self.persist_found(found.generation).wait(None)
 
     def _newest_stored(self) -> int:
         """Find the newest step in the store that counts; 0 where there is none."""

@@ -13,6 +13,7 @@ A slot is refilled only if no kept generation has its images in it; so at every 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -182,14 +183,17 @@ class Tier:
         targets = self.topology.targets[self.rank]
         if not sources and not targets:
             return []
+        # One time for all of it, half of a session's: ranks that wait at the commit for this one must not give up before it does.
+        timeout_s = self._timeout_s / 2
+        ends = time.monotonic() + timeout_s
         try:
-            links, members = self._open_links(table.save_id)
+            links, members = self._open_links(table.save_id, timeout_s)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for source in sources}
-            links.swap({members.index(t): head for t in targets}, {members.index(s): heads[s] for s in sources})
+            links.swap({members.index(t): head for t in targets}, {members.index(s): heads[s] for s in sources}, ends)
             body = taken[self.rank].slot.region()[: sizes[self.rank]]
             bodies = {source: taken[source].slot.region()[: sizes[source]] for source in sources}
-            links.swap({members.index(t): body for t in targets}, {members.index(s): bodies[s] for s in sources})
+            links.swap({members.index(t): body for t in targets}, {members.index(s): bodies[s] for s in sources}, ends)
         except PeerError as error:
             self._links = None
             warnings.warn(f"this save has fewer copies in memory: {error}", stacklevel=2)
@@ -203,11 +207,9 @@ class Tier:
                 warnings.warn(f"the copy of rank {source}'s images is not used: {error}", stacklevel=2)
         return held
 
-    def _open_links(self, save_id: str) -> tuple[Links, tuple[int, ...]]:
+    def _open_links(self, save_id: str, timeout_s: float) -> tuple[Links, tuple[int, ...]]:
         number, members = self.topology.group_of(self.rank)
         if self._links is None:
-            # Half of a session's time: those that wait at the commit for this rank must not give up before it does.
-            timeout_s = self._timeout_s / 2
             name = self._named_store(f"{number}/{save_id}")
             self._links = Links(name, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
         return self._links, members

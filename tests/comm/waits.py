@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -144,7 +145,8 @@ def swap(rank: int, seconds: float, folder: Path, die: Die) -> None:
     both = links(rank, seconds)
     dist.barrier()
     die()
-    both.swap({1 - rank: torch.zeros(1 << 25, dtype=torch.uint8)}, {1 - rank: torch.zeros(1 << 25, dtype=torch.uint8)})
+    data = [torch.zeros(1 << 25, dtype=torch.uint8) for _ in range(2)]
+    both.swap({1 - rank: data[0]}, {1 - rank: data[1]}, time.monotonic() + seconds)
 
 
 def read(rank: int, seconds: float, folder: Path, die: Die) -> None:

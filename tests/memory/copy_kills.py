@@ -171,12 +171,12 @@ def killed_while_copying(point: int) -> Iterator[list[str]]:
     with kills.killed_at(point) as names:
         step = kills.step_of(names, point)
 
-        def parts(self: links.Links, outgoing: Any, incoming: Any) -> None:
+        def parts(self: links.Links, outgoing: Any, incoming: Any, ends: float) -> None:
             longest = max(len(data) for data in (*outgoing.values(), *incoming.values()))
             for at in range(0, longest, CHUNK_BYTES):
                 step("a part of a copy")
                 out, into = ({r: data[at : at + CHUNK_BYTES] for r, data in some.items()} for some in (outgoing, incoming))
-                swap(self, out, into)
+                swap(self, out, into, ends)
             step("a copy")
 
         links.Links.swap = parts  # type: ignore[method-assign]

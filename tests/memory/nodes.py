@@ -217,8 +217,11 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
 
         swap = Links.swap
 
-        def damaged(links: Links, outgoing: Any, incoming: Any) -> None:
-            swap(links, outgoing, incoming)
+        ends: set[float] = set()
+
+        def damaged(links: Links, outgoing: Any, incoming: Any, by: float) -> None:
+            ends.add(by)
+            swap(links, outgoing, incoming, by)
             for data in incoming.values():
                 if len(data) > HEADER_BYTES and rank == 1:
                     data[17] ^= 4
@@ -226,18 +229,21 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         Links.swap = damaged  # type: ignore[method-assign]
         handles[4] = saved(manager, 4)
         Links.swap = swap  # type: ignore[method-assign]
+        assert len(ends) == 1  # headers and bodies together have one time
         out["damaged on the way to a copy"] = (
             handles[4].copies,
             [str(w.message) for w in caught if "damaged on its way" in str(w.message)],
         )
 
-        def late(links: Links, outgoing: Any, incoming: Any) -> None:
+        def late(*_: Any) -> None:
             raise PeerError("too late")
 
         Links.swap = late if rank == 0 else swap  # type: ignore[method-assign]
-        manager._memory._tier._links._timeout = timedelta(seconds=1)  # type: ignore[union-attr]
+        handed = manager._memory._tier._timeout_s  # type: ignore[union-attr]
+        manager._memory._tier._timeout_s = 2  # type: ignore[union-attr]
         handles[5] = saved(manager, 5)
         Links.swap = swap  # type: ignore[method-assign]
+        manager._memory._tier._timeout_s = handed  # type: ignore[union-attr]
         handles[6] = saved(manager, 6)
         out["late"] = handles[5].copies, handles[6].copies
         manager.__exit__(RuntimeError, RuntimeError(), None)
@@ -292,7 +298,7 @@ def one_rank_raises(root: str, folders: Sequence[str]) -> tuple[str, list[int]]:
             Manager(f"{root}/other")  # its next call of all ranks
         else:
             manager.close()
-    except PeerError as error:
+    except CheckpointError as error:
         said = str(error)
     return said, manager.steps()
 
@@ -371,7 +377,7 @@ def ask_late() -> bytes:
         assert b"".join(parts) == data
     swapped = torch.zeros(15, dtype=torch.uint8)
     own = Links(shared_store("swap"), rank, 2, timeout_s=600)
-    own.swap({1 - rank: torch.arange(15, dtype=torch.uint8) + 100 * rank + 7}, {1 - rank: swapped})
+    own.swap({1 - rank: torch.arange(15, dtype=torch.uint8) + 100 * rank + 7}, {1 - rank: swapped}, time.monotonic() + 600)
     assert bytes(swapped.tolist()) == data
     links_module.CHUNK_BYTES, links_module.AHEAD = chunk, ahead
     # One that leaves by an error does not wait for the others' word that they are done.

@@ -112,7 +112,9 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     CorruptError
         A block is damaged; the message names it, the tensors that need it, and the tensors that already have new values.
     """
-    reads = reads_of(task, join=JOIN_WINDOWS if getattr(task.storage, "joins_windows", True) else 1)
+    # What is not hashed after the read need not be in the processor's cache then.
+    joins = getattr(task.storage, "joins_windows", True) or not task.blocks
+    reads = reads_of(task, join=JOIN_WINDOWS if joins else 1)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
     try:
         in_threads(reader.read_window, range(reads.num_windows))
