@@ -25,6 +25,7 @@ RUN = [
     "resharding.md",
     "dcp-folders.md",
     "manager.md",
+    "memory.md",
     "formats.md",
     "supported.md",
 ]
