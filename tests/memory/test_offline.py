@@ -10,6 +10,7 @@ import pytest
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import UsageError
+from reshard_ckpt.format.keys import RUN_LOCK_KEY
 from reshard_ckpt.memory import offline
 from reshard_ckpt.memory.generations import find_generations
 from reshard_ckpt.memory.node import run_path
@@ -35,6 +36,7 @@ def test_no_job_removes_what_is_being_written(tmp_path: Path, shm: Path, monkeyp
     monkeypatch.setattr(offline, "publish", publish)
     with Manager(tmp_path), pytest.raises(UsageError, match="a job manages the checkpoints there; end it first"):
         persist_held(str(tmp_path), str(shm))
+    (tmp_path / RUN_LOCK_KEY).write_text("process 1 on another node")  # as if the job had not been this process
     assert persist_held(str(tmp_path), str(shm)).is_published
     assert checkpoint.verify(tmp_path / "step_1").ok
     assert len(refused) == 1
