@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from functools import partial
@@ -133,20 +133,41 @@ def target_of(state: Mapping[str, Any], *, adds: bool = True) -> Prepare:
 
 def load_wanted(
     path: Path,
-    prepare: Prepare,
+    wanted: Mapping[str, Any] | Prepare,
     *,
-    verify_first: bool,
-    rename: Callable[[Catalog], Callable[[str], str]],
+    as_saved: Collection[str] | None = None,
+    rename: Callable[[Catalog], Callable[[str], str]] | None = None,
+    verify_first: bool = False,
+    read_once: bool = False,
     process_group: Any = None,
 ) -> LoadReport:
-    """Load the tensors and values that `prepare` wants of a catalog, under the names that `rename` gives, and nothing else.
+    """Load into a state; or load the tensors and values that a function wants of a catalog, and nothing else.
 
-    Dtypes are converted. A tensor may have been saved with another global shape if the target's `check` permits it.
+    For a function, dtypes are converted, and a tensor may have been saved with another global shape if the target's `check`
+    permits it.
+
+    Parameters
+    ----------
+    as_saved
+        The formats whose names stay as the other library saved them; by default, all that can.
+    rename
+        Makes the function of a saved name that gives the name here, for an open catalog.
+    verify_first, read_once, process_group
+        As for `load`.
     """
-    options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
-    formats = with_options({"as_saved": True})
+    formats = with_options({"as_saved": True}, as_saved)
+    if isinstance(wanted, Mapping):
+        prepare, options = target_of(wanted), LoadOptions(verify_first=verify_first, read_once=read_once)
+    else:
+        prepare, options = wanted, LoadOptions(cast=True, allow_resize=True, verify_first=verify_first, read_once=read_once)
     report, _ = load_target(
-        path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group
+        path,
+        prepare,
+        options,
+        only_wanted=not isinstance(wanted, Mapping),
+        formats=formats,
+        rename_of=rename,
+        process_group=process_group,
     )
     return report
 

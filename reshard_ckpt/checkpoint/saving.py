@@ -32,6 +32,7 @@ from ..formats.source import Path
 from ..state.capture import capture
 from ..state.entries import Captured
 from ..state.optimizer_owned import held_back
+from ..state.state_builder import CLAIM_PATH
 from ..storage import open_storage
 
 
@@ -271,7 +272,10 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     """Compare replicas before anything is written; if some differ, capture again without them as replicas, and agree again."""
     comm, agreed, recorder = job.comm, job.agreed, job.recorder
     with recorder.step("compare"):
-        agreed = replace(agreed, values=job.options.checked_values(agreed.values))  # rank 0 has them
+        claims = [value.name for value in agreed.values if value.path == CLAIM_PATH]
+        agreed = replace(agreed, values=tuple(value for value in agreed.values if value.path != CLAIM_PATH))
+        if comm.rank == 0:  # which alone has the values
+            job.options.check_names([value.name for value in agreed.values], claims)
         fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks, job.shift)
         differ = differing_names(comm, agreed.plan, fingerprints)
     if not differ:

@@ -113,6 +113,15 @@ def decode_value(data: bytes | bytearray | memoryview, *, name: str = "value") -
         raise CorruptError(f"{name}: its {len(data)} bytes are no encoded value ({error}); use another checkpoint") from error
 
 
+def is_plain(value: Any) -> bool:
+    """Tell whether a value can be saved without its class."""
+    try:
+        encode_value(value, "a value")
+    except CheckpointError:
+        return False
+    return True
+
+
 def encode_path(keys: Sequence[Any]) -> bytes:
     """Encode the keys that lead to a value in the state; they keep their types.
 

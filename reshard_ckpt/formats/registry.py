@@ -10,12 +10,11 @@ of this library's own checkpoints do the rest, resharding included.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
 
+from ..engine.common.entry_points import load_all
 from ..errors import CheckpointError, CorruptError
 from ..storage import Storage
 from .protocol import Format, Source
@@ -31,7 +30,7 @@ OWN = {
     "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }
-"""The entry points of this package, as in pyproject.toml; with this copy, they also work if the package is not installed."""
+"""The entry points of this package, as in pyproject.toml."""
 
 Formats = Callable[[], tuple[Format, ...]]
 """Returns the formats to try, in order. It is called only if a path holds no checkpoint of this library."""
@@ -40,30 +39,7 @@ Formats = Callable[[], tuple[Format, ...]]
 @cache
 def known_formats() -> tuple[Format, ...]:
     """Load all formats, in the order in which they are tried."""
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    points |= {name: EntryPoint(name, value, GROUP) for name, value in OWN.items()}
-    found = [format for point in points.values() if (format := _loaded(point)) is not None]
-    return tuple(sorted(found, key=lambda format: format.order))
-
-
-def _loaded(point: EntryPoint) -> Format | None:
-    try:
-        format = point.load()
-    except Exception as error:  # code of another package may raise anything, and must not stop the other formats
-        _warn(point, f"{type(error).__name__}: {error}")
-        return None
-    if not isinstance(format, Format):
-        _warn(point, f"it is a {type(format).__name__}, not a reshard_ckpt.formats.protocol.Format")
-        return None
-    return format
-
-
-def _warn(point: EntryPoint, why: str) -> None:
-    owner = f" of {point.dist.name}" if point.dist is not None else ""
-    warnings.warn(
-        f"the format {point.name!r}{owner} ({point.value}) cannot be used: {why}; repair or uninstall the package that brings it",
-        stacklevel=4,
-    )
+    return tuple(sorted(load_all(GROUP, OWN, Format), key=lambda format: format.order))
 
 
 def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..families.megatron.loading import (
+from ..families.megatron.calls import (
+    async_save,
     load,
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
+    save,
 )
 from ..families.megatron.rules import add_rule
-from ..families.megatron.saving import async_save, save
 
 if TYPE_CHECKING:
     LoadStrategy: type

@@ -1,27 +1,34 @@
 """All names that support for another library may import: formats, their catalogs, files of torch, shards, saves and loads.
 
-A package adds a format by an entry point of the group ``reshard_ckpt.formats`` that names a `Format`. The page "Plugins" has a
-whole format in 60 lines. Five modules have what belongs together: `dcp`, `errors`, `groups`,
-`torchfile` and `trees`.
+A package adds a format by an entry point of the group ``reshard_ckpt.formats`` that names a `Format`, and tensors of its own
+classes by one of the group ``reshard_ckpt.objects`` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
+Nine modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `placements`, `runs`, `states`, `torchfile`, `trees`.
 """
 
 from __future__ import annotations
 
+from .. import checkpoint
 from ..checkpoint.loading import load_wanted
 from ..checkpoint.saving import begin_captured, save_captured
+from ..comm import values_of_all
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints, StateLink, ValueKind
-from ..core.catalog.wrappers import unwrapped, unwrapped_keys
+from ..core.catalog.specs import Ints, ValueKind
+from ..format.keys import CATALOG_KEY
+from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.values import is_plain
 from ..formats.catalog_builder import CatalogBuilder, ForeignTensor
 from ..formats.loaded_state import serve_state
 from ..formats.parts import Part
 from ..formats.protocol import BytesOf, Format, RawValue, Source, open_located
+from ..state.objects import Objects
 from ..state.shards import FlatShard, LocalShard
-from ..storage import Storage
+from ..storage import Storage, open_storage
 from ..storage.protocol import read_range
-from . import dcp, errors, groups, torchfile, trees
+from . import dcp, errors, groups, names, placements, runs, states, torchfile, trees
 
 __all__ = [
+    "CATALOG_KEY",
+    "TORCH_DTYPES",
     "BytesOf",
     "Catalog",
     "CatalogBuilder",
@@ -30,23 +37,29 @@ __all__ = [
     "Format",
     "Ints",
     "LocalShard",
+    "Objects",
     "Part",
     "RawValue",
     "Source",
-    "StateLink",
     "Storage",
     "ValueKind",
     "begin_captured",
+    "checkpoint",
     "dcp",
     "errors",
     "groups",
+    "is_plain",
     "load_wanted",
+    "names",
     "open_located",
+    "open_storage",
+    "placements",
     "read_range",
+    "runs",
     "save_captured",
     "serve_state",
+    "states",
     "torchfile",
     "trees",
-    "unwrapped",
-    "unwrapped_keys",
+    "values_of_all",
 ]

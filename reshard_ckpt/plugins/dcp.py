@@ -7,6 +7,7 @@ from ..formats.dcp.metadata import METADATA_KEY, Chunk, ChunkRun, Extent, Metada
 from ..formats.dcp.names import KeyPath
 from ..formats.dcp.read import add_tensors, advice_on_numbers, open_path
 from ..formats.dcp.rooted import add_parts, is_written_by, read_nested, read_part, renamed
+from ..formats.dcp.write import FolderLayout, write_folder
 
 __all__ = [
     "METADATA_KEY",
@@ -14,6 +15,7 @@ __all__ = [
     "ChunkRun",
     "Extent",
     "FileSizes",
+    "FolderLayout",
     "KeyPath",
     "Metadata",
     "SavedTensor",
@@ -26,4 +28,5 @@ __all__ = [
     "read_nested",
     "read_part",
     "renamed",
+    "write_folder",
 ]

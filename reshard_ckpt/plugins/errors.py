@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.report import summarize
 from ..errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -24,4 +25,5 @@ __all__ = [
     "StorageError",
     "UnsupportedError",
     "UsageError",
+    "summarize",
 ]

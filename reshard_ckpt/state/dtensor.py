@@ -32,6 +32,7 @@ from ..core.geometry.chunks import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
+from .objects import recognized
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
@@ -293,7 +294,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
         return AxisPlacement(axis, "shard", dim % len(shape))
     # Before any of its methods is called: torch 2.13's base class is one of C++, and crashes where a subclass did not set it up.
     added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)
-    found = next((p for p in added if p is not None), None)
+    found = next((p for p in added if p is not None), None) or recognized(axis, placement, shape)
     if found is not None:
         return found
     if placement.is_partial():

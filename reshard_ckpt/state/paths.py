@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.catalog.links import STATE
+from ..core.catalog.model import Catalog
 from ..core.catalog.specs import StateLink
 from ..core.trees import Path, name_of
 from ..format.value_decode import FACTORIES
-from ..format.values import keys_of
+from ..format.values import decode_path, keys_of
 
 _KINDS = (OrderedDict, Counter, defaultdict)
 
@@ -66,6 +67,12 @@ def own_key(step: Any) -> Any:
 def saved_path(keys: tuple[Any, ...]) -> Path:
     """Make a path of its saved keys, as the inverse of `path_keys`."""
     return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
+
+
+def paths_of_values(catalog: Catalog) -> dict[str, Path]:
+    """Return the path of each value of a catalog in the state, by its name. An index of a list is an int."""
+    paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table}
+    return {name: tuple(int(key) if isinstance(key, Index) else key for key in path) for name, path in paths.items()}
 
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:

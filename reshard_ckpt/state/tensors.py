@@ -7,9 +7,9 @@ release of torch works with older releases:
 1. A tensor with `global_shape` and, for each of its boxes, `global_offsets`, `local_offsets` and `local_sizes`: torch 2.14's
    `CheckpointableTensor`. If it has fewer dims than the global tensor, its rows are the leading dims, merged.
 2. A `ShardedTensor`: a list of shards, each with its offsets.
-3. A DTensor around a `LocalShardsWrapper`: the same, with two lists. A DTensor of Megatron-FSDP, whose local tensor lists its
-   chunk.
-4. A DTensor of another class than torch's, such as veScale's of 2024: it has `placements`, `device_mesh` and `to_local`.
+3. A DTensor around a `LocalShardsWrapper`: the same, with two lists. Or a DTensor whose local tensor lists its chunk, as
+   Megatron-FSDP has it.
+4. A tensor of another framework's class, which the framework's `Objects` lower to shards (`objects`).
 
 Any other tensor that plans for DCP by itself (``__create_write_items__``, ``__create_chunk_list__``) holds an unknown part, and
 is refused: saved like a plain tensor, it would be whole. Memory that is not plain and strided is refused too, by name and with
@@ -30,12 +30,12 @@ from ..errors import LayoutError, UnsupportedError, UsageError
 from .dtensor import dtensor_layout, is_dtensor, local_tensor
 from .entries import Entry
 from .layouts import Layout, LocalMemory, whole
+from .objects import lowered
 from .shards import FlatShard, LocalShard, Shards
 
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_DTENSOR = ("placements", "device_mesh", "to_local")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
 _Declared = tuple[torch.Tensor, Ints, list[tuple[Ints, Ints, Ints]]]
@@ -157,9 +157,16 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     if is_plain_tensor(value) or isinstance(value, LocalShard | FlatShard):
         return (value,)
     try:
-        return tuple(LocalShard(local, shape, pieces=pieces) for local, shape, pieces in _declared(value)) or (value,)
+        declared = tuple(LocalShard(local, shape, pieces=pieces) for local, shape, pieces in _declared(value))
+        found = declared or lowered(value)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
+    if not found and not is_dtensor(value) and any(hasattr(value, claim) for claim in _CLAIMS):
+        raise UnsupportedError(
+            f"{name}: {type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
+            "LocalShard that says what it holds"
+        )
+    return found or (value,)
 
 
 def _declared(value: Any) -> Iterable[_Declared]:
@@ -174,17 +181,10 @@ def _declared(value: Any) -> Iterable[_Declared]:
         return [_listed(local, tuple(value.shape))] if hasattr(local, _CLAIMS[1]) else ()
     if hasattr(value, _FIELDS[0]):
         return _checkpointable(value)
-    if all(hasattr(value, field) for field in _DTENSOR):
-        return [_placed(value)]
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
         metadata = value.metadata()
         shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
         return _shards(tuple(metadata.size), shards, metadata.tensor_properties.dtype)
-    if any(hasattr(value, replication) for replication in _CLAIMS):
-        raise UnsupportedError(
-            f"{type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
-            "LocalShard that says what it holds"
-        )
     return ()
 
 
@@ -234,16 +234,6 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
             "would be the leading ones merged"
         )
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
-
-
-def _placed(tensor: Any) -> _Declared:
-    """The boxes of a DTensor that is none of torch's, by its placements."""
-    with torch.no_grad():
-        local = tensor.to_local()
-    layout = dtensor_layout(tensor, tuple(local.shape), "its DTensor")
-    if layout.flat_start is not None:
-        raise UnsupportedError(f"{tensor.placements} of a {type(tensor).__name__} cut it flattened; pass a FlatShard")
-    return local, layout.shape, [(box.local_offsets, box.offsets, box.lengths) for box in layout.boxes]
 
 
 def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[_Declared]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..errors import CorruptError
 from ..format.checksums import digest128
 from ..storage.protocol import Storage
 from .bounds import refuse_bombs
+from .objects import Globals, PlainValues
 from .pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
 from .tensors import ENCODED, TENSOR_TABLE, PickledTensor, stored_at
 from .zip_records import StoredFile, ZipRecords
@@ -45,23 +47,17 @@ def _set_of(kind: type[set[Any]] | type[frozenset[Any]]) -> StandInFunction:
 
 _HASHED = (str, bytes, int, float, bool, type(None))
 _MAX_SET = 1 << 20
-_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _BUILTINS = ("builtins", "__builtin__")
 
 TABLE: Table = {
     **TENSOR_TABLE,
     ("torch", "Tensor"): StandInClass("torch.Tensor"),
     ("torch._tensor", "_rebuild_from_type_v2"): StandInFunction("_rebuild_from_type_v2", _rebuilt),
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): StandInFunction("ZeroStageEnum", _number),
-    (_LOSS_SCALER, "LossScaler"): StandInClass("LossScaler"),
-    (_LOSS_SCALER, "DynamicLossScaler"): StandInClass("DynamicLossScaler"),
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): StandInClass("fragment_address"),
-    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): StandInClass("SubparamShape"),
     ("_codecs", "encode"): ENCODED,
     **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
     **{(module, kind.__name__): _set_of(kind) for module in _BUILTINS for kind in (set, frozenset)},
 }  # fmt: skip
-"""The globals that DeepSpeed's own parts of its files need. Values of a user that need others become `Opaque`."""
+"""The globals that any file may name. Values that need others become `Opaque`."""
 
 
 class TorchFile:
@@ -70,6 +66,7 @@ class TorchFile:
     def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
         self.key, self.size, self.content = key, zipped.num_bytes, content
         self._zipped, self._name = zipped, name
+        self._values = PlainValues(lambda key: zipped.read(f"data/{key}"), self.size, name)
 
     def at(self, tensor: PickledTensor) -> int:
         """Return the position of a tensor's first element in the file, in bytes.
@@ -86,9 +83,17 @@ class TorchFile:
             )
         return self._zipped.begin(record) + tensor.offset * tensor.dtype.itemsize
 
-    def stored(self, key: str) -> bytes:
-        """Read all bytes of a storage."""
-        return self._zipped.read(f"data/{key}")
+    def plain(self, made: Any) -> Any:
+        """Convert an object of the content to a plain or tagged value.
+
+        Raises
+        ------
+        UnsupportedError
+            It needs to call a class or function.
+        CorruptError
+            It is damaged, or too large.
+        """
+        return self._values.of(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,26 @@ class FileTensor:
 
 
 class FileReader:
-    """Opens files of one store, and reads equal pickles once; `table` lists the globals that they may name."""
+    """Opens files of one store, and reads equal pickles once.
 
-    def __init__(self, storage: Storage, table: Table = TABLE) -> None:
-        self._storage, self._table = storage, table
+    Parameters
+    ----------
+    classes
+        Another library's classes that its files may name, by module and name. Instances are stand-ins, whose attributes
+        `attributes_of` returns. A class that is mapped to False is an enum of numbers, whose members become numbers.
+    any_class
+        Files may name all classes, and `TorchFile.plain` converts their instances.
+    """
+
+    def __init__(
+        self, storage: Storage, classes: Mapping[tuple[str, str], bool] | None = None, *, any_class: bool = False
+    ) -> None:
+        named = {
+            key: StandInClass(key[1]) if has_attributes else StandInFunction(key[1], _number)
+            for key, has_attributes in (classes or {}).items()
+        }
+        self._storage: Storage = storage
+        self._table: Table = Globals(lenient=True) if any_class else {**TABLE, **named}
         self._known: dict[bytes, Any] = {}
 
     def open(self, key: str) -> TorchFile:

@@ -70,6 +70,18 @@ class Opaque:
         return self.name
 
 
+def attributes_of(made: Any) -> dict[Any, Any] | None:
+    """Return the attributes of an instance of a class that a stand-in names; None for anything else."""
+    return made.state if isinstance(made, StandInObject) and isinstance(made.state, dict) else None
+
+
+def class_of(made: Any) -> str | None:
+    """Return the name of the class or function that a stand-in, or an instance of one, needs; None for plain data."""
+    if isinstance(made, StandInObject):
+        return made.kind.name
+    return made.name if isinstance(made, Opaque | StandInClass | StandInFunction) else None
+
+
 class PicklingError(Exception):
     """A pickle names a global that it may not name; `read_pickle` adds the name of the file."""
 

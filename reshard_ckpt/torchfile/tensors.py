@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..core.catalog.specs import Ints, is_row_major
+from ..core.catalog.specs import Ints, is_row_major, row_major_strides
 from ..errors import UnsupportedError
 from .pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction
 
@@ -36,6 +36,10 @@ class PickledTensor:
     def is_row_major(self) -> bool:
         """Whether the elements lie in row-major order, without gaps."""
         return is_row_major(self.shape, self.strides)
+
+    def reshaped(self, shape: Ints) -> PickledTensor:
+        """Return a view in another shape of a tensor that is row-major."""
+        return replace(self, shape=shape, strides=row_major_strides(shape))
 
     def is_within(self, num_bytes: int) -> bool:
         """Tell whether the tensor has elements, and all of them lie in the first `num_bytes` of its storage."""

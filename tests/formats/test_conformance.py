@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointError
-from reshard_ckpt.formats import registry
 from reshard_ckpt.formats.registry import GROUP, known_formats
 from tests.families.bytecheckpoint import test_folders as bytecheckpoint
 from tests.families.deepspeed.jobs import digest
@@ -140,7 +140,7 @@ CASES = [
 def example_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the format of `examples/npy_format.py`, as its entry point would."""
     point = EntryPoint("npy", "examples.npy_format:FORMAT", GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(entry_points, "entry_points", lambda group: [point] if group == GROUP else [])
     known_formats.cache_clear()
     yield
     known_formats.cache_clear()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.formats import registry
 from reshard_ckpt.formats.protocol import Format, Source
 from reshard_ckpt.formats.registry import GROUP, OWN, known_formats
 from reshard_ckpt.storage import open_storage
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """Install entry points of another package, as pip would."""
     theirs: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: theirs)
+    monkeypatch.setattr(entry_points, "entry_points", lambda group: theirs if group == GROUP else [])
     known_formats.cache_clear()
 
     def add(name: str, format: object) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
-from ...errors import LayoutError, UnsupportedError, UsageError
+from ...errors import LayoutError, UsageError
 from ..geometry.chunks import Range, chunk, joined, narrow
 from .name_tree import spans
 from .specs import AxisPlacement, Ints
@@ -179,26 +179,6 @@ def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index:
     return region if index in placement.coords else None
 
 
-def _recognize_shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Recognize veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024.
-
-    An interleaved shard cuts each of `interleaved_size` equal parts of the dim, as tensor parallelism cuts fused weights.
-    """
-    kind, dim = type(placement), getattr(placement, "dim", None)
-    is_shard = kind.__name__ == "Shard" and kind.__module__.partition(".")[0] == "vescale"
-    parts = getattr(placement, "interleaved_size", None)
-    if not is_shard and parts is None:
-        return None
-    if type(dim) is not int or not -len(shape) <= dim < len(shape):
-        raise LayoutError(f"{placement!r} on axis {axis!r} cuts dim {dim} of shape {shape}, which it does not have")
-    dim %= len(shape)
-    if parts is None:
-        return AxisPlacement(axis, "shard", dim)
-    if type(parts) is not int or parts < 1 or shape[dim] % parts:
-        raise LayoutError(f"{placement!r} on axis {axis!r} makes {parts} equal parts of dim {dim} of shape {shape}; correct it")
-    return AxisPlacement(axis, "shard", dim, sections=(shape[dim] // parts,) * parts if parts > 1 else ())
-
-
 def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
     """Keep this coordinate's part of the flattened region, in proportion to its units."""
     units = placement.coords
@@ -207,25 +187,6 @@ def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: 
     first, length = region.flat or (0, region.num_elements)
     start, stop = (length * sum(units[:end]) // sum(units) for end in (index, index + 1))
     return replace(region, flat=(first + start, stop - start))
-
-
-def _recognize_ragged(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Recognize veScale's ``RaggedShard(dims, local_units)`` by its attributes, because its class may not be installed."""
-    dims, units = getattr(placement, "dims", None), getattr(placement, "local_units", None)
-    if dims is None or units is None:
-        return None
-    dims, units = tuple(dims), tuple(units)
-    if dims != tuple(range(len(dims))) or len(dims) > len(shape):
-        raise UnsupportedError(
-            f"{placement!r} on axis {axis!r} flattens dims {dims} of shape {shape}, which are not the leading ones; pass a "
-            "FlatShard or LocalShard that says what it holds"
-        )
-    if any(type(unit) is not int or unit < 0 for unit in units) or not any(units) or (not dims and sum(map(bool, units)) > 1):
-        raise LayoutError(
-            f"{placement!r} on axis {axis!r}: units are whole numbers, not all 0, and without dims one coordinate has all of "
-            "them; correct the placement"
-        )
-    return AxisPlacement(axis, "ragged", len(dims) - 1 if dims else None, units)
 
 
 def _resize_ragged(placement: AxisPlacement, saved: int, num: int) -> AxisPlacement | None:
@@ -281,9 +242,7 @@ def _spell_shard(placement: AxisPlacement) -> str:
 
 
 _KINDS = (
-    PlacementKind(
-        name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard, recognize=_recognize_shard
-    ),
+    PlacementKind(name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard),
     PlacementKind(
         name="replicate", form="replicate", cut=_keep, parse=_parse_word("replicate"), spell=lambda placement: "replicate"
     ),
@@ -297,7 +256,6 @@ _KINDS = (
         parse=_parse_ragged,
         spell=_spell_ragged,
         flattens=True,
-        recognize=_recognize_ragged,
         resize=_resize_ragged,
     ),
     PlacementKind(

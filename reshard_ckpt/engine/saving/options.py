@@ -48,8 +48,8 @@ class SaveOptions:
     """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Files by key that rank 0 publishes just before the catalog."""
-    checked_values: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values
-    """Called on rank 0 with the values of all ranks; returns the values to save. Its error is raised on all ranks."""
+    check_names: Callable[[list[str], list[str]], None] = lambda names, claims: None
+    """Called on rank 0 with the names of all values and claims (`StateBuilder.claim`). Its error is raised on all ranks."""
 
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))

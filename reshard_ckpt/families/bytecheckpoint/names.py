@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...plugins import unwrapped, unwrapped_keys
 from ...plugins.dcp import KeyPath, Metadata
-from ...plugins.trees import name_of
+from ...plugins.names import name_of, unwrapped, unwrapped_keys
 
 NAME = "bytecheckpoint"
 MODEL, OPTIMIZER = "model", "optimizer"

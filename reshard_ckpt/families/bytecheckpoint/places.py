@@ -16,7 +16,7 @@ from typing import Any
 from ...plugins import Ints
 from ...plugins.dcp import Chunk, ChunkRun, KeyPath, Metadata, SavedTensor
 from ...plugins.errors import CorruptError
-from ...plugins.trees import name_of
+from ...plugins.names import name_of
 
 _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fsdp_numels_with_padding")
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...plugins import CatalogBuilder, Storage, serve_state
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.names import name_of
 from ...plugins.torchfile import object_bytes, read_object
-from ...plugins.trees import flatten, name_of, put
+from ...plugins.trees import flatten, put
 
 MAX_BYTES = 1 << 30
 EXTRA, OF_RANK = "extra_state", "extra_state_of_rank"

@@ -15,6 +15,7 @@ background:
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
 import threading
@@ -26,10 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoint import SaveHandle
-from ...checkpoint.saving import async_save
-from ...engine.common.logs import LOGGER
-from ...errors import CheckpointError, UnsupportedError, UsageError
+from ...plugins import checkpoint
+from ...plugins.errors import CheckpointError, UnsupportedError, UsageError
 from .config import BLOCKS, Chosen, chosen_by, config_of
 from .engine_state import base_optimizer, refuse_unsupported
 from .live import write_latest
@@ -294,7 +293,7 @@ class Engine:
         hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
         options = {"timeout_s": self.timeout_s, **(_LAZY if hooks is not None or engine.optimizer is None else {})}
         if self._nebula is None:
-            handle = async_save(path, state, host_buffer_bytes=self._host_buffer_bytes, **options)
+            handle = checkpoint.async_save(path, state, host_buffer_bytes=self._host_buffer_bytes, **options)
         else:
             handle = self._nebula.save(str(info.tag), state, **options)
         self._running = _Running(info, handle, writes_latest=info.save_latest and dist.get_rank() == 0)
@@ -304,6 +303,8 @@ class Engine:
 
 _NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+_LOGGER = logging.getLogger("reshard_ckpt")
 
 _LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
 """The hook on the base optimizer's step waits for `staged`, so a save returns before anything is copied."""
@@ -315,13 +316,13 @@ def _finish_all() -> None:
         try:
             engine.finish()
         except CheckpointError:
-            LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
+            _LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
 
 
 class _Running:
     """A save that is under way, and the steps that follow its commit."""
 
-    def __init__(self, info: Any, handle: SaveHandle, *, writes_latest: bool) -> None:
+    def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool) -> None:
         self.info, self._handle = info, handle
         self._hook: Any = None
         self._over = threading.Event()
@@ -337,7 +338,7 @@ class _Running:
 
         self._hook = register(wait)
 
-    def _after(self, handle: SaveHandle) -> None:
+    def _after(self, handle: checkpoint.SaveHandle) -> None:
         try:
             if self._writes_latest and not handle.failed():
                 write_latest(self.info.save_dir, str(self.info.tag))

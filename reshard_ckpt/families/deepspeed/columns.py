@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...plugins import CatalogBuilder, StateLink
+from ...plugins import CatalogBuilder
 from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.names import StateLink
 from ...plugins.torchfile import PickledTensor, TorchFile
-from .layout import MASTER, Params, Runs, parameter_name, state_link
+from .names import MASTER, parameter_name, state_link
+from .places import Params, Runs
 from .shards import Shard
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import UsageError
+from ...plugins.errors import UsageError
 
 BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
 """The blocks that choose this library, each with its attribute in DeepSpeed's config object."""

@@ -1,6 +1,6 @@
 """The state of a DeepSpeed engine on this rank, as parts of global tensors, under the same names in saves and loads.
 
-1. The optimizer's own ``state_dict()`` has the live flat tensors, and `layout` tells the runs of parameters in them.
+1. The optimizer's own ``state_dict()`` has the live flat tensors, and `places` tells the runs of parameters in them.
    Each run becomes a `FlatShard` over that memory. If tensor-parallel ranks divide the parameter, `parallel` tells which shard of
    it the run belongs to.
 2. Parameters and buffers without master weights are taken from the module.
@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...core.catalog.param_groups import hyperparameters
-from ...errors import UnsupportedError
+from ...plugins.errors import UnsupportedError
+from ...plugins.groups import hyperparameters
 from .experts import global_name, is_expert, num_local_experts
-from .layout import MASTER, Params, RankState, named_runs, open_state, striped_runs
+from .names import MASTER
 from .parallel import Parallel
+from .places import Params, RankState, named_runs, open_state, striped_runs
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import CorruptError, UnsupportedError
+from ...plugins.errors import CorruptError, UnsupportedError
 from .folder import TagFiles
-from .layout import Params
+from .places import Params
 
 _EXPERT = re.compile(r"(?P<layer>(?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(?P<number>\d{1,6})(?P<rest>\..*)")
 _MODULE_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")

@@ -17,9 +17,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...errors import CheckpointError, CorruptError
-from ...format.keys import CATALOG_KEY
-from ...storage.protocol import Storage
+from ...plugins import CATALOG_KEY, Storage
+from ...plugins.errors import CheckpointError, CorruptError
 
 LATEST = ("latest", "latest_universal")
 UNIVERSAL_STATE = "zero/optimizer_state.pt"

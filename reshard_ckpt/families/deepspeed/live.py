@@ -7,19 +7,13 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.links import GROUPS
-from ...core.catalog.model import Catalog
-from ...core.catalog.param_groups import SWITCHES, Groups
-from ...core.geometry.dtypes import CODES
-from ...errors import CheckpointError, MismatchError
-from ...format.torch_dtypes import TORCH_DTYPES
-from ...format.values import decode_path, encode_value
-from ...state.shards import FlatShard, LocalShard
-from ...storage import open_storage
+from ...plugins import TORCH_DTYPES, Catalog, FlatShard, LocalShard, open_storage
+from ...plugins.errors import MismatchError
+from ...plugins.groups import SWITCHES, Groups
+from ...plugins.names import paths_of_values
 from .folder import LATEST
-from .layout import OPTIMIZER
+from .names import GROUPS, OPTIMIZER, ROOT
 from .shards import Shard
-from .values import ROOT
 
 GROUPS_NAME = f"{OPTIMIZER}.{GROUPS}"
 
@@ -37,15 +31,6 @@ def declared_whole(tensor: torch.Tensor) -> LocalShard:
     return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def is_plain(value: Any) -> bool:
-    """Tell whether a value can be saved without its class."""
-    try:
-        encode_value(value, "a value")
-    except CheckpointError:
-        return False
-    return True
-
-
 def kinds_of_state(saved: Catalog) -> Kinds:
     """Return for each parameter and key of the saved state whether it has the parameter's shape, and its dtype."""
     found: Kinds = {}
@@ -54,7 +39,7 @@ def kinds_of_state(saved: Catalog) -> Kinds:
             continue
         if name in saved:
             index = saved.index(name)
-            dtype = TORCH_DTYPES[CODES[int(saved.tensors_table.dtype[index])]]
+            dtype = TORCH_DTYPES[saved.dtype(index)]
             found.setdefault(link.fqn, {})[link.key] = (bool(saved.shape(index)), dtype)
         else:
             found.setdefault(link.fqn, {})[link.key] = (False, torch.float32)
@@ -64,8 +49,7 @@ def kinds_of_state(saved: Catalog) -> Kinds:
 def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
     """Return the path of every readable tensor and value below `ROOT`, by its name."""
     found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
-    values = (entry for entry in saved.values_table if entry.name.startswith(f"{ROOT}."))
-    return found | {entry.name: decode_path(entry.path) for entry in values}
+    return found | {name: path for name, path in paths_of_values(saved).items() if name.startswith(f"{ROOT}.")}
 
 
 def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...checkpoint.loading import load
-from ...checkpoint.reading import catalog, read
-from ...comm import open_session, values_of_all
-from ...core.catalog.model import Catalog
-from ...errors import UsageError
+from ...plugins import Catalog, checkpoint, values_of_all
+from ...plugins.errors import UsageError
+from ...plugins.states import open_session
+from ...plugins.trees import unflatten
 from .engine_state import EngineState, Shared, base_optimizer, refuse_unsupported
-from .layout import OPTIMIZER
 from .live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
-from .values import NOT_VALUES, ROOT
+from .names import OPTIMIZER, ROOT
+from .values import NOT_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Saved:
 
 def saved_at(path: str) -> Saved:
     """Open the checkpoint at a path."""
-    return Saved(path, catalog(path), partial(load, path), partial(read, path))
+    return Saved(path, checkpoint.catalog(path), partial(checkpoint.load, path), partial(checkpoint.read, path))
 
 
 def find_saved(load_dir: str, tag: Any, *, timeout_s: float = 600.0) -> Saved | None:
@@ -187,12 +186,7 @@ def _values(found: Saved, numbers: Mapping[str, tuple[str, str]]) -> tuple[dict[
     keys = value_keys(found.catalog)
     groups = [name for name in [GROUPS_NAME] if name in found.catalog.value_names]
     read = found.read([*keys, *groups, *numbers])
-    tree: dict[str, Any] = {}
-    for name, (_, *above, last) in keys.items():
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = read[name]
+    tree = unflatten((path[1:], read[name]) for name, path in keys.items())
     shared: dict[str, dict[str, Any]] = {}
     for name, (fqn, key) in numbers.items():
         shared.setdefault(fqn, {})[key] = read[name]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -18,15 +19,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoint import Manager, SaveHandle
-from ...comm import values_of_all
-from ...engine.common.logs import LOGGER
-from ...errors import CheckpointNotFound, CorruptError
-from ...manager.open_runs import TAG, close_run, look_at, open_run, run_at, tags_of
+from ...plugins import checkpoint, values_of_all
+from ...plugins.errors import CheckpointNotFound, CorruptError
+from ...plugins.runs import TAG, close_run, look_at, open_run, run_at, tags_of
 from .config import NebulaBlock
 from .loading import Saved, find_saved, latest_of, saved_at
-from .values import ROOT
+from .names import ROOT
 
+_LOGGER = logging.getLogger("reshard_ckpt")
 _GONE = CheckpointNotFound, CorruptError
 
 
@@ -38,7 +38,7 @@ class NebulaRun:
         self._manager = run_at(block.path) or open_run(block.path, block.interval_s, block.num_versions)
         self._last = max(self._tags(self._manager), default=-1)
 
-    def save(self, tag: str, state: Mapping[str, Any], **options: Any) -> SaveHandle:
+    def save(self, tag: str, state: Mapping[str, Any], **options: Any) -> checkpoint.SaveHandle:
         """Begin a save to memory, with the options of `checkpoint.async_save`."""
         digits = re.search(r"\d+$", tag)
         number = int(digits[0]) if digits else -1
@@ -94,7 +94,7 @@ class NebulaRun:
             if step is not None and latest is not None:
                 return self._saved(step, load_dir, latest)
         except _GONE as error:
-            LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
+            _LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
         if step is None and latest is not None and self._is_in_folder(load_dir, latest):
             return None
         loaded = self._manager.load_latest({ROOT: {}}, strict=False) if tags else None
@@ -108,7 +108,7 @@ class NebulaRun:
         path = self._block.load_path
         if path is None or os.path.realpath(path) == os.path.realpath(self._block.path):
             return {}
-        with Manager(path, read_only=True) as other:
+        with checkpoint.Manager(path, read_only=True) as other:
             return {tag: other.path(step) for step, tag in self._tags(other).items()}
 
     def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
@@ -120,7 +120,7 @@ class NebulaRun:
         path = os.path.join(load_dir, tag)
         return Saved(path, catalog, partial(self._manager.load, step), partial(self._manager.read, step))
 
-    def _tags(self, manager: Manager) -> dict[int, str]:
+    def _tags(self, manager: checkpoint.Manager) -> dict[int, str]:
         """Return the tags of a run by step, in order. Collective, as new nodes do not know the checkpoints in others' memory."""
         every: list[dict[int, str]] = values_of_all("list tags of", self._block.path, tags_of(manager), timeout_s=self._timeout_s)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))

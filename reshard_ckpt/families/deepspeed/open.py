@@ -1,7 +1,7 @@
 """Reading the folder of a DeepSpeed checkpoint, or a universal one, as a checkpoint of this library: a catalog over its files.
 
 1. Open the file of model states of each model-parallel rank: names, shapes, buffers, values (`torchfile.archive`).
-2. For each data-parallel rank, find the runs of parameters in its optimizer's flat tensors (`layout`), and add them as rows:
+2. For each data-parallel rank, find the runs of parameters in its optimizer's flat tensors (`places`), and add them as rows:
    master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``. `state` adds other state, groups and values. A
    universal folder has files for each parameter instead (`universal`).
 3. Take parameters without master weights from the module. Frozen parameters of ZeRO-3 lie in stripes beside it.
@@ -25,28 +25,16 @@ from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFil
 from .columns import FlatNames, KnownNames, add_runs, add_shard, add_whole, place_of
 from .experts import module_files, named_globally, placed_groups, refuse_other_order
 from .folder import LATEST, TagFiles, latest_tag, tag_files
-from .layout import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    FlatGroup,
-    Params,
-    RankState,
-    Runs,
-    num_ranks_of,
-    open_state,
-    parameter_name,
-    state_link,
-    striped_runs,
-)
+from .names import MASTER, MODEL, NAME, OPTIMIZER, ROOT, parameter_name, state_link
 from .parts import ModelParallelParts
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
+from .places import FlatGroup, Params, RankState, Runs, num_ranks_of, open_state, striped_runs
 from .shapes import shapes_in, shapes_of
 from .shards import Shard, TensorParallel
 from .state import StateAdder
 from .universal import add_universal
 from .unpartitioned import SAMPLE, apart, by_shapes, flat_groups, numbers_of
-from .values import NOT_VALUES, ROOT, plain
+from .values import CLASSES, NOT_VALUES, plain
 
 
 def open_path(path: str) -> Source | None:
@@ -61,7 +49,6 @@ def _look(storage: Storage, key: str | None) -> Source | None:
     return Source(storage, _Tag(storage, files).catalog(), NAME)
 
 
-NAME = "deepspeed"
 _NOTHING = object()
 
 
@@ -69,7 +56,7 @@ class _Tag:
     """One checkpoint on its way to a catalog."""
 
     def __init__(self, storage: Storage, files: TagFiles) -> None:
-        self._storage, self._files, self._reader = storage, files, FileReader(storage)
+        self._storage, self._files, self._reader = storage, files, FileReader(storage, CLASSES)
         self._where = storage.url
         self._builder = CatalogBuilder(NAME, storage.url)
         self._state = StateAdder(self._builder)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm import values_of_all
-from ...core.catalog.specs import Ints
+from ...plugins import Ints, values_of_all
 from .live import declared, declared_whole
 from .shards import Shard, TensorParallel
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from ...plugins import CatalogBuilder
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import TorchFile
-from .layout import Params, parameter_name
+from .names import parameter_name
+from .places import Params
 from .shapes import local_shapes
 from .shards import Shard, TensorParallel
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...core.catalog.specs import Ints
-from ...errors import CorruptError, UnsupportedError
-from ...torchfile.archive import FileReader, FileTensor
-from ...torchfile.pickle_reader import StandInObject
-from ...torchfile.tensors import PickledTensor
+from ...plugins import Ints
+from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, attributes_of
 from .folder import Rank
-from .layout import MODEL, Params
+from .names import MODEL
+from .places import Params
 
 TIED = "tied_modules."
 """The beginning of the names of tied modules."""
@@ -102,7 +101,7 @@ def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor
 
 
 def _length(fragment: Any, where: str) -> int:
-    length = fragment.state.get("numel") if isinstance(fragment, StandInObject) and isinstance(fragment.state, dict) else None
+    length = (attributes_of(fragment) or {}).get("numel")
     if type(length) is not int:
         raise CorruptError(f"{where}: a fragment has no length; use another copy")
     return length

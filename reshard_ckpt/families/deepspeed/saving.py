@@ -7,23 +7,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...plugins import is_plain
+from ...plugins.trees import map_tree
 from .engine_state import EngineState
-from .live import is_plain
+from .values import Path
 
 
 def copied(value: Any) -> Any:
     """Copy the tensors in a value of the user, who may change them during the save."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: copied(child) for key, child in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+    def change(path: Path, node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return node.detach().clone()
+        return copy.copy(node) if isinstance(node, Mapping) and type(node) is not dict else node  # such as a Counter
+
+    return map_tree(change, value)
 
 
 def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:

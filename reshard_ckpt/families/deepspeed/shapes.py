@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.catalog.specs import Ints
-from ...errors import CorruptError
-from ...torchfile.archive import TorchFile
-from ...torchfile.tensors import PickledTensor
+from ...plugins import Ints
+from ...plugins.errors import CorruptError
+from ...plugins.torchfile import PickledTensor, TorchFile
 
 
 def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:

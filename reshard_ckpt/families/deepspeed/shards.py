@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.catalog.specs import Ints, row_major_strides
-from ...errors import CorruptError, UnsupportedError
+from ...plugins import Ints
+from ...plugins.errors import CorruptError, UnsupportedError
 
 MAX_SEGMENTS = 1 << 20
 
@@ -143,7 +143,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
 def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[FlatBox]:
     lengths = tuple(piece["shape"])
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
-    strides = row_major_strides(shape)
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     if not prod(lengths):
         return []
     # same: the piece is a box of the whole tensor, and not strided in it. offsets: where that box begins.

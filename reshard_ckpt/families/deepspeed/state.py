@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...plugins import CatalogBuilder, StateLink, ValueKind
+from ...plugins import CatalogBuilder, ValueKind
 from ...plugins.errors import CheckpointError, UnsupportedError
 from ...plugins.groups import merge
+from ...plugins.names import StateLink
 from ...plugins.torchfile import PickledTensor, TorchFile
 from .columns import add_whole
-from .layout import GROUPS, OPTIMIZER, STATE, FlatGroup, state_link
+from .names import GROUPS, OPTIMIZER, STATE, state_link
+from .places import FlatGroup
 from .shards import Shard
 from .values import leaves, plain
 

@@ -8,21 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 
-from ...core.catalog.param_groups import hyperparameters
-from ...core.catalog.specs import Ints, row_major_strides
-from ...errors import CorruptError
-from ...torchfile.archive import FileReader, TorchFile
-from ...torchfile.tensors import PickledTensor
+from ...plugins import Ints
+from ...plugins.errors import CorruptError
+from ...plugins.groups import hyperparameters
+from ...plugins.torchfile import FileReader, PickledTensor, TorchFile
 from .columns import add_whole
 from .folder import UNIVERSAL_STATE
-from .layout import MASTER, NOT_SHARED, OPTIMIZER, parameter_name, state_link
+from .names import MASTER, OPTIMIZER, ROOT, parameter_name, state_link
+from .places import NOT_SHARED
 from .shapes import shapes_in
 from .state import StateAdder
 from .unpartitioned import numbers_of
-from .values import ROOT
 
 
 def add_universal(
@@ -60,7 +58,7 @@ def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdde
         return
     # ZeRO-3's files are flat, and the model states have the shape. Other files have been joined over tensor-parallel ranks.
     flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and view.is_row_major
-    whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
+    whole = view.reshaped(shape) if flat else view
     add_whole(state.builder, file, parameter_name(fqn) if link is None else link.name, whole, link)
 
 

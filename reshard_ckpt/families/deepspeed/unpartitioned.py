@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.specs import Ints
-from ...errors import CorruptError
-from ...torchfile.archive import FileTensor, TorchFile
-from ...torchfile.tensors import PickledTensor
-from .layout import Params
+from ...plugins import Ints
+from ...plugins.errors import CorruptError
+from ...plugins.torchfile import FileTensor, PickledTensor, TorchFile
+from .places import Params
 
 SAMPLE = 64
 """Number of elements to compare at each of three places of a parameter."""

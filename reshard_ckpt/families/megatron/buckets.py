@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...plugins import CatalogBuilder, ForeignTensor, Part, StateLink, Storage
+from ...plugins import CatalogBuilder, ForeignTensor, Part, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.names import StateLink
 from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256

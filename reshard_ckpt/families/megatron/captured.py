@@ -4,25 +4,19 @@
 2. Offer all replicas of each tensor, so that the ranks that hold them share the writing. If the replicas of a tensor turn out
    to differ, `capture` runs again and offers the main replica alone.
 3. Rank 0 offers the common state. The rank of an object's main replica offers the object. Ranks with another replica only state
-   that the object exists, so that `sharded_names.checked_objects` finds objects without a main replica.
+   that the object exists, so that `sharded_names.check_objects` finds objects without a main replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ...errors import LayoutError, UsageError
-from ...state.describe import Describer
-from ...state.entries import Captured, Entry, Kind
-from ...state.layouts import LocalMemory
-from ...state.mesh import group_of
-from ...state.tensors import local_memory
+from ...plugins.errors import LayoutError, UsageError
+from ...plugins.states import Captured, StateBuilder, group_of
 from .optimizers import lower_tree
-from .sharded_names import CONTENT_METADATA, common_values, replica_mark
+from .sharded_names import CONTENT_METADATA, Path, common_values, replica_name
 from .tree import NOTHING, Node, common_of, entries_of, objects_of
 
 _REPLICAS = ("main", "error")
@@ -71,25 +65,20 @@ class SavedTree:
             self._node = lower_tree(self.tree, loading=False)
         if differing and self.replicas == "error":
             raise LayoutError(_difference(differing, "correct the replica_id of what is no replica, or pass replicas='main'"))
-        out = Describer(None)
-        with torch.no_grad():
-            for entry in entries_of(self._node):
-                memory, layout = local_memory(entry.shard, entry.name)
-                if entry.name in differing and not entry.main:
-                    # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.
-                    layout = replace(layout, boxes=())
-                out.add(Entry(entry.name, (), Kind.TENSOR, entry.shard, local=LocalMemory(memory, layout)))
+        builder = StateBuilder()
+        for entry in entries_of(self._node):
+            # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.
+            builder.tensor(entry.name, entry.shard, offered=entry.main or entry.name not in differing)
         for part in objects_of(self._node):
             if part.main:
-                out.add(Entry(part.name, (part.name,), Kind.VALUE, part.value))
+                builder.value((part.name,), part.value)
             elif not differing:  # on the second run, the objects have been checked already
-                out.add(replica_mark(part.name))
-        for value in self._common_values(self._node):
-            out.add(value)
-        said = (_difference(differing, "the main replica of each is saved whole"),) if differing else ()
-        return Captured(tuple(out.tensors), tuple(out.values), None, said)
+                builder.claim(replica_name(part.name))
+        for path, value in self._common_values(self._node):
+            builder.value(path, value)
+        return builder.captured((_difference(differing, "the main replica of each is saved whole"),) if differing else ())
 
-    def _common_values(self, node: Node) -> Iterator[Entry]:
+    def _common_values(self, node: Node) -> Iterator[tuple[Path, Any]]:
         if group_of(self.process_group).rank == 0:
             common = common_of(node)
             common = {} if common is NOTHING else common

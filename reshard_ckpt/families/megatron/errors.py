@@ -14,8 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ...errors import CheckpointError
-from ...state.mesh import group_of
+from ...plugins.errors import CheckpointError
+from ...plugins.states import group_of
 from .versions import warn_if_untested
 
 P = ParamSpec("P")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ...errors import CorruptError, UnsupportedError
-from ...storage.protocol import Storage
+from ...plugins import Storage
+from ...plugins.errors import CorruptError, UnsupportedError
 
 INTEGRITY_KEY = "integrity.json"
 MAX_BYTES = 64 << 20

@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...core.catalog.model import Catalog
-from ...core.catalog.specs import StateLink
+from ...plugins import Catalog
+from ...plugins.names import StateLink
 from .sharded_names import object_key
 
 NAME = "megatron"

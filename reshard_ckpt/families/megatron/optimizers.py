@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 
-from ...core.catalog.model import Catalog
-from ...errors import UnsupportedError, UsageError
+from ...plugins import Catalog
+from ...plugins.errors import UnsupportedError, UsageError
+from ...plugins.names import name_of
+from ...plugins.trees import flatten, leaves
 from .runs import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
@@ -30,10 +32,10 @@ from .tree import (
     Node,
     ObjectLeaf,
     child_of,
+    children,
     common_of,
     copied,
     entries_of,
-    leaves,
     loaded_of,
     lower,
     merged,
@@ -66,7 +68,7 @@ def lower_tree(tree: Any, *, loading: bool) -> Node:
     UsageError
         A shard or an optimizer cannot be saved or loaded in its current state.
     """
-    parameters = {id(v.data): v for v in leaves(tree) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
+    parameters = {id(v.data): v for v in leaves(tree, children) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
 
     def own(value: Any) -> Node | None:
         return _lower_optimizer(value, tree, parameters, loading) if is_optimizer(value) else None
@@ -263,11 +265,9 @@ def _what_for(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
     """Yield the places where a tree has common state and the checkpoint has none."""
-    if isinstance(node, dict | list):
-        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _unsaved(child, child_of(common, key), f"{at}.{key}")
-    elif common is NOTHING and node.common() is not NOTHING:
-        yield at
+    for path, leaf in flatten(node, children, (at,)):
+        if leaf.common() is not NOTHING and reduce(child_of, path[1:], common) is NOTHING:
+            yield name_of(path)
 
 
 def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
@@ -288,7 +288,7 @@ def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
 
     Only parameters whose master weight this optimizer holds are looked at.
     """
-    leaves_of = [leaf for leaf in leaves(node) if isinstance(leaf, DistributedLeaf | ChainLeaf)]
+    leaves_of = [leaf for leaf in leaves(node, children) if isinstance(leaf, DistributedLeaf | ChainLeaf)]
     wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
     if not wanted:
         return []

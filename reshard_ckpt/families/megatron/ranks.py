@@ -19,9 +19,7 @@ from typing import Any
 
 from ...plugins import Catalog, CatalogBuilder, Part, Storage
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
-from ...plugins.torchfile import FileReader, PickledTensor, TorchFile
-from ...torchfile.objects import Globals
-from ...torchfile.pickle_reader import StandInObject
+from ...plugins.torchfile import FileReader, PickledTensor, TorchFile, attributes_of
 from .buckets import name_buckets
 from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING, tensor_name
 from .rank_tensors import ModelChunk, RankTensors
@@ -59,12 +57,11 @@ class _Files:
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.where = storage, storage.url
-        self._reader = FileReader(storage, Globals(lenient=True))
+        self._reader = FileReader(storage, any_class=True)
         found = sorted(match[1] for key, _ in storage.list() if (match := _FILE.fullmatch(key)))
         first = self.open(f"{found[0]}/{_MAIN}")
         args = first.content.get("args")
-        state = args.state if isinstance(args, StandInObject) else args
-        self.args: Mapping[str, Any] = state if isinstance(state, dict) else {}
+        self.args: Mapping[str, Any] = args if isinstance(args, dict) else attributes_of(args) or {}
         self.tp, self.pp, self.ep = (self._size(axis) for axis in ("tensor", "pipeline", "expert"))
         self._check(set(found))
         self.by_rank = {

@@ -15,17 +15,17 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from ...checkpoint import SaveHandle
+from ...plugins import checkpoint
 
 
-def request_of(handle: SaveHandle) -> Any:
+def request_of(handle: checkpoint.SaveHandle) -> Any:
     """Wrap a save that is under way in an ``AsyncRequest``."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # needs the package only here
 
     return AsyncRequest(wait_for, (listen(handle),), [handle.result])
 
 
-def listen(handle: SaveHandle) -> Any:
+def listen(handle: checkpoint.SaveHandle) -> Any:
     """Start a thread that tells every process that connects when a save is over; return the address to connect to."""
     listener = Listener()
     address = listener.address
@@ -35,7 +35,7 @@ def listen(handle: SaveHandle) -> Any:
     return address
 
 
-def _serve(listener: Listener, handle: SaveHandle) -> None:
+def _serve(listener: Listener, handle: checkpoint.SaveHandle) -> None:
     waiting: list[Connection] = []
     while not handle.done():
         waiting.append(listener.accept())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ...errors import UsageError
+from ...plugins.errors import UsageError
 
 MAX_SECTIONS = 64
 

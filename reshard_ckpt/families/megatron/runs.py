@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.specs import Ints, row_major_strides
-from ...errors import LayoutError, UnsupportedError, UsageError
-from ...state.shards import FlatShard, LocalShard
+from ...plugins import FlatShard, Ints, LocalShard
+from ...plugins.errors import LayoutError, UnsupportedError, UsageError
 from .sharded_names import checkpoint_key
 
 
@@ -198,7 +197,7 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
     """Find by memory where in a contiguous parameter each built tensor begins; None unless all are boxes that are views of it."""
-    shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
+    shape, strides = tuple(parameter.shape), _row_major_strides(tuple(parameter.shape))
     cuts = []
     for part in built:
         data = part.data
@@ -231,12 +230,16 @@ def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] 
     return cuts if sum(part.data.numel() for part, _ in cuts) == prod(shape) else None
 
 
+def _row_major_strides(shape: Ints) -> Ints:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def _coordinates(index: int, shape: Ints) -> Ints | None:
     """Return the coordinates of an element by its row-major index; None if the shape has no such element."""
     if not 0 <= index < max(prod(shape), 1):
         return None
     out = []
-    for stride in row_major_strides(shape):
+    for stride in _row_major_strides(shape):
         at, index = divmod(index, max(stride, 1))
         out.append(at)
     return tuple(out)

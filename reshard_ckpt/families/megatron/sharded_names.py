@@ -13,6 +13,7 @@ parameter, groups right below their optimizer. `keys_of_catalog` converts those 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import pathlib
 import re
@@ -20,15 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ...core.catalog.model import Catalog, ValueEntry
-from ...core.catalog.specs import ValueKind
-from ...core.report import summarize
-from ...core.trees import Path, name_of
-from ...errors import CorruptError, LayoutError
-from ...format.checksums import digest128
-from ...format.values import decode_path, encode_path
-from ...state.entries import Entry, Kind
-from ...state.paths import Index, saved_path
+from ...plugins import Catalog, ValueKind
+from ...plugins.errors import CorruptError, LayoutError, summarize
+from ...plugins.names import paths_of_values
+from ...plugins.trees import flatten, unflatten
+
+Path = tuple[Any, ...]
 
 COMMON = "common_state"
 COMMON_FILE = "common.pt"
@@ -38,13 +36,13 @@ COMMON_OBJECT = f"{COMMON}/shard_0_1"
 
 CONTENT_METADATA = "content_metadata"
 
-_NAMESPACE_TAG, _NAMESPACE = "__class__", "argparse:Namespace"
+NAMESPACE_TAG, NAMESPACE = "__class__", "argparse:Namespace"
+"""The key, and its value, that mark a dict which was a Namespace."""
+
 _STATE = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
 _MODEL = re.compile(r"model\d*\.")
 _MARK = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
-_NO_PATH = encode_path([])
-"""The path that replica marks have; a value of the state never has it."""
 
 
 def checkpoint_key(key: str) -> str:
@@ -68,12 +66,12 @@ def mark_namespaces(root: Any, catalog: Catalog) -> None:
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
         if isinstance(node, dict):
-            node[_NAMESPACE_TAG] = _NAMESPACE
+            node[NAMESPACE_TAG] = NAMESPACE
 
 
 def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
     """Return the metadata to save with a tree: the mark that names are keys, Namespaces' paths, the digest of `common_file`."""
-    digest = {} if common_file is None else {COMMON_FILE: digest128(common_file).hex()}
+    digest = {} if common_file is None else {COMMON_FILE: hashlib.sha256(common_file).hexdigest()}
     return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
 
 
@@ -88,7 +86,7 @@ def check_common_file(catalog: Catalog, folder: str) -> None:
         The file is damaged, or belongs to another save.
     """
     wanted, path = (_said(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
-    if wanted is not None and path.exists() and digest128(path.read_bytes()).hex() != wanted:
+    if wanted is not None and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
         raise CorruptError(
             f"{path}: is damaged, or of a save that was cut off before it replaced this checkpoint; the right common state is in "
             "the checkpoint, and reshard_ckpt.megatron.load, in the place of Megatron's own, loads it"
@@ -145,36 +143,26 @@ def key_of_object(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def replica_mark(name: str) -> Entry:
-    """Return a value that says that an object exists; a rank offers it in place of a replica that is not the main one."""
+def replica_name(name: str) -> str:
+    """Return the name of the claim that an object exists; a rank makes it for a replica that is not the main one."""
     key, _, place = name.rpartition("/shard_")
-    return Entry(f"{key}/replica_{place.rpartition('_')[2]}", (), Kind.VALUE, None)
+    return f"{key}/replica_{place.rpartition('_')[2]}"
 
 
-def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
+def check_objects(names: Iterable[str], claims: Iterable[str]) -> None:
     """Check that every object has a main replica, which is the one that is saved.
 
     The names give the number of objects of each key; that many must have been offered.
-
-    Returns
-    -------
-    tuple
-        The values without the replica marks, which are needed for this check alone.
 
     Raises
     ------
     LayoutError
         Some objects have no main replica.
     """
-    found: dict[tuple[str, str], list[str]] = {}
-    saved = []
     # found: by key and shape of its grid, the places of all objects that have a main replica
-    for value in values:
-        if value.path == _NO_PATH and (mark := _MARK.fullmatch(value.name)):
-            found.setdefault((mark[1], mark[2]), [])
-            continue
-        saved.append(value)
-        if (match := _OBJECT.fullmatch(value.name)) and value.name[match.end(1)] == "/":
+    found: dict[tuple[str, str], list[str]] = {(m[1], m[2]): [] for m in map(_MARK.fullmatch, claims) if m}
+    for name in names:
+        if (match := _OBJECT.fullmatch(name)) and name[match.end(1)] == "/":
             found.setdefault((match[1], match[2].rpartition("_")[2]), []).append(match[2])
     lines = [
         f"{key}: {len(parts) or 'none'} of its {num} objects have a main replica{f', {parts[0]} first' if parts else ''}"
@@ -183,39 +171,29 @@ def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
     ]
     if lines:
         raise LayoutError(summarize(lines, "have one rank declare each with replica_id 0, or leave them out"))
-    return tuple(saved)
 
 
-def common_values(tree: Any, path: Path = ()) -> Iterator[Entry]:
-    """Yield the values of a common state by the keys that lead to them; anything but dicts and Namespaces is one value."""
-    items = vars(tree) if isinstance(tree, argparse.Namespace) else tree
-    if type(items) is dict and (items or not path):
-        for key, value in items.items():
-            yield from common_values(value, (*path, key))
-    else:
-        yield Entry(name_of(path), path, Kind.VALUE, tree)
+def common_values(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of a common state with the keys that lead to them; anything but dicts and Namespaces is one value."""
+    return flatten(tree, _children) if tree else iter(())
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    items = vars(node) if isinstance(node, argparse.Namespace) else node
+    return items.items() if type(items) is dict and items else None
 
 
 def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Build the common state from its values by name. A checkpoint that keeps it as one object has it whole."""
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
-    paths = {entry.name: keys_of_path(entry.path) for entry in catalog.values_table if entry.name in values}
-    outer = _without_inner(catalog)
-    root: Any = {}
-    for name, path in paths.items():
-        node = root
-        *above, last = path if has_keys(catalog) else inner_path(path, paths.values(), outer=name in outer)
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = values[name]
+    paths = {name: path for name, path in paths_of_values(catalog).items() if name in values}
+    if not has_keys(catalog):
+        outer = _without_inner(catalog)
+        paths = {name: inner_path(path, paths.values(), outer=name in outer) for name, path in paths.items()}
+    root = unflatten((path, values[name]) for name, path in paths.items())
     mark_namespaces(root, catalog)
     return dict(_alive(root))
-
-
-def keys_of_path(encoded: bytes) -> Path:
-    """Decode the path of a value to the keys that lead to it; an index of a list is an int."""
-    return tuple(int(key) if isinstance(key, Index) else key for key in saved_path(decode_path(encoded)))
 
 
 def _without_inner(catalog: Catalog) -> frozenset[str]:
@@ -247,7 +225,7 @@ def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
 def _alive(value: Any) -> Any:
     """Make the standard library's objects from their tagged values: Namespaces and BytesIO. Anything else stays as it is."""
     if type(value) is dict:
-        items = {key: _alive(item) for key, item in value.items() if key != _NAMESPACE_TAG or item != _NAMESPACE}
+        items = {key: _alive(item) for key, item in value.items() if key != NAMESPACE_TAG or item != NAMESPACE}
         return _namespace(items) if len(items) < len(value) else items
     if type(value) is list:
         return [_alive(item) for item in value]

@@ -14,12 +14,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-
-from ...comm.protocol import Comm
-from ...core.catalog.model import Catalog
-from ...core.report import summarize
-from ...errors import MismatchError, UnsupportedError, UsageError
+from ...plugins import Catalog
+from ...plugins.errors import MismatchError, UnsupportedError, UsageError, summarize
+from ...plugins.states import Comm, merge_of_all
 from .sharded_names import COMMON_OBJECT, checkpoint_key, key_of_object
 from .tree import Node, entries_of, objects_of
 
@@ -92,9 +89,7 @@ def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
     names |= {part.name: key_of_object(part.name) or part.name for part in objects_of(node)}
     own, saved = frozenset(names.values()), saved_keys(catalog)
     # Two collectives, on every rank: gather the keys on rank 0, and broadcast their union.
-    gathered = comm.gather(msgpack.packb(sorted(own)))
-    union = None if gathered is None else msgpack.packb(sorted({key for data in gathered for key in msgpack.unpackb(data)}))
-    wanted = frozenset(msgpack.unpackb(comm.broadcast(union)))
+    wanted = frozenset(merge_of_all(comm, sorted(own), lambda keys: sorted({key for of_rank in keys for key in of_rank})))
     missing = saved - wanted if mode.endswith("_all") else frozenset()
     # From here on, all ranks have the same `wanted` and `missing`, so all raise the same error.
     lines = [f"{key}: not in the checkpoint" for key in sorted(wanted - saved)]

@@ -10,11 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from ...errors import UnsupportedError
+from ...plugins.errors import UnsupportedError
+from .calls import begin_tree, load, load_sharded_metadata, load_tensors_metadata, save_tree
 from .captured import SavedTree
-from .loading import load, load_sharded_metadata, load_tensors_metadata
 from .requests import request_of
-from .saving import begin_tree, save_tree
 
 
 @lru_cache(maxsize=1)

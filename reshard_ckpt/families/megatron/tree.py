@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 
-from ...errors import MismatchError, UsageError
+from ...plugins.errors import MismatchError, UsageError
+from ...plugins.names import name_of
+from ...plugins.trees import flatten, leaves, map_tree
 from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
 from .sharded_names import object_name
 
@@ -193,23 +196,21 @@ def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
     return TensorLeaf(entry_of(sharded, data), data)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of a tree, lowered or not, in order."""
-    if isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(child)
-    else:
-        yield tree
+def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the children of a dict or list, with their keys; None for a leaf of Megatron's trees, lowered or not."""
+    if isinstance(node, dict):
+        return node.items()
+    return enumerate(node) if isinstance(node, list) else None
 
 
 def entries_of(node: Node) -> Iterator[NamedShard]:
     """Yield the shards of a lowered tree."""
-    return (entry for leaf in leaves(node) for entry in leaf.entries())
+    return (entry for leaf in leaves(node, children) for entry in leaf.entries())
 
 
 def objects_of(node: Node) -> Iterator[ObjectLeaf]:
     """Yield the objects of a lowered tree."""
-    return (part for leaf in leaves(node) for part in leaf.objects())
+    return (part for leaf in leaves(node, children) for part in leaf.objects())
 
 
 def common_of(node: Node) -> Any:
@@ -223,17 +224,10 @@ def common_of(node: Node) -> Any:
     return node.common()
 
 
-def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
+def problems_of(node: Node, common: Any) -> list[str]:
     """Return a line for each value that the leaves of a lowered tree need, and that the saved common state lacks."""
-    if isinstance(node, dict | list):
-        steps = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
-        below = (f"{at}.{key}" if at else str(key) for key, _ in steps)
-        return [
-            line
-            for (key, child), name in zip(steps, below, strict=True)
-            for line in problems_of(child, child_of(common, key), name)
-        ]
-    return node.problems(common, at)
+    found = flatten(node, children)
+    return [line for path, leaf in found for line in leaf.problems(reduce(child_of, path, common), name_of(path))]
 
 
 def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
@@ -292,6 +286,4 @@ def merged(common: Any, loaded: Any, at: str = "") -> Any:
 
 def copied(tree: Any) -> Any:
     """Copy the dicts and lists of a tree, for functions that change them; leaves are shared."""
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+    return map_tree(lambda path, node: node, tree)

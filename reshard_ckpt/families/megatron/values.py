@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from ...format.value_decode import MAX_DEPTH
 from ...plugins import CatalogBuilder, Ints
 from ...plugins.errors import CheckpointError
-from ...plugins.torchfile import TorchFile
-from ...torchfile.objects import NAMESPACE, NAMESPACE_TAG, PlainValues
-from ...torchfile.pickle_reader import StandInObject
+from ...plugins.names import name_of
+from ...plugins.torchfile import TorchFile, attributes_of, class_of
+from ...plugins.trees import flatten
 from .names import common_path
+from .sharded_names import NAMESPACE, NAMESPACE_TAG
 
 Path = tuple[Any, ...]
+MAX_DEPTH = 64
 
 
 class MegatronValues:
@@ -44,35 +45,27 @@ class MegatronValues:
             The rank's file, and the stand-in that it has for the part.
         """
         part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
-        self.add((f"{key}/{part}",) if self.as_saved else (key, part), made, self._plain(file))
+        self.add((f"{key}/{part}",) if self.as_saved else (key, part), made, file)
 
     def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
         """Add the values of nested dicts. They are plain values, or stand-ins if they come from a rank's file."""
-        plain = None if file is None else self._plain(file)
-        for path, made in _leaves(tree, ()) if tree != {} else ():
+        for path, made in flatten(tree, _children, max_depth=MAX_DEPTH) if tree != {} else ():
             if self.as_saved and path[-1] == NAMESPACE_TAG:
                 self.namespaces.append(list(path[:-1]))
             else:
-                self.add(path if self.as_saved else common_path(path), made, plain)
+                self.add(path if self.as_saved else common_path(path), made, file)
 
-    def _plain(self, file: TorchFile) -> PlainValues:
-        return PlainValues(file.stored, file.size, f"{self.builder.where}: {file.key}")
-
-    def add(self, path: Path, made: Any, plain: PlainValues | None = None) -> None:
-        """Add a value, or the stand-in of one, which `plain` converts."""
+    def add(self, path: Path, made: Any, file: TorchFile | None = None) -> None:
+        """Add a value, or the stand-in of one in a rank's file."""
         try:
-            self.builder.value(path, made if plain is None else plain.of(made))
+            self.builder.value(path, made if file is None else file.plain(made))
         except CheckpointError as error:
-            self.builder.unreadable(".".join(map(str, path)), error)
+            self.builder.unreadable(name_of(path), error)
 
 
-def _leaves(made: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of nested dicts and Namespaces with their paths. A list is one value."""
-    if isinstance(made, StandInObject) and made.kind.name == ":".join(NAMESPACE) and isinstance(made.state, dict):
-        made = {**made.state, NAMESPACE_TAG: ":".join(NAMESPACE)}
-    keys = made if isinstance(made, dict) and len(path) < MAX_DEPTH else ()
-    if keys and all(isinstance(key, str | int) and not isinstance(key, bool) for key in keys):
-        for key, child in made.items():
-            yield from _leaves(child, (*path, key))
-    else:
-        yield path, made
+def _children(made: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the children of a dict or a Namespace; a list is one value."""
+    attributes = attributes_of(made) if class_of(made) == NAMESPACE else None
+    node = made if attributes is None else {**attributes, NAMESPACE_TAG: NAMESPACE}
+    is_tree = isinstance(node, dict) and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
+    return node.items() if is_tree and node else None

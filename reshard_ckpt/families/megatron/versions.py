@@ -7,7 +7,7 @@ import sys
 import warnings
 from functools import lru_cache
 
-from ...state.mesh import group_of
+from ...plugins.states import group_of
 
 FIRST, LAST = (0, 13), (0, 19)
 """The first and the last release that jobs have run with; docs/megatron.md lists which, and which parts of each."""

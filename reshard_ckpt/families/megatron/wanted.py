@@ -10,19 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...comm.protocol import Comm
-from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, Piece
-from ...core.geometry.runs import decompose
-from ...engine.common.tensor_bytes import LocalTensor, region
-from ...format.torch_dtypes import TORCH_DTYPES
-from ...state.describe import Describer
-from ...state.entries import Entry, Kind, Target
-from ...state.tensors import check_writable, local_memory
+from ...plugins import TORCH_DTYPES, Catalog, Ints
+from ...plugins.states import Comm, StateBuilder, Target, zero_outside
 from .optimizers import lower_tree, unplaced_state
+from .runs import NamedShard
 from .sharded_names import COMMON_OBJECT, check_common_file, common_state, key_of_object, keys_of_catalog
 from .strictness import Keys, compare_keys
 from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, problems_of
@@ -43,7 +36,7 @@ class WantedTree:
 
     def __init__(self, tree: dict[str, Any], mode: str, folder: str, *, with_common: bool = True) -> None:
         self._tree, self._mode, self._folder, self._with_common = tree, mode, folder, with_common
-        self._tensors: list[tuple[LocalTensor, bool]] = []
+        self._resized: list[NamedShard] = []
         self._shapes: dict[str, Ints] = {}
         self._common: dict[Any, Any] = {}
         self.keys = Keys(frozenset(), frozenset(), frozenset())
@@ -67,15 +60,11 @@ class WantedTree:
         node = lower_tree(self._tree, loading=True)
         if self._mode != "assume_ok_unexpected":
             self.keys = compare_keys(comm, catalog, node, self._mode)
-        out = Describer(None)
-        with torch.no_grad():
-            for entry in entries_of(node):
-                if entry.name in self.keys.absent:
-                    continue
-                local = local_memory(entry.shard, entry.name)
-                check_writable(entry.shard, local.memory, entry.name)
-                tensor = out.add_tensor(Entry(entry.name, (), Kind.TENSOR, entry.shard, local=local))
-                self._note(tensor, entry.resizable, catalog)
+        builder = StateBuilder()
+        for entry in entries_of(node):
+            if entry.name not in self.keys.absent:
+                builder.tensor(entry.name, entry.shard, written=True)
+                self._note(entry, catalog)
         objects = {part.name for part in objects_of(node)} - self.keys.absent
         paths = {name for name in catalog.value_names if is_common(name)} if self._with_common else set()
 
@@ -84,52 +73,28 @@ class WantedTree:
             return [*self._shape_problems(), *unplaced_state(node, catalog), *problems_of(node, self._common)]
 
         def finish(values: Mapping[str, Any], skipped: Iterable[str]) -> None:
-            for tensor, resizable in self._tensors:
-                if resizable:
-                    _zero_rest(tensor, self._shapes[tensor.spec.name])
+            for entry in self._resized:
+                if entry.resizable:
+                    zero_outside(entry.shard, self._shapes[entry.name], entry.name)
             loaded = loaded_of(node, self._common, Loaded(values, self.keys.absent))
             self.result = merged(self._common, {} if loaded is NOTHING else loaded)
 
-        names = tuple(sorted(paths | objects))
-        return Target(tuple(out.tensors), names, (), names, check, finish)
+        return builder.target(sorted(paths | objects), check, finish)
 
-    def _note(self, tensor: LocalTensor, resizable: bool, catalog: Catalog) -> None:
+    def _note(self, entry: NamedShard, catalog: Catalog) -> None:
         """Note a tensor whose saved global shape differs from the wanted one."""
-        name = tensor.spec.name
-        if name in catalog and (saved := catalog.shape(catalog.index(name))) != tensor.spec.shape:
-            self._shapes[name] = saved
-            self._tensors.append((tensor, resizable))
+        if entry.name in catalog and (saved := catalog.shape(catalog.index(entry.name))) != entry.shard.layout.shape:
+            self._shapes[entry.name] = saved
+            self._resized.append(entry)
 
     def _shape_problems(self) -> list[str]:
         return list(
             dict.fromkeys(
-                f"{tensor.spec.name}: saved with global shape {self._shapes[tensor.spec.name]}, wanted {tensor.spec.shape}"
-                for tensor, resizable in self._tensors
-                if not resizable
+                f"{entry.name}: saved with global shape {self._shapes[entry.name]}, wanted {entry.shard.layout.shape}"
+                for entry in self._resized
+                if not entry.resizable
             )
         )
-
-
-def _zero_rest(tensor: LocalTensor, saved: Ints) -> None:
-    """Set the elements of a tensor that lie outside of the saved shape to zero."""
-    for piece in tensor.spec.pieces:
-        for offsets, lengths, box in _boxes(tensor.memory, piece):
-            for dim, (low, size, end) in enumerate(zip(offsets, lengths, saved, strict=True)):
-                if low + size > end:
-                    # This box ends beyond the saved shape along `dim`: zero that end of it.
-                    begin = max(end - low, 0)
-                    box.narrow(dim, begin, size - begin).zero_()
-
-
-def _boxes(memory: torch.Tensor, piece: Piece) -> list[tuple[Ints, Ints, torch.Tensor]]:
-    """Cut a piece into boxes of the global tensor; return the offsets, the lengths and the memory of each."""
-    cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
-    boxes = []
-    for inner, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-        base = piece.base + sum(o * s for o, s in zip(inner, piece.strides, strict=True))
-        offsets = tuple(a + b for a, b in zip(piece.offsets, inner, strict=True))
-        boxes.append((offsets, tuple(lengths), region(memory, base, tuple(lengths), piece.strides)))
-    return boxes
 
 
 def is_common(name: str) -> bool:

@@ -11,13 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...core.catalog.model import Catalog
-from ...core.catalog.specs import ValueKind
-from ...errors import NameCollisionError, UnsupportedError
-from ...formats.dcp.write import FolderLayout, write_folder
-from ...formats.protocol import BytesOf
-from ...storage.protocol import Storage
-from ...torchfile.object_writer import object_bytes
+from ...plugins import BytesOf, Catalog, Storage, ValueKind
+from ...plugins.dcp import FolderLayout, write_folder
+from ...plugins.errors import NameCollisionError, UnsupportedError
+from ...plugins.names import paths_of_values
+from ...plugins.torchfile import object_bytes
+from ...plugins.trees import put
 from .names import (
     FULLY_RESHARDABLE,
     MASTER,
@@ -25,17 +24,17 @@ from .names import (
     OLD_MASTER,
     OPTIMIZER,
     SHARDING,
-    Path,
     is_bucket,
     lacks_masters,
     link_of,
     tensor_key,
 )
 from .rules import is_of_megatron
-from .sharded_names import has_keys, inner_path, keys_of_path, mark_namespaces, object_key
+from .sharded_names import has_keys, inner_path, mark_namespaces, object_key
 
 CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
 CONTENT, FORM, WITHOUT_CHAIN = "content_metadata", "distrib_optim_sharding_type", "chained_optim_avoid_prefix"
+_ADVICE = "leave one of them out with exclude="
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -110,7 +109,8 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
 def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Build the nested dicts of the common state, and note there how the optimizer is saved."""
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
-    paths = {entry.name: keys_of_path(entry.path) for entry in entries}
+    listed = paths_of_values(catalog)
+    paths = {entry.name: listed[entry.name] for entry in entries}
     common: dict[Any, Any] = {}
     outer = lacks_masters(catalog)
     for entry in entries:
@@ -118,24 +118,14 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
         own = entry.kind is ValueKind.PARAM_GROUPS
         if own:  # groups of an optimizer object: Megatron's groups have no "params"
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
-            _put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
+            put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, _ADVICE)
         if own or not has_keys(catalog):
             path = inner_path(path, paths.values(), outer=outer and not own)
-        _put(common, path, value, entry.name)
+        put(common, path, value, _ADVICE)
     mark_namespaces(common, catalog)
     if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
         _say_reshardable(common)
     return common
-
-
-def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise NameCollisionError(f"{name}: something above it is a value, too; leave one of them out with exclude=")
-    if path[-1] in tree:
-        raise NameCollisionError(f"{name}: another value stands in its place in Megatron's state; leave one out with exclude=")
-    tree[path[-1]] = value
 
 
 def _say_reshardable(common: dict[Any, Any]) -> None:

@@ -1,25 +1,24 @@
 """``save`` and ``load`` with the signatures of ``vescale.checkpoint``.
 
-1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`state.tensors`).
-2. A ``DistributedOptimizer`` of veScale is passed on as the state of its parameters by name (`families.vescale.state`).
+1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`families.vescale.objects`).
+2. A ``DistributedOptimizer`` of veScale is passed on as the state of its parameters by name (`families.vescale.values`).
 3. `load` opens checkpoints of `save`, folders of ``vescale.checkpoint`` itself, and those of any other format.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from ...checkpoint import LoadReport, SaveHandle, async_save
-from ...checkpoint import save as save_now
-from ...checkpoint.loading import LoadOptions, load_target, target_of
-from ...formats.registry import with_options
-from ...formats.source import Path
-from .state import OPTIMIZER, DistributedState, job_mesh, opened
+from ...plugins import checkpoint, load_wanted
+from .names import NAME, OPTIMIZER
+from .values import DistributedState, job_mesh, opened
 
-_FORMATS = with_options({"as_saved": True}, only=["vescale"])
-_last: list[SaveHandle] = []
+Path = str | os.PathLike[str]
+
+_last: list[checkpoint.SaveHandle] = []
 """The save that is under way in the background, if any: veScale's `save` returns nothing to wait on."""
 
 
@@ -45,12 +44,12 @@ def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool
     _finish_last()
     state, mesh = opened(checkpoint_state, loading=False), job_mesh(checkpoint_state)
     if async_checkpoint:
-        _last.append(async_save(path, state, mesh=mesh))
+        _last.append(checkpoint.async_save(path, state, mesh=mesh))
     else:
-        save_now(path, state, mesh=mesh)
+        checkpoint.save(path, state, mesh=mesh)
 
 
-def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: bool = False) -> LoadReport:
+def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: bool = False) -> checkpoint.LoadReport:
     """Load a model and an optimizer in place, with the arguments of ``vescale.checkpoint.load``.
 
     Parameters
@@ -70,7 +69,7 @@ def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: 
     """
     _finish_last()
     state = opened(checkpoint_state, loading=True)
-    report, _ = load_target(path, target_of(state), LoadOptions(read_once=broadcast_checkpoint), formats=_FORMATS)
+    report = load_wanted(path, state, as_saved=[NAME], read_once=broadcast_checkpoint)
     optimizer = state.get(OPTIMIZER)
     if isinstance(optimizer, DistributedState):
         optimizer.finish()

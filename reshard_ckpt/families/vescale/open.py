@@ -20,12 +20,7 @@ from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind, open_
 from ...plugins.dcp import Extent, KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.groups import comparable, merge
-from .state import GROUP_META, GROUPS, MODEL, OPTIMIZER, STATE
-
-NAME = "vescale"
-MASTER = "shard_casted_float16_groups"
-MASTERED = "vescale"
-"""The key above ``model`` for 16-bit weights whose fp32 master is saved, too."""
+from .names import GROUP_META, GROUPS, MASTER, MASTERED, MODEL, NAME, OPTIMIZER, STATE
 
 _MODULE = "vescale.checkpoint.storage.filesystem"
 _CLASSES = ("_StorageInfo",)

@@ -26,26 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...plugins import Ints, StateLink
+from ...plugins import Ints
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.groups import hyperparameters
+from .names import MASTER
 
 I64 = NDArray[np.int64]
-
-MODEL, OPTIMIZER = "model", "optimizer"
-STATE, GROUPS = "state", "param_groups"
-MASTER = "fp32"
-"""The key of the master weights; it stands among the keys of the optimizer's state."""
-
-
-def parameter_name(fqn: str) -> str:
-    """Return the name of a parameter or buffer, given its FQN."""
-    return f"{MODEL}.{fqn}"
-
-
-def state_link(fqn: str, key: str) -> StateLink:
-    """Return the link of an entry of the optimizer's state to its parameter."""
-    return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import LayoutError, UnsupportedError, UsageError
-from ...state.dtensor import is_dtensor
-from ...state.shards import FlatShard
-
-MODEL, OPTIMIZER = "model", "optimizer"
-STATE, GROUPS = "state", "param_groups"
-GROUP_META = "param_group_meta"
+from ...plugins import FlatShard
+from ...plugins.errors import LayoutError, UnsupportedError, UsageError
+from .names import GROUP_META, GROUPS, MODEL, OPTIMIZER, STATE
 
 _SPEC = ("global_shape", "local_shape", "global_offset", "local_tensor", "dp_ranks_ranges")
 
@@ -161,7 +157,7 @@ def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
         mesh = getattr(tensor, "device_mesh", None)
         ranks = getattr(mesh, "mesh", None)
         names = getattr(mesh, "mesh_dim_names", None)
-        is_torch = is_dtensor(tensor)
+        is_torch = type(tensor).__module__.startswith("torch.")
         if not is_torch and names and ranks is not None and ranks.flatten().tolist() == [*range(dist.get_world_size())]:
             return dict(zip(names, ranks.shape, strict=True))
     return None

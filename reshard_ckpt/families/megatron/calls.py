@@ -1,4 +1,13 @@
-"""`load`, and functions that describe a checkpoint: the calls of ``megatron.core.dist_checkpointing`` on this library's engine.
+"""The calls of ``megatron.core.dist_checkpointing`` on this library's engine.
+
+*Saving*:
+
+1. `captured` describes the content of a rank. Replicas are compared before anything is written.
+2. Megatron's own ``metadata.json`` is written beside the catalog, because Megatron's programs recognize a checkpoint by it.
+3. From 0.19 on, Megatron's ``dist_checkpointing.save`` hands the common state to a strategy as an object. Its ``load`` reads that
+   object with torch's DCP, unless there is a ``common.pt``; so this library writes one.
+
+*Loading*:
 
 1. Lower the tree. Tensors are filled in place, whatever layout they were saved from. Each rank reads only its own part.
 2. Decode common state and objects from plain values; nothing is unpickled.
@@ -9,21 +18,160 @@
 
 from __future__ import annotations
 
+import io
+import json
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...checkpoint import LoadReport, catalog
-from ...checkpoint.loading import load_wanted
-from ...checkpoint.reading import read_values
-from ...errors import UsageError
+import torch
+
+from ...plugins import begin_captured, checkpoint, load_wanted, save_captured
+from ...plugins.errors import UsageError
+from ...plugins.states import read_values
+from .captured import SavedTree
 from .errors import megatron_compatible
 from .optimizers import SHARDING
-from .sharded_names import CONTENT_METADATA, common_state, key_of_object, keys_of_catalog
+from .sharded_names import (
+    COMMON,
+    COMMON_FILE,
+    CONTENT_METADATA,
+    check_objects,
+    common_state,
+    key_of_object,
+    keys_of_catalog,
+    metadata_of,
+)
 from .strictness import check_strategy, parse_mode
 from .wanted import WantedTree, is_common, tensors_of
 
 _FORM, _FLAT = "distrib_optim_sharding_type", "fully_sharded_model_space"
+_CONFIG = {
+    "metadata.json": json.dumps(
+        {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    ).encode()
+}
+
+
+@megatron_compatible
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
+    replicas: str = "main",
+    process_group: Any = None,
+) -> Any:
+    """Save a sharded state dict, with the arguments of ``megatron.core.dist_checkpointing.save``.
+
+    Unlike Megatron's function, this one also takes optimizer objects in the tree.
+
+    Parameters
+    ----------
+    sharded_state_dict
+        Megatron's tree of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject`, common values
+        and optimizers. Megatron's function changes it; this one does not.
+    checkpoint_dir
+        A folder that all ranks share.
+    sharded_strategy, common_strategy
+        None, or one of Megatron's strategies for ``torch_dist``; this library writes in its place.
+    validate_access_integrity, preprocess_common_before_consistancy_check, async_strategy
+        Ignored. Every save checks that all of each tensor and object is declared; the common state is taken from rank 0.
+    async_sharded_save
+        Copy the state, write in the background, and return an ``AsyncRequest`` for Megatron's ``AsyncCallsQueue``.
+    content_metadata
+        Saved in the common state, under the key ``content_metadata``.
+    verify_integrity
+        Also write a manifest with the SHA-256 of every file.
+    replicas
+        What happens if the replicas of a tensor differ: ``"main"`` saves the main one with a warning; ``"error"`` raises
+        `LayoutError`.
+    process_group
+        The ranks that save together; all, by default.
+
+    Returns
+    -------
+    None or AsyncRequest
+
+    Raises
+    ------
+    LayoutError
+        No rank declares some region of a tensor, an object or a part of it has no main replica, or shards overlap; the message
+        names them, on every rank.
+    UsageError
+        Something in the tree cannot be saved; the message says what to do.
+    """
+    check_strategy("sharded_strategy", sharded_strategy)
+    check_strategy("common_strategy", common_strategy)
+    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    if async_sharded_save:
+        from .requests import request_of
+
+        return request_of(begin_tree(checkpoint_dir, tree, sha256=verify_integrity))
+    save_tree(checkpoint_dir, tree, sha256=verify_integrity)
+    return None
+
+
+@megatron_compatible
+def async_save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    verify_integrity: bool = False,
+    replicas: str = "main",
+    process_group: Any = None,
+) -> checkpoint.SaveHandle:
+    """Save as `save` does, in the background: the state may change as soon as this returns.
+
+    Returns
+    -------
+    SaveHandle
+        Its ``result()`` returns once the checkpoint is committed, or raises the error of the save.
+    """
+    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    return begin_tree(checkpoint_dir, tree, sha256=verify_integrity)
+
+
+@megatron_compatible
+def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
+    """Save a tree, and return after the commit."""
+    save_captured(path, tree.capture, **_options(tree, sha256))
+
+
+@megatron_compatible
+def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> checkpoint.SaveHandle:
+    """Copy a tree, and save the copy in the background; return once it is copied."""
+    return begin_captured(path, tree.capture, **_options(tree, sha256))
+
+
+def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
+    common = _common_file(tree.tree)
+    return {
+        "process_group": tree.process_group,
+        "metadata": metadata_of(tree.tree, common.get(COMMON_FILE)),
+        "sha256": sha256,
+        "beside": _CONFIG | common,
+        "check_names": check_objects,
+    }
+
+
+def _common_file(tree: Mapping[Any, Any]) -> dict[str, bytes]:
+    """Return ``common.pt`` by its key, if the tree has the common state as an object and this rank holds its main replica."""
+    common: Any = tree.get(COMMON)
+    if getattr(common, "key", None) != COMMON or common.replica_id != 0:
+        return {}
+    file = io.BytesIO()
+    torch.save(common.data, file)
+    return {COMMON_FILE: file.getvalue()}
 
 
 @megatron_compatible
@@ -93,7 +241,7 @@ def load(
     return wanted.result
 
 
-def _warn_of_casts(path: str, report: LoadReport) -> None:
+def _warn_of_casts(path: str, report: checkpoint.LoadReport) -> None:
     if report.converted:
         more = len(report.converted) - 3
         shown = "; ".join(report.converted[:3]) + (f"; and {more} more" if more > 0 else "")
@@ -146,7 +294,7 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor  # needs the package only here
 
-    found = tensors_of(catalog(checkpoint_dir))
+    found = tensors_of(checkpoint.catalog(checkpoint_dir))
     return {key: ShardedTensor.from_rank_offsets(key, tensor).without_data() for key, tensor in found.items()}
 
 
@@ -155,7 +303,7 @@ def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, com
     """Describe the tensors and the objects of a checkpoint, by key, as Megatron's function of this name does."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    found = catalog(checkpoint_dir)
+    found = checkpoint.catalog(checkpoint_dir)
     names = [keys_of_catalog(found)(name) for name in found.value_names if key_of_object(name) is not None]
     objects = {name: ShardedObject.empty_from_unique_key(name) for name in names}
     return {**objects, **load_tensors_metadata(checkpoint_dir)}

@@ -1,0 +1,44 @@
+"""Loading what packages register as entry points: this package's own, and those of others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+
+def load_all(group: str, own: Mapping[str, str], kind: type[Found]) -> list[Found]:
+    """Load every entry point of a group. If one fails to import, or is no `kind`, warn, and go on with the others.
+
+    Parameters
+    ----------
+    own
+        The entry points of this package, as in pyproject.toml; with this copy, they also work if the package is not installed.
+    """
+    points = {point.name: point for point in entry_points(group=group)}
+    points |= {name: EntryPoint(name, value, group) for name, value in own.items()}
+    return [found for point in points.values() if (found := _loaded(point, kind)) is not None]
+
+
+def _loaded(point: EntryPoint, kind: type[Found]) -> Found | None:
+    try:
+        found = point.load()
+    except Exception as error:  # code of another package may raise anything, and must not stop the others
+        _warn(point, kind, f"{type(error).__name__}: {error}")
+        return None
+    if not isinstance(found, kind):
+        _warn(point, kind, f"it is a {type(found).__name__}, not a reshard_ckpt.plugins.{kind.__name__}")
+        return None
+    return found
+
+
+def _warn(point: EntryPoint, kind: type[Found], why: str) -> None:
+    owner = f" of {point.dist.name}" if point.dist is not None else ""
+    warnings.warn(
+        f"the {kind.__name__.lower()} {point.name!r}{owner} ({point.value}) cannot be used: {why}; repair or uninstall the "
+        "package that brings it",
+        stacklevel=5,
+    )

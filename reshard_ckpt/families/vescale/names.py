@@ -1,0 +1,13 @@
+"""The words in the names of veScale's states, and of the same things here."""
+
+from __future__ import annotations
+
+NAME = "vescale"
+"""The name of the format."""
+
+MODEL, OPTIMIZER = "model", "optimizer"
+STATE, GROUPS, GROUP_META = "state", "param_groups", "param_group_meta"
+
+MASTER = "shard_casted_float16_groups"
+MASTERED = "vescale"
+"""The key above ``model`` for 16-bit weights whose fp32 master is saved, too."""

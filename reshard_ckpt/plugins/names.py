@@ -1,0 +1,10 @@
+"""Names of tensors and values: their paths, the parameters that state belongs to, and the steps that torch's wrappers add."""
+
+from __future__ import annotations
+
+from ..core.catalog.specs import StateLink
+from ..core.catalog.wrappers import unwrapped, unwrapped_keys
+from ..core.trees import name_of
+from ..state.paths import paths_of_values
+
+__all__ = ["StateLink", "name_of", "paths_of_values", "unwrapped", "unwrapped_keys"]

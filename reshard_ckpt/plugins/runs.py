@@ -1,0 +1,7 @@
+"""Runs in the memory of nodes that are open in this process, by their storage path; a checkpoint of one has a tag."""
+
+from __future__ import annotations
+
+from ..manager.open_runs import TAG, close_run, look_at, open_run, run_at, tags_of
+
+__all__ = ["TAG", "close_run", "look_at", "open_run", "run_at", "tags_of"]

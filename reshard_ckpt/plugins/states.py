@@ -1,0 +1,22 @@
+"""States that a family describes itself: the tensors and values of this rank, and what all ranks of a save or a load say."""
+
+from __future__ import annotations
+
+from ..checkpoint.reading import read_values
+from ..comm import Comm, open_session
+from ..comm.protocol import merge_of_all
+from ..state.entries import Captured, Target
+from ..state.mesh import group_of
+from ..state.state_builder import StateBuilder, zero_outside
+
+__all__ = [
+    "Captured",
+    "Comm",
+    "StateBuilder",
+    "Target",
+    "group_of",
+    "merge_of_all",
+    "open_session",
+    "read_values",
+    "zero_outside",
+]

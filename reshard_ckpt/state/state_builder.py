@@ -1,0 +1,101 @@
+"""Describing what one rank saves or loads of a state, tensor by tensor and value by value, for calls of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.catalog.specs import Ints
+from ..core.geometry.runs import decompose
+from ..core.trees import Path, name_of
+from ..engine.common.tensor_bytes import region
+from ..format.values import encode_path
+from .describe import Describer
+from .entries import Captured, Entry, Kind, Target
+from .layouts import LocalMemory
+from .shards import FlatShard, LocalShard
+from .tensors import check_writable, local_memory
+
+CLAIM_PATH = encode_path([])
+"""The path of claims; no value of a state has it."""
+
+
+class StateBuilder:
+    """Describes what one rank saves or loads: add tensors and values, then ask for what a save or a load takes.
+
+    Examples
+    --------
+    >>> builder = StateBuilder()
+    >>> builder.tensor("model.w", LocalShard(torch.zeros(2, 3), (4, 3), (2, 0)))
+    >>> builder.value(("extra", "step"), 7)
+    >>> captured = builder.captured()
+    >>> [tensor.spec.name for tensor in captured.tensors], [value.name for value in captured.values]
+    (['model.w'], ['extra.step'])
+    """
+
+    def __init__(self) -> None:
+        self._out = Describer(None)
+
+    def tensor(self, name: str, shard: LocalShard | FlatShard, *, offered: bool = True, written: bool = False) -> None:
+        """Add the part of a tensor that this rank holds.
+
+        Parameters
+        ----------
+        offered
+            False: this rank takes part in the save, but other ranks save the tensor.
+        written
+            True: a load writes into the part.
+
+        Raises
+        ------
+        UnsupportedError
+            The memory of the part cannot be read, or with `written` cannot be written.
+        """
+        with torch.no_grad():
+            memory, layout = local_memory(shard, name)
+            if written:
+                check_writable(shard, memory, name)
+            local = LocalMemory(memory, layout if offered else replace(layout, boxes=()))
+            self._out.add(Entry(name, (), Kind.TENSOR, shard, local=local))
+
+    def value(self, path: Path, value: Any) -> None:
+        """Add a value by the keys that lead to it in the state."""
+        self._out.add(Entry(name_of(path), path, Kind.VALUE, value))
+
+    def claim(self, name: str) -> None:
+        """Say that there is something of this name that another rank saves; the option `check_names` gets it."""
+        self._out.add(Entry(name, (), Kind.VALUE, None))
+
+    def captured(self, warnings: tuple[str, ...] = ()) -> Captured:
+        """Return what a save takes. It warns once with each of `warnings`."""
+        return Captured(tuple(self._out.tensors), tuple(self._out.values), None, warnings)
+
+    def target(
+        self,
+        values: Iterable[str],
+        check: Callable[[Mapping[str, Any]], list[str]],
+        finish: Callable[[Mapping[str, Any], Iterable[str]], None],
+    ) -> Target:
+        """Return what a load takes: the tensors, and the names of saved values, which `check` and `finish` get; see `Target`."""
+        names = tuple(values)
+        return Target(tuple(self._out.tensors), names, (), names, check, finish)
+
+
+def zero_outside(shard: LocalShard | FlatShard, shape: Ints, name: str) -> None:
+    """Set the elements of a tensor's part that lie outside of a smaller global shape to zero."""
+    with torch.no_grad():
+        memory, layout = local_memory(shard, name)
+        for piece in layout.pieces(memory):
+            # Cut the piece into boxes of the global tensor; `base` is the place of a box in memory.
+            cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
+            for inner, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
+                base = piece.base + sum(o * s for o, s in zip(inner, piece.strides, strict=True))
+                box = region(memory, base, tuple(lengths), piece.strides)
+                for dim, (offset, low, size, end) in enumerate(zip(piece.offsets, inner, lengths, shape, strict=True)):
+                    begin = max(end - offset - low, 0)
+                    if begin < size:  # this box ends beyond the shape along `dim`
+                        box.narrow(dim, begin, size - begin).zero_()
