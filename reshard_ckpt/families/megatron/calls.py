@@ -32,26 +32,23 @@ from ...plugins.errors import UsageError
 from ...plugins.states import read_values
 from .captured import SavedTree
 from .errors import megatron_compatible
-from .optimizers import SHARDING
-from .sharded_names import (
+from .names import (
     COMMON,
     COMMON_FILE,
+    CONFIG,
+    CONFIG_FILE,
     CONTENT_METADATA,
+    FORM,
+    FULLY_RESHARDABLE,
     check_objects,
-    common_state,
     key_of_object,
     keys_of_catalog,
-    metadata_of,
 )
 from .strictness import check_strategy, parse_mode
+from .values import common_state, metadata_of
 from .wanted import WantedTree, is_common, tensors_of
 
-_FORM, _FLAT = "distrib_optim_sharding_type", "fully_sharded_model_space"
-_CONFIG = {
-    "metadata.json": json.dumps(
-        {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    ).encode()
-}
+_FLAT = "fully_sharded_model_space"
 
 
 @megatron_compatible
@@ -159,7 +156,7 @@ def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
         "process_group": tree.process_group,
         "metadata": metadata_of(tree.tree, common.get(COMMON_FILE)),
         "sha256": sha256,
-        "beside": _CONFIG | common,
+        "beside": {CONFIG_FILE: json.dumps(CONFIG).encode(), **common},
         "check_names": check_objects,
     }
 
@@ -272,8 +269,8 @@ def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_
             raise UsageError("load_content_metadata: pass checkpoint_dir or preloaded_state_dict")
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     saved = preloaded_state_dict.get(CONTENT_METADATA)
-    if isinstance(saved, dict) and saved.get(_FORM) == _FLAT and _lacks_flat_tensors():
-        return {**saved, _FORM: SHARDING}
+    if isinstance(saved, dict) and saved.get(FORM) == _FLAT and _lacks_flat_tensors():
+        return {**saved, FORM: FULLY_RESHARDABLE}
     return saved
 
 

@@ -4,7 +4,7 @@
 2. Offer all replicas of each tensor, so that the ranks that hold them share the writing. If the replicas of a tensor turn out
    to differ, `capture` runs again and offers the main replica alone.
 3. Rank 0 offers the common state. The rank of an object's main replica offers the object. Ranks with another replica only state
-   that the object exists, so that `sharded_names.check_objects` finds objects without a main replica.
+   that the object exists, so that `names.check_objects` finds objects without a main replica.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from ...plugins.errors import LayoutError, UsageError
 from ...plugins.states import Captured, StateBuilder, group_of
+from .names import CONTENT_METADATA, Path, replica_name
 from .optimizers import lower_tree
-from .sharded_names import CONTENT_METADATA, Path, common_values, replica_name
 from .tree import NOTHING, Node, common_of, entries_of, objects_of
+from .values import common_values
 
 _REPLICAS = ("main", "error")
 

@@ -10,29 +10,56 @@ A key of Megatron's does not say to which object of the training state a tensor 
 4. *Objects*: ``<key>/shard_<offset>_<shape>`` becomes ``<key>.shard_<offset>_<shape>``: a value below its own key.
 5. *Common state* keeps its paths. Only the groups of an optimizer move up one level, to ``optimizer.param_groups``.
 
-The calls that replace Megatron's own use its keys as names instead (`checkpoint_key`), in this library's checkpoints too.
+The calls that replace Megatron's own use its keys as names instead (`checkpoint_key`), in this library's checkpoints too. There,
+an object is named by its key and its place among the objects of that key, as in Megatron's own folders (`object_name`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 from ...plugins import Catalog
+from ...plugins.errors import LayoutError, summarize
 from ...plugins.names import StateLink
-from .sharded_names import object_key
 
 NAME = "megatron"
 """The name of the format. It is also the key in a catalog's metadata that marks names as Megatron's keys and lists Namespaces."""
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
-COMMON_STATE = "common_state/shard_0_1"
+COMMON = "common_state"
+COMMON_OBJECT = f"{COMMON}/shard_0_1"
+"""The object as which Megatron saves the common state from 0.19 on."""
+
+COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
+"""Megatron's file of the common state, which Megatron's own `load` reads, and the file by which it recognizes a checkpoint."""
+
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""The content of ``metadata.json`` that every version reads; newer versions leave out keys that they no longer need."""
+
+CONTENT_METADATA, FORM = "content_metadata", "distrib_optim_sharding_type"
+"""A key of the common state, and the key in it for the form of the optimizer's state."""
+
+NAMESPACE_TAG, NAMESPACE = "__class__", "argparse:Namespace"
+"""The key, and its value, that mark a dict which was a Namespace."""
+
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
 """The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
 
 Path = tuple[Any, ...]
 
+_SPELLED = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
+_OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
+_MODEL = re.compile(r"model\d*\.")
+_CLAIM = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
 
@@ -105,3 +132,90 @@ def lacks_masters(catalog: Catalog) -> bool:
     links = (*catalog.links().values(), *map(link_of, catalog.names))
     keys = {link.key for link in links if link is not None}
     return bool(keys) and MASTER not in keys
+
+
+def checkpoint_key(key: str) -> str:
+    """Return the name that a tensor has in a checkpoint, given Megatron's key of it.
+
+    >>> checkpoint_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
+    'optimizer.state.param.output_layer.weight'
+    """
+    return _SPELLED.sub(lambda found: found[1] + (found[2] or ""), key, count=1) if _SPELLED.match(key) else key
+
+
+def has_keys(catalog: Catalog) -> bool:
+    """Tell whether the names of a catalog are Megatron's keys."""
+    return noted(catalog) is not None
+
+
+def noted(catalog: Catalog) -> dict[str, Any] | None:
+    """Return the notes that the calls left in a checkpoint's metadata; None if other programs saved it."""
+    said = catalog.metadata.get(NAME) if isinstance(catalog.metadata, dict) else None
+    return said if isinstance(said, dict) else None
+
+
+def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
+    """Return a function that converts the name of a tensor or object in this catalog to Megatron's key."""
+    if has_keys(catalog):
+        return checkpoint_key
+    links, tensors = catalog.links(), frozenset(catalog.names)
+
+    def key_of(name: str) -> str:
+        if name not in tensors:
+            return object_key(name) or name
+        link = links.get(name)
+        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"optimizer.state.{link.key}.{link.fqn}")
+
+    return key_of
+
+
+def object_name(sharded: Any) -> str:
+    """Return the name of an object: its key, its offsets among the objects of that key, and the shape of their grid."""
+    offset, shape = (".".join(map(str, numbers)) for numbers in (sharded.global_offset, sharded.global_shape))
+    return f"{sharded.key}/shard_{offset}_{shape}"
+
+
+def object_key(name: str) -> str | None:
+    """Convert the name of an object, with ``/`` or ``.`` before ``shard``, to its key and place; None for any other name.
+
+    >>> object_key("rng_state.shard_0.1_2.2"), object_key("args.seed")
+    ('rng_state/shard_0.1_2.2', None)
+    """
+    found = _OBJECT.fullmatch(name)
+    return None if found is None else f"{found[1]}/{found[2]}"
+
+
+def key_of_object(name: str) -> str | None:
+    """Return the key of an object by its name; None if the name is not that of an object."""
+    found = _OBJECT.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def replica_name(name: str) -> str:
+    """Return the name of the claim that an object exists; a rank makes it for a replica that is not the main one."""
+    key, _, place = name.rpartition("/shard_")
+    return f"{key}/replica_{place.rpartition('_')[2]}"
+
+
+def check_objects(names: Iterable[str], claims: Iterable[str]) -> None:
+    """Check that every object has a main replica, which is the one that is saved.
+
+    The names give the number of objects of each key; that many must have been offered.
+
+    Raises
+    ------
+    LayoutError
+        Some objects have no main replica.
+    """
+    # found: by key and shape of its grid, the places of all objects that have a main replica
+    found: dict[tuple[str, str], list[str]] = {(m[1], m[2]): [] for m in map(_CLAIM.fullmatch, claims) if m}
+    for name in names:
+        if (match := _OBJECT.fullmatch(name)) and name[match.end(1)] == "/":
+            found.setdefault((match[1], match[2].rpartition("_")[2]), []).append(match[2])
+    lines = [
+        f"{key}: {len(parts) or 'none'} of its {num} objects have a main replica{f', {parts[0]} first' if parts else ''}"
+        for (key, shape), parts in found.items()
+        if len(parts) < (num := prod(int(size or 1) for size in shape.split(".")))
+    ]
+    if lines:
+        raise LayoutError(summarize(lines, "have one rank declare each with replica_id 0, or leave them out"))

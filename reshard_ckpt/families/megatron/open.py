@@ -22,13 +22,24 @@ from ...plugins.torchfile import read_object
 from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, FULLY_RESHARDABLE, NAME, OPTIMIZER, is_bucket, link_of, object_path, tensor_name
+from .names import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    CONFIG_FILE,
+    FULLY_RESHARDABLE,
+    NAME,
+    OPTIMIZER,
+    checkpoint_key,
+    is_bucket,
+    link_of,
+    object_path,
+    tensor_name,
+)
 from .ranks import is_per_rank, read_ranks
-from .sharded_names import checkpoint_key
 from .values import MegatronValues
 from .write import write_megatron
 
-CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+LATEST_KEY = "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES, MAX_METADATA_BYTES = 1 << 20, 1 << 30, 4 << 30
 
 
@@ -55,8 +66,8 @@ def _open(path: str, *, as_saved: bool, named: bool, of_run: bool = False) -> So
         latest = None if of_run else _latest(storage)
         if latest is not None:
             return _open(f"{path.rstrip('/')}/{latest}", as_saved=as_saved, named=named, of_run=True)
-        has_config, has_metadata = storage.size(CONFIG_KEY) is not None, storage.size(METADATA_KEY) is not None
-        if of_run and has_metadata and not has_config and storage.size(COMMON_KEY) is None:
+        has_config, has_metadata = storage.size(CONFIG_FILE) is not None, storage.size(METADATA_KEY) is not None
+        if of_run and has_metadata and not has_config and storage.size(COMMON_FILE) is None:
             return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
         # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
         # with a file for each rank, and metadata.json marks a torch_dist folder.
@@ -102,14 +113,14 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     CorruptError
         The save that wrote it did not finish.
     """
-    if storage.size(CONFIG_KEY) is None:
-        if storage.size(METADATA_KEY) is not None and storage.size(COMMON_KEY) is None:
+    if storage.size(CONFIG_FILE) is None:
+        if storage.size(METADATA_KEY) is not None and storage.size(COMMON_FILE) is None:
             return False  # a folder of DCP
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
-        return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
+        return storage.size(COMMON_FILE) is not None and _refuse_unfinished(storage)
     try:
-        config = json.loads(bytes(storage.read(CONFIG_KEY, limit=MAX_SMALL_BYTES)))
+        config = json.loads(bytes(storage.read(CONFIG_FILE, limit=MAX_SMALL_BYTES)))
     except (ValueError, RecursionError):
         return False
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -121,14 +132,14 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
             "a version of Megatron that has it, and save it with ckpt_format torch_dist"
         )
     if storage.size(METADATA_KEY) is None:
-        raise CorruptError(f"{storage.url}: has {CONFIG_KEY}, but no {METADATA_KEY}; copy it, or use another checkpoint")
+        raise CorruptError(f"{storage.url}: has {CONFIG_FILE}, but no {METADATA_KEY}; copy it, or use another checkpoint")
     return True
 
 
 def _refuse_unfinished(storage: Storage) -> bool:
     """Refuse a folder whose save was cut off. Megatron writes ``metadata.json`` last, so it is missing then."""
     if any(key.endswith(".distcp") for key, _ in storage.list()):
-        raise CorruptError(f"{storage.url}: has {COMMON_KEY}, but no {CONFIG_KEY}, which is written last: the save did not end")
+        raise CorruptError(f"{storage.url}: has {COMMON_FILE}, but no {CONFIG_FILE}, which is written last: the save did not end")
     return False
 
 
@@ -189,20 +200,20 @@ class _Folder:
 
     def add_values(self) -> None:
         """Add the common state and the objects."""
-        if self.storage.size(COMMON_KEY) is not None:
-            extent = Extent(COMMON_KEY, 0, self.storage.size(COMMON_KEY) or 0)
-            self._add_common(COMMON_KEY, extent)
+        if self.storage.size(COMMON_FILE) is not None:
+            extent = Extent(COMMON_FILE, 0, self.storage.size(COMMON_FILE) or 0)
+            self._add_common(COMMON_FILE, extent)
         # The common state is in ``common.pt``, or an object; with both, the file counts. Other objects are values of their own.
         sizes = FileSizes(self.storage)
         for key, extent in self.metadata.saved.values.items():
             problem = sizes.problem(key, extent)
             if problem is not None:
                 self.builder.unreadable(".".join(self._object_path(key)), problem)
-            elif key == COMMON_STATE and COMMON_KEY not in self.raw:
+            elif key == COMMON_OBJECT and COMMON_FILE not in self.raw:
                 self._add_common(key, extent)
             elif self.groups is not None and is_bucket(key):
                 self._keep_groups(key, extent)
-            elif key != COMMON_STATE:
+            elif key != COMMON_OBJECT:
                 self._add_object(key, extent)
         for path, groups in (self.groups or {}).items():
             self.values.add(path, groups)
@@ -231,7 +242,7 @@ class _Folder:
     def _add_common(self, key: str, extent: Extent) -> None:
         try:
             state = self._read(key, extent)
-            if key == COMMON_STATE:
+            if key == COMMON_OBJECT:
                 (state,) = state if isinstance(state, list) and len(state) == 1 else (None,)
             if not isinstance(state, dict):
                 raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")

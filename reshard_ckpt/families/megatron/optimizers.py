@@ -23,6 +23,7 @@ from ...plugins import Catalog
 from ...plugins.errors import UnsupportedError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves
+from .names import FULLY_RESHARDABLE, SHARDING
 from .runs import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
@@ -43,9 +44,6 @@ from .tree import (
 )
 
 STATE = "optimizer.state"
-SHARDING = "fully_reshardable"
-"""Megatron's name for optimizer state that is saved as whole tensors, in the shapes of the parameters."""
-
 _MASTER = f"{STATE}.param."
 _IN_FULL = "param_state"
 _EXPERT = "is_expert_parallel"
@@ -157,7 +155,7 @@ class DistributedLeaf(Leaf):
 
     def common(self) -> Any:
         try:
-            return {**self.optimizer.state_dict(), "param_state_sharding_type": SHARDING}
+            return {**self.optimizer.state_dict(), SHARDING: FULLY_RESHARDABLE}
         except AssertionError as error:
             raise UsageError(
                 f"the distributed optimizer's state_dict() failed ({error or 'an assertion'}), as before its first step; save "

@@ -21,7 +21,7 @@ import torch
 
 from ...plugins import FlatShard, Ints, LocalShard
 from ...plugins.errors import LayoutError, UnsupportedError, UsageError
-from .sharded_names import checkpoint_key
+from .names import checkpoint_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from ...plugins import Catalog
 from ...plugins.errors import MismatchError, UnsupportedError, UsageError, summarize
 from ...plugins.states import Comm, merge_of_all
-from .sharded_names import COMMON_OBJECT, checkpoint_key, key_of_object
+from .names import COMMON_OBJECT, checkpoint_key, key_of_object
 from .tree import Node, entries_of, objects_of
 
 _log = logging.getLogger(__name__)

@@ -22,14 +22,14 @@ import torch
 from ...plugins.errors import MismatchError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves, map_tree
+from .names import SHARDING, object_name
 from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
-from .sharded_names import object_name
 
 NOTHING = object()
 """Stands for a missing node: the tree has nothing of the requested kind at this place."""
 
-_STATE, _STATE_FORM = "param_state", "param_state_sharding_type"
-"""Two keys of a distributed optimizer's dict: the state of the parameters, and the form of that state."""
+_STATE = "param_state"
+"""The key in a distributed optimizer's dict for the state of the parameters; `SHARDING` is the key for its form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +235,8 @@ def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
     if isinstance(node, dict):
         found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
         # The load brought the state into the form that the tree asks for, so the form key must say that one, not the saved one.
-        if _STATE in found and isinstance(form := node.get(_STATE_FORM), PlainLeaf):
-            found[_STATE_FORM] = form.value
+        if _STATE in found and isinstance(form := node.get(SHARDING), PlainLeaf):
+            found[SHARDING] = form.value
         return found or NOTHING
     if isinstance(node, list):
         rest = [v for i, child in enumerate(node) if (v := loaded_of(child, child_of(common, i), loaded)) is not NOTHING]

@@ -1,19 +1,25 @@
-"""Collecting the values of Megatron's folders for a catalog: the common state, and objects in parts."""
+"""The values of Megatron's checkpoints: the common state, and objects in parts.
+
+A common value is named by the keys that lead to it. A Namespace, such as ``args``, is saved as a dict, and the metadata of the
+checkpoint list these dicts. Inside of lists, such a dict has a tag under a key of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+import hashlib
+import io
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...plugins import CatalogBuilder, Ints
-from ...plugins.errors import CheckpointError
-from ...plugins.names import name_of
+from ...plugins import Catalog, CatalogBuilder, Ints, ValueKind
+from ...plugins.errors import CheckpointError, CorruptError
+from ...plugins.names import name_of, paths_of_values
 from ...plugins.torchfile import TorchFile, attributes_of, class_of
-from ...plugins.trees import flatten
-from .names import common_path
-from .sharded_names import NAMESPACE, NAMESPACE_TAG
+from ...plugins.trees import flatten, unflatten
+from .names import COMMON_FILE, COMMON_OBJECT, NAME, NAMESPACE, NAMESPACE_TAG, Path, common_path, has_keys, noted
 
-Path = tuple[Any, ...]
 MAX_DEPTH = 64
 
 
@@ -49,7 +55,7 @@ class MegatronValues:
 
     def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
         """Add the values of nested dicts. They are plain values, or stand-ins if they come from a rank's file."""
-        for path, made in flatten(tree, _children, max_depth=MAX_DEPTH) if tree != {} else ():
+        for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
             if self.as_saved and path[-1] == NAMESPACE_TAG:
                 self.namespaces.append(list(path[:-1]))
             else:
@@ -63,9 +69,120 @@ class MegatronValues:
             self.builder.unreadable(name_of(path), error)
 
 
-def _children(made: Any) -> Iterable[tuple[Any, Any]] | None:
+def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the children of a dict or a Namespace; a list is one value."""
     attributes = attributes_of(made) if class_of(made) == NAMESPACE else None
     node = made if attributes is None else {**attributes, NAMESPACE_TAG: NAMESPACE}
     is_tree = isinstance(node, dict) and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
     return node.items() if is_tree and node else None
+
+
+def mark_namespaces(root: Any, catalog: Catalog) -> None:
+    """Tag each dict of a common state that was a Namespace when it was saved."""
+    for path in (noted(catalog) or {}).get("namespaces", ()):
+        node = root
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[NAMESPACE_TAG] = NAMESPACE
+
+
+def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
+    """Return the metadata to save with a tree: the mark that names are keys, Namespaces' paths, the digest of `common_file`."""
+    digest = {} if common_file is None else {COMMON_FILE: hashlib.sha256(common_file).hexdigest()}
+    return {NAME: {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
+
+
+def check_common_file(catalog: Catalog, folder: str) -> None:
+    """Check that ``common.pt``, if there is one, belongs to the same save as the catalog.
+
+    A save puts it in place before the catalog. If that save replaces a checkpoint and is killed in between, the old catalog is
+    left with the new file.
+    Raises
+    ------
+    CorruptError
+        The file is damaged, or belongs to another save.
+    """
+    wanted, path = (noted(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
+    if wanted is not None and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
+        raise CorruptError(
+            f"{path}: is damaged, or of a save that was cut off before it replaced this checkpoint; the right common state is in "
+            "the checkpoint, and reshard_ckpt.megatron.load, in the place of Megatron's own, loads it"
+        )
+
+
+def _namespaces(tree: Any, path: Path) -> Iterator[Path]:
+    if isinstance(tree, argparse.Namespace):
+        yield path
+        tree = vars(tree)
+    for key, value in tree.items() if type(tree) is dict else ():
+        yield from _namespaces(value, (*path, key))
+
+
+def common_values(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of a common state with the keys that lead to them; anything but dicts and Namespaces is one value."""
+    return flatten(tree, _children) if tree else iter(())
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    items = vars(node) if isinstance(node, argparse.Namespace) else node
+    return items.items() if type(items) is dict and items else None
+
+
+def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Build the common state from its values by name. A checkpoint that keeps it as one object has it whole."""
+    if COMMON_OBJECT in values:
+        return dict(_alive(values[COMMON_OBJECT]))
+    paths = {name: path for name, path in paths_of_values(catalog).items() if name in values}
+    if not has_keys(catalog):
+        outer = _without_inner(catalog)
+        paths = {name: inner_path(path, paths.values(), outer=name in outer) for name, path in paths.items()}
+    root = unflatten((path, values[name]) for name, path in paths.items())
+    mark_namespaces(root, catalog)
+    return dict(_alive(root))
+
+
+def _without_inner(catalog: Catalog) -> frozenset[str]:
+    """Return the names of all plain values if the optimizer is an FP32 one: it has no master weights, and no inner optimizer."""
+    keys = {link.key for link in catalog.links().values()}
+    if not keys or "param" in keys:
+        return frozenset()
+    return frozenset(entry.name for entry in catalog.values_table if entry.kind is ValueKind.PLAIN)
+
+
+def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
+    """Convert a path of another program's checkpoint to Megatron's: most optimizers have their groups in an inner optimizer.
+
+    Parameters
+    ----------
+    paths
+        The paths of all values.
+    outer
+        Whether this is an FP32 optimizer, which has no inner one. Its state has no master weights.
+    """
+    if len(path) < 2 or path[0] != "optimizer" or path[-1] != "param_groups" or (len(path) > 2 and path[-2] == "optimizer"):
+        return path
+    beside = (*path[:-1], "state")  # an FP32 optimizer has state beside its groups, too
+    if outer or any(other[: len(beside)] == beside for other in paths):
+        return path
+    return (*path[:-1], "optimizer", "param_groups")
+
+
+def _alive(value: Any) -> Any:
+    """Make the standard library's objects from their tagged values: Namespaces and BytesIO. Anything else stays as it is."""
+    if type(value) is dict:
+        items = {key: _alive(item) for key, item in value.items() if key != NAMESPACE_TAG or item != NAMESPACE}
+        return _namespace(items) if len(items) < len(value) else items
+    if type(value) is list:
+        return [_alive(item) for item in value]
+    # A tagged value of another class: its module, its name, its plain state. The class itself is not imported.
+    named = getattr(value, "module", None), getattr(value, "name", None)
+    if named in (("_io", "BytesIO"), ("io", "BytesIO")):
+        return io.BytesIO(value.plain[0] if isinstance(value.plain, tuple) else value.plain)
+    return value
+
+
+def _namespace(items: Mapping[Any, Any]) -> argparse.Namespace:
+    made = argparse.Namespace()
+    vars(made).update(items)
+    return made

@@ -14,11 +14,12 @@ import torch
 
 from ...plugins import TORCH_DTYPES, Catalog, Ints
 from ...plugins.states import Comm, StateBuilder, Target, zero_outside
+from .names import COMMON_OBJECT, key_of_object, keys_of_catalog
 from .optimizers import lower_tree, unplaced_state
 from .runs import NamedShard
-from .sharded_names import COMMON_OBJECT, check_common_file, common_state, key_of_object, keys_of_catalog
 from .strictness import Keys, compare_keys
 from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, problems_of
+from .values import check_common_file, common_state
 
 
 class WantedTree:

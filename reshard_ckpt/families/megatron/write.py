@@ -18,30 +18,29 @@ from ...plugins.names import paths_of_values
 from ...plugins.torchfile import object_bytes
 from ...plugins.trees import put
 from .names import (
+    COMMON_FILE,
+    CONFIG,
+    CONFIG_FILE,
+    CONTENT_METADATA,
+    FORM,
     FULLY_RESHARDABLE,
     MASTER,
     NAME,
     OLD_MASTER,
     OPTIMIZER,
     SHARDING,
+    has_keys,
     is_bucket,
     lacks_masters,
     link_of,
+    object_key,
     tensor_key,
 )
 from .rules import is_of_megatron
-from .sharded_names import has_keys, inner_path, mark_namespaces, object_key
+from .values import inner_path, mark_namespaces
 
-CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
-CONTENT, FORM, WITHOUT_CHAIN = "content_metadata", "distrib_optim_sharding_type", "chained_optim_avoid_prefix"
+_WITHOUT_CHAIN = "chained_optim_avoid_prefix"
 _ADVICE = "leave one of them out with exclude="
-CONFIG = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""The content of ``metadata.json`` that every version reads; newer versions leave out keys that they no longer need."""
 
 
 def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf) -> None:
@@ -66,10 +65,10 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     _refuse_other_models(catalog)
     common = _common_state(catalog, values)
     layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
-    data = object_bytes(common, f"{storage.url}: {COMMON_KEY}")
+    data = object_bytes(common, f"{storage.url}: {COMMON_FILE}")
     write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
-    storage.publish(COMMON_KEY, data, expected=b"")
-    storage.publish(CONFIG_KEY, json.dumps(CONFIG).encode(), expected=b"")
+    storage.publish(COMMON_FILE, data, expected=b"")
+    storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode(), expected=b"")
 
 
 def _refuse_other_models(catalog: Catalog) -> None:
@@ -131,18 +130,18 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
 def _say_reshardable(common: dict[Any, Any]) -> None:
     """Mark the optimizer's state as whole tensors, under keys without the number of a chain; Megatron's training reads that."""
     optimizer = common.get(OPTIMIZER, {})
-    about = common.get(CONTENT)
+    about = common.get(CONTENT_METADATA)
     content = dict(about) if isinstance(about, dict) else {}
     distributed = list(_distributed(optimizer))
     # Megatron's training program reads these keys to make its tree for loading.
     if distributed and content.get(FORM) != FULLY_RESHARDABLE:
-        content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, WITHOUT_CHAIN: True}
+        content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, _WITHOUT_CHAIN: True}
     if isinstance(optimizer, dict) and any(isinstance(key, int) for key in optimizer):
-        content[WITHOUT_CHAIN] = True
+        content[_WITHOUT_CHAIN] = True
     for one in distributed:
         one[SHARDING] = FULLY_RESHARDABLE
     if content:
-        common[CONTENT] = content
+        common[CONTENT_METADATA] = content
 
 
 def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
