@@ -1,7 +1,7 @@
 """All names that support for another library may import: formats, their catalogs, files of torch, shards, saves and loads.
 
-A package adds a format by an entry point of the group ``reshard_ckpt.formats`` that names a `Format`, and tensors of its own
-classes by one of the group ``reshard_ckpt.objects`` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
+A package adds a format by an entry point of the group `formats.registry.GROUP` that names a `Format`, and tensors of its own
+classes by one of the group `state.objects.GROUP` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
 Nine modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `placements`, `runs`, `states`, `torchfile`, `trees`.
 """
 

@@ -1,6 +1,6 @@
 """Objects of other frameworks in a state: tensors that hold a part of a global one, and placements of DTensors.
 
-A package registers its `Objects` by an entry point of the group ``reshard_ckpt.objects``. They are loaded when a state first has
+A package registers its `Objects` by an entry point of the group `GROUP`. They are loaded when a state first has
 a tensor or a placement of a class that is not torch's, and that nothing here knows.
 """
 

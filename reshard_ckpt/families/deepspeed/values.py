@@ -19,7 +19,7 @@ CLASSES = {
     ("deepspeed.utils.tensor_fragment", "fragment_address"): True,
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): True,
 }
-"""DeepSpeed's classes in its files; see `torchfile.FileReader`."""
+"""DeepSpeed's classes in its files; see `plugins.torchfile.FileReader`."""
 
 NOT_VALUES = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
