@@ -115,14 +115,17 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
     # As in a save: if this gather does not take place, nothing is published, and every rank deletes its files. After it, only
     # rank 0 knows whether the catalog was published, so only rank 0 deletes.
     comm.undo_unless_gathered(undo)
-    if comm.gather(b"") is not None:
-        try:
+    gathered: list[bytes] | None = None
+    try:  # before the gather: an interrupt may come right after it
+        gathered = comm.gather(b"")
+        if gathered is not None:
             publish(storage, generation)
-        except BaseException:
+    except BaseException:
+        if gathered is not None:
             with suppress(StorageError):
                 if not is_persisted(storage, generation):
                     remove(storage, _with_digests(catalog, [file.key for file in catalog.files]))
-            raise
+        raise
     comm.broadcast(b"" if comm.rank == 0 else None)
     return True
 

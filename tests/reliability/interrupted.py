@@ -92,7 +92,7 @@ def sync(path: Path) -> int:
 
 def between(path: Path) -> int:
     """Ctrl-C at each line of a save from its first file to the commit, and at each return."""
-    steps = (saving._written, write.write_assignment, write.write_files, commit.commit, commit._publish_or_undo, commit.publish)
+    steps = (saving._written, write.write_assignment, write.write_files, commit.commit, commit._undo, commit.publish)
     codes = {saving._save.__code__, *(step.__code__ for step in steps)}
     for n in range(10_000):
         reached = 0

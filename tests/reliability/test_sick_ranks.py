@@ -3,11 +3,12 @@ no file is left of the save that failed, and the job goes on to the next save.""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,43 @@ def test_a_rank_0_that_fails_to_commit_removes_the_files_of_all(
     assert {type(error) for error in outcomes} == {StorageError}
     check(tmp_path, OLD)
     go_on(job, tmp_path)
+
+
+def test_ctrl_c_on_rank_0_at_any_line_of_the_commit_leaves_no_file_of_any_rank(job: Job, tmp_path: Path):
+    begin(job, tmp_path)
+    codes, reached = {save_module.commit.__code__, save_module.publish.__code__}, 0
+
+    def interrupted(line: int) -> Callable[[int], None]:
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal reached
+            if frame.f_code not in codes:
+                return None
+            if event in ("line", "return"):
+                reached += 1
+                if reached > line:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        def call(rank: int) -> None:
+            sys.settrace(trace if rank == 0 else None)
+            try:
+                checkpoint.save(tmp_path, state(rank, NEW))
+            finally:
+                sys.settrace(None)
+
+        return call
+
+    for line in range(1000):
+        reached = 0
+        outcomes = job.run(interrupted(line))
+        check(tmp_path, held(tmp_path) or OLD)
+        if outcomes == [None] * SIZE:
+            break
+        assert [type(error) for error in outcomes] == [KeyboardInterrupt, *[PeerError] * (SIZE - 1)]
+        begin(job, tmp_path)
+    assert held(tmp_path) == NEW
+    assert line > 30
 
 
 def test_an_error_after_the_catalog_is_in_place_deletes_nothing(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

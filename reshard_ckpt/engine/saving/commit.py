@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -120,16 +120,26 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
     ready()
     began = recorder.now()
+    gathered: list[bytes] | None = None
+    replaced: dict[str, bytes | None] = {}
     # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`undoing`). After the gather only rank 0 knows
-    # whether the catalog was published, so only rank 0 deletes files (`_publish_or_undo`).
-    gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
-    recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
-    if gathered is None:
-        return None
-    received_at = recorder.now()
-    recorder.add("receipts", began)
-    receipts = [decode_receipt(data) for data in gathered]
-    catalog = _publish_or_undo(job, receipts)
+    # whether the catalog was published, so only rank 0 deletes files (`_undo`): an interrupt may come right after the gather.
+    try:
+        gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
+        recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
+        if gathered is None:
+            return None
+        received_at = recorder.now()
+        recorder.add("receipts", began)
+        receipts = [decode_receipt(data) for data in gathered]
+        for key, data in options.beside.items():
+            replaced[key] = _held(storage, key)
+            storage.publish(key, data)
+        catalog = publish(storage, job.contents, receipts, before=job.before, recorder=recorder, sha256=options.sha256)
+    except BaseException as error:
+        if gathered is not None:
+            _undo(job, gathered, replaced, error)
+        raise
     if options.timeline:
         try:
             records = [receipt.record for receipt in receipts]
@@ -142,27 +152,20 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
     return size
 
 
-def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
-    """Publish the catalog and the files beside it. If that fails before the commit, delete the files of all ranks."""
-    storage, beside = job.storage, job.options.beside
-    # replaced[key]: bytes that the file held before this save, None if there was no file
-    replaced: dict[str, bytes | None] = {}
-    try:
-        for key, data in beside.items():
-            replaced[key] = _held(storage, key)
-            storage.publish(key, data)
-        sha256 = job.options.sha256
-        return publish(storage, job.contents, receipts, before=job.before, recorder=job.recorder, sha256=sha256)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            _finish_interrupted(job)
-        # The error may have come after the rename of the catalog: files are deleted only if it surely did not happen.
-        if _is_uncommitted(storage, job.save_id):
-            files = (file for receipt in receipts for file in receipt.files)
-            remove(storage, [*keys_of(files), manifest_key(job.save_id)])
-            for key, before_it in replaced.items():
-                _put_back(storage, key, before_it, beside[key])
-        raise
+def _undo(job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, bytes | None], error: BaseException) -> None:
+    """Delete the files of all ranks after an error on rank 0, unless the catalog may be published.
+
+    ``replaced[key]`` are the bytes that a file beside the catalog held before this save, None if there was no file.
+    """
+    storage = job.storage
+    if not isinstance(error, Exception):
+        _finish_interrupted(job)
+    # The error may have come after the rename of the catalog: files are deleted only if it surely did not happen.
+    if _is_uncommitted(storage, job.save_id):
+        files = (file for data in gathered for file in decode_receipt(data).files)
+        remove(storage, [*keys_of(files), manifest_key(job.save_id)])
+        for key, before_it in replaced.items():
+            _put_back(storage, key, before_it, job.options.beside[key])
 
 
 def _finish_interrupted(job: SaveJob) -> None:
