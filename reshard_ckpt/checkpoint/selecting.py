@@ -9,7 +9,8 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.near import nearest
-from ..errors import MismatchError, UsageError
+from ..core.planning.match import scaled_tensors
+from ..errors import MismatchError, UnsupportedError, UsageError
 from ..format.torch_dtypes import TORCH_DTYPES
 
 Names = str | Sequence[str] | None
@@ -105,8 +106,11 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
     ------
     UsageError
         A dtype is not a floating-point one, or a pattern matches no floating-point tensor.
+    UnsupportedError
+        A pattern matches a quantized tensor whose scale is saved beside it.
     """
     dtypes: dict[str, str] = {}
+    scaled = scaled_tensors(saved) if cast else {}
     for pattern, wanted in (cast or {}).items():
         code = _floating_code(pattern, wanted)
         fitting = set(tensors).intersection(_matching(saved.names, pattern))
@@ -114,6 +118,8 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
         if not found:
             raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
         for name in found:
+            if name in scaled and code != saved.dtype(saved.index(name)):
+                raise UnsupportedError(f"cast={{{pattern!r}: …}}: {name} is {scaled[name]}, or convert without cast=")
             dtypes.setdefault(name, code)
     return dtypes
 

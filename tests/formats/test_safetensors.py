@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -379,3 +380,29 @@ def test_files_of_ranks_that_do_not_fit_together_are_named(other: torch.Tensor):
     files = {"shard-00001-model-00001-of-00001.safetensors": rank_file([0, 0])}
     with pytest.raises(CorruptError, match=r"'w' is F32 of 2 dims in one file, and F(32|16) of \d in another"):
         checkpoint.read(in_memory({**files, "shard-00002-model-00001-of-00001.safetensors": rank_file(offsets, other)}))
+
+
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale", ".SCB"])
+def test_a_cast_does_not_leave_out_the_scale_of_a_quantized_tensor(tmp_path: Path, end: str):
+    code = torch.int8 if end == ".SCB" else torch.float8_e4m3fn
+    scale = f"w{end}"
+    quantized = {"w": torch.arange(16).reshape(4, 4).to(code), "plain": torch.arange(4).to(code), scale: torch.full((1,), 100.0)}
+    save_file(quantized, tmp_path / "model.safetensors")
+    state = {"w": torch.zeros(4, 4), "plain": torch.zeros(4)}
+    left_out = [f"model.{scale}"]
+    with pytest.raises(
+        MismatchError, match=f"model.w: wanted F32, saved as .* with the scale model.w{end}, .*dequantize it before"
+    ):
+        checkpoint.load(tmp_path, {"model": state}, cast=True, ignore=left_out)
+    assert not state["w"].any()
+    report = checkpoint.load(tmp_path, {"model": state}, cast=True, ignore=left_out, strict=False)
+    assert len(report.dtype) == 1
+    assert not state["w"].any()
+    assert torch.equal(state["plain"], quantized["plain"].float())
+    same = {name: torch.empty_like(tensor) for name, tensor in quantized.items()}
+    checkpoint.load(tmp_path, {"model": same}, cast=True)
+    assert all(torch.equal(same[name].float(), tensor.float()) for name, tensor in quantized.items())
+    if end != ".SCB":
+        for call in (checkpoint.convert, partial(checkpoint.reshard, mesh={"tp": 2})):
+            with pytest.raises(UnsupportedError, match=f"model.w is saved as F8_E4M3 with the scale model.w{end}"):
+                call(tmp_path, tmp_path / "out", cast={"*": "bfloat16"})

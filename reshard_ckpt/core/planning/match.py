@@ -11,6 +11,7 @@ import numpy as np
 from ..catalog.model import Catalog
 from ..catalog.specs import TensorSpec
 from ..catalog.wrappers import bare
+from ..geometry.dtypes import CODES
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, describe_region, find_faults
 from .load_plan import LoadPlan
@@ -23,6 +24,17 @@ LEAVES_OUT = "ignore= of this name leaves it out"
 
 OTHER_NDIM = "of another number of dims"
 """In the line of a tensor that no allow_resize= can load."""
+
+
+SCALES = ("_scale_inv", "_scale", ".SCB", ".absmax")
+"""Ends of the names of scales, after the name of the quantized tensor: of block FP8 and other FP8 models of Hugging Face, and of
+bitsandbytes."""
+
+WITHOUT_SCALE = "which a cast would leave out: dequantize it before"
+"""The advice for such a tensor whose dtype is to be converted."""
+
+QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
+"""Dtypes of tensors that may have such a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ def match(
     missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
+    scaled = scaled_tensors(catalog) if cast else {}
     for i, spec in enumerate(specs):
         name = saved_as.get(spec.name, spec.name)
         if name not in catalog:
@@ -85,6 +98,8 @@ def match(
             shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}{other}")
         elif code != spec.dtype and not matches(spec.name, cast):
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
+        elif code != spec.dtype and name in scaled:
+            dtype.append(f"{spec.name}: wanted {spec.dtype}, {scaled[name]}")
         else:
             found.append(i)
     # source[k]: the index in the catalog of spec found[k].
@@ -102,6 +117,17 @@ def match(
         tuple(kept),
         saved_as,
     )
+
+
+def scaled_tensors(catalog: Catalog) -> dict[str, str]:
+    """Map each quantized tensor to a text about the scale that is saved beside it. Scales count also if they are ignored."""
+    table = catalog.tensors_table
+    names, scaled = set(table.names), {}
+    for i in np.flatnonzero(np.isin(table.dtype, [CODES.index(code) for code in QUANTIZED])).tolist():
+        scale = next((f"{table.names[i]}{end}" for end in SCALES if f"{table.names[i]}{end}" in names), None)
+        if scale is not None:
+            scaled[table.names[i]] = f"saved as {catalog.dtype(i)} with the scale {scale}, {WITHOUT_SCALE}"
+    return scaled
 
 
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:

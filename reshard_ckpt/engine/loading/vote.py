@@ -16,7 +16,7 @@ from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
-from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, matches
+from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, WITHOUT_SCALE, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
 from ...core.words import few
 from ...errors import MismatchError, UsageError
@@ -137,7 +137,7 @@ def _cures(report: LoadReport, *, can_resize: bool) -> str:
         cures.append(f"with allow_missing=[patterns] where the checkpoint may lack some{example}")
     if report.unexpected or any(LEAVES_OUT in line for line in report.values):
         cures.append("with ignore=[patterns] to leave some out")
-    if report.dtype:
+    if any(WITHOUT_SCALE not in line for line in report.dtype):
         cures.append("with cast=[patterns] to convert dtypes")
     if can_resize and not all(line.endswith(OTHER_NDIM) for line in report.shape):
         cures.append("with allow_resize=[patterns] to load what overlaps")
