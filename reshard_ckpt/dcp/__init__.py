@@ -1,8 +1,8 @@
-"""The calls of `torch.distributed.checkpoint`, by this library's engine and in its format.
+"""The calls of `torch.distributed.checkpoint`, run by this library's engine and saved in its format.
 
 ``import reshard_ckpt.dcp as dcp`` takes the place of ``import torch.distributed.checkpoint as dcp``: `save`, `async_save` and
 `load` have the same arguments and meaning. `ReshardWriter` and `ReshardReader` serve torch's own functions, for trainers that
-pass a storage to them. The guide "Coming from DCP" lists what is the same and what is not.
+pass a storage to them. The guide "Coming from DCP" lists the differences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PASSED_ON = frozenset(
         "stateful",
     }
 )
-"""What trainers also take from torch's module, and is the same here."""
+"""Names of torch's module that trainers also use, and that this module passes on unchanged."""
 
 _INSTEAD = {
     "save_state_dict": "torch has deprecated it; call save",

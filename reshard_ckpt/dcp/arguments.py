@@ -1,4 +1,4 @@
-"""The arguments of DCP's calls that this library follows; what only DCP can follow is for `call_torch`."""
+"""The arguments of DCP's calls that this library follows. `call_torch` serves the others, which only DCP can follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 
 class StorageFolder:
-    """What this library's storages for DCP share: the folder, as the caller named it, and made absolute when it was named."""
+    """Base of `ReshardWriter` and `ReshardReader`: the folder as the caller named it, and its absolute path at that moment."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, resolved_path(path)
@@ -49,7 +49,7 @@ def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
     Raises
     ------
     UsageError
-        No argument names a path; or the writer must not overwrite what is there.
+        No argument names a path; or the path holds a checkpoint, and the writer must not overwrite it.
     """
     path = load_path(checkpoint_id, writer)
     if getattr(writer, "overwrite", True) is False:
@@ -70,18 +70,18 @@ def load_path(checkpoint_id: Path | None, store: Any) -> Path:
 
 
 def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
-    """Return the folder that the arguments name, if any."""
+    """Return the folder that the arguments name; None if they name no folder."""
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
 def uses_async_staging(stager: Any) -> bool:
     """Return whether one of torch's own stagers asks for staging in the background."""
-    # Private: torch has no public way to ask how a DefaultStager was made. Without it, staging is done before async_save returns.
+    # Private: torch has no public way to ask for the options of a DefaultStager. Without it, async_save stages before it returns.
     return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
 
 
 def check_collective(use_collectives: bool) -> None:
-    """Refuse a save in which ranks do not agree."""
+    """Refuse ``use_collectives=False``, with which ranks would not agree."""
     if not use_collectives:
         raise UnsupportedError(
             "use_collectives=False: ranks agree on one catalog here, over the job's key-value store and without collectives; "
@@ -98,14 +98,14 @@ def check_flattens(planner: object) -> None:
 
 
 def group_of(process_group: Any, no_dist: bool) -> Any:
-    """Return the group of ranks that take part."""
+    """Return the process group of the ranks that take part, or `ALONE`; refuse `no_dist` together with a group."""
     if no_dist and process_group is not None:
         raise UsageError("process_group and no_dist=True: a process on its own has no group; pass one of them")
     return ALONE if no_dist else process_group
 
 
 def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """Call `make`; raise an error in it on all ranks, which would otherwise wait for this rank in their session."""
+    """Call `make` and return its result. If it raises, raise on all ranks: they would wait for this rank in their session."""
     try:
         return make()
     except Exception:

@@ -34,8 +34,8 @@ def load(
 ) -> None:
     """Load into a state dict, in place, on all ranks together, as `torch.distributed.checkpoint.load` is called.
 
-    What the state dict asks for must be in the checkpoint; anything else in there is ignored. Tensors are written in place,
-    other values are put into the dict, objects get their state through ``load_state_dict``.
+    The checkpoint must have each entry of the state dict; its other entries are ignored. Tensors are written in place, other
+    values are put into the dict, and objects get their state through ``load_state_dict``.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ def load(
     storage_reader
         A `ReshardReader` or `FileSystemReader`, for the folder that it names. With any other, torch's own function runs.
     planner
-        None, or a plain `DefaultLoadPlanner`: with ``allow_partial_load=True``, what the checkpoint lacks keeps its value. With
-        any other, torch's own function runs, with a `ReshardReader`.
+        None, or a plain `DefaultLoadPlanner`: with ``allow_partial_load=True``, entries that the checkpoint lacks keep their
+        values. With any other, torch's own function runs, with a `ReshardReader`.
     process_group
         The ranks that load together; all, by default.
     no_dist
@@ -56,9 +56,9 @@ def load(
     Raises
     ------
     UsageError
-        An argument is nothing that DCP takes.
+        An argument has a type that DCP does not take.
     MismatchError
-        The checkpoint lacks something, or has it with another shape; nothing was changed.
+        The checkpoint lacks an entry, or has it with another shape; nothing was changed.
     CheckpointError
         As `checkpoint.load`. All of these are torch's `CheckpointException` too.
     """
@@ -75,7 +75,7 @@ def load(
         return path, partial, state, loading_form(state)
 
     path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
-    # DCP copies into a tensor of any dtype, so a cast is no error here, but a warning.
+    # DCP copies into a tensor of any dtype, so another dtype is a warning here.
     options = LoadOptions(strict=not partial, cast=True)
     try:
         report, saved = load_target(
@@ -93,7 +93,7 @@ def load(
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:
-    """Reword the error with DCP's phrases, which handlers look for, and with the argument of this call to pass."""
+    """Return the error with DCP's phrases, which handlers look for, and with advice for this call."""
     phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
     if not phrases:
         return error
@@ -105,7 +105,7 @@ _DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
-    """Warn where DCP would be silent: dtypes converted, and places that are empty where the checkpoint has something."""
+    """Warn of converted dtypes, and of empty dicts where the checkpoint has entries; DCP does not."""
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {_first_lines(report.converted)}", stacklevel=3)
     empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]

@@ -1,6 +1,6 @@
 """A checkpoint as DCP's `Metadata`: its tensors and values, under the names that DCP would have given them.
 
-Each tensor is shown as one chunk. Where its bytes lie is in the catalog, which DCP does not need to see.
+Each tensor is shown as one chunk. The places of its bytes are in the catalog, which DCP does not need.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ..formats.source import Path, Source, open_source
 from ..state.optimizer_dicts import flat_groups
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
-"""All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
+"""All foreign formats. Tensors of a DCP folder keep the names of the state dict that DCP saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedValue:
-    """One of DCP's values: its keys (an index into a list is an int), and the value itself."""
+    """One value of DCP's: the keys that lead to it (an index into a list is an int), and the value itself."""
 
     path: tuple[str | int, ...]
     value: Any
@@ -61,7 +61,7 @@ class OpaqueValue:
 
 @dataclass(frozen=True, slots=True)
 class UnavailableValue:
-    """A value that this rank cannot load, and why."""
+    """A value that this rank cannot load, and the reason."""
 
     problem: str
 
@@ -70,7 +70,7 @@ SavedItem = KeyedValue | RawValue | OpaqueValue | UnavailableValue
 
 
 def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
-    """Yield the values under DCP's names; of a name that occurs twice, the later counts."""
+    """Yield the name and the value of each value, as DCP names it. If a name occurs twice, the later value counts."""
     saved, table = source.catalog, source.catalog.tensors_table
     yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
@@ -89,7 +89,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
 
 
 def _leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:
-    """Yield the parts of a saved value under DCP's names, which are those of the leaves of dicts, and of lists that hold dicts.
+    """Yield the parts of a saved value that DCP has names for: the leaves of dicts, and of lists that hold dicts.
 
     Groups of an optimizer have two sets of names: by number (``param_groups.0.lr``), and by parameter (``param_groups.w.lr``).
     """
@@ -101,7 +101,7 @@ def _leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterato
 
 
 def _value_for_rank(name: str, saved: SavedValue) -> Any:
-    """Return the value; of a `PerRank` value, this rank's."""
+    """Return the saved value; for a `PerRank` value, the value of this rank."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -151,15 +151,14 @@ class _Field:
 
 
 class SavedMetadata(Metadata):
-    """The `Metadata` of a save, read from its catalog when one of its fields is first asked for.
+    """The `Metadata` of a save, read from its catalog when a field is first used.
 
-    No rank has to read and build it for a trainer that passes it over, as most do. A copy, and what comes out of a pickle, is a
-    plain `Metadata`.
+    Most trainers do not use it, so no rank reads the catalog for them. A copy is a plain `Metadata`, and so is an unpickled one.
     """
 
     @classmethod
     def of(cls, path: Path, at: str, save_id: str) -> SavedMetadata:
-        """Make the metadata of a save to `path`; `at` is that path made absolute when the save was called."""
+        """Make the metadata of a save to `path`; `at` is its absolute path at the time of the save."""
         new = cls.__new__(cls)
         new._read = partial(_read_metadata, path, at, save_id)
         return new
@@ -172,7 +171,7 @@ class SavedMetadata(Metadata):
         Raises
         ------
         CheckpointNotFound
-            The path holds another save by now, or none.
+            The path holds another save by now, or no checkpoint.
         """
         if self._read is not None:
             found = self._read()
@@ -194,7 +193,7 @@ class SavedMetadata(Metadata):
         return super().__repr__()
 
 
-for _field in fields(Metadata):  # torch 2.6 has none called `version`
+for _field in fields(Metadata):  # not named: torch 2.6 has no field `version`
     setattr(SavedMetadata, _field.name, _Field(_field.name))
 
 

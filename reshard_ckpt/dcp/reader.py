@@ -1,8 +1,8 @@
 """A storage reader for `torch.distributed.checkpoint.load` that answers DCP's plans from a catalog.
 
 1. `read_metadata` shows each tensor to DCP as one chunk, so DCP's plan has one read for each part that a rank wants.
-2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block verified.
-3. Values go to the planner as it expects them: encoded by ``torch.save``, under the names that DCP gives their parts.
+2. `read_data` loads all of these at once, as `checkpoint.load` does: it reads only the wanted bytes, and verifies every block.
+3. The planner gets values as it expects them: encoded by ``torch.save``, under the names that DCP gives to their parts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue
 
 
 class ReshardReader(StorageFolder, StorageReader):
-    """Reads checkpoints for `torch.distributed.checkpoint.load`: of this library, of DCP, and what else `checkpoint.load` opens.
+    """Reads checkpoints for `torch.distributed.checkpoint.load`: all that `checkpoint.load` opens, also those of DCP.
 
     Parameters
     ----------
     path
         The folder of the checkpoint; ``checkpoint_id=`` of a call takes its place.
     verify
-        Prove the checksum of every block that is read, where the checkpoint has any.
+        Verify the checksum of every block that is read, if the checkpoint has checksums.
 
     Examples
     --------
@@ -69,16 +69,16 @@ class ReshardReader(StorageFolder, StorageReader):
         self._source, self._values = None, {}
         self._held.close()
 
-    # Not `**kwargs`: torch tries again with a rank if there is a parameter of that name, and then does without collectives.
+    # Not named `kwargs`: after an error, torch would call this again with a rank, and go on without collectives.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         self._close()
-        # Open until the data are read, so that nobody removes them meanwhile.
+        # It stays open until the data are read, so that nobody removes them meanwhile.
         source = self._source = self._held.enter_context(open_source(self._at, FORMATS_AS_SAVED))
         self._values = dict(all_values(source, self._verify))
         return metadata_of(source.catalog, self._values, self._path)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._source is None:  # they were read by another reader, or data were read since
+        if self._source is None:  # another reader has read the metadata, or this one has read data since
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -104,7 +104,7 @@ class ReshardReader(StorageFolder, StorageReader):
         storage, saved = self._source.storage, self._source.catalog
         targets = [planner.resolve_tensor(item).detach() for item in items]
         wanted = [(_target_spec(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
-        # DCP converts what it loads to the dtype of the tensor that it loads into.
+        # cast: DCP converts to the dtype of the tensor that it loads into.
         options = LoadOptions(verify=self._verify, cast=True)
         resolved = resolve(saved, wanted, options)
         problems = [line for lines in resolved.problems.values() for line in lines]
@@ -131,7 +131,7 @@ class ReshardReader(StorageFolder, StorageReader):
 
 
 def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
-    """Describe the box that a read item wants, in the memory that the planner gave for it."""
+    """Return the spec of the box that a read item wants; the planner has given `target` as its memory."""
     name, lengths = item.storage_index.fqn, tuple(item.lengths)
     if tuple(target.shape) != lengths:
         problem = f"{name}: the plan reads {lengths}, into a tensor of {tuple(target.shape)}; correct the planner"

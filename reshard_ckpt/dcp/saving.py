@@ -28,14 +28,14 @@ try:
 except ImportError:  # older releases, such as 2.6, have none
 
     class AsyncCheckpointerType(Enum):  # type: ignore[no-redef]
-        """What saves in the background."""
+        """A thread or a process that saves in the background."""
 
         THREAD = "thread"
         PROCESS = "process"
 
     @dataclass
     class AsyncSaveResponse:  # type: ignore[no-redef]
-        """The futures of an async save: the state may change, and the checkpoint is committed."""
+        """The futures of an async save: one is done once the state may change, the other once the checkpoint is committed."""
 
         staging_completion: Future[None]
         upload_completion: Future[None]
@@ -65,7 +65,7 @@ def save(
         The folder, which all ranks share.
     storage_writer
         A `ReshardWriter` or `FileSystemWriter`, for the folder that it names. With any other, torch's own function runs, and that
-        writer writes what it does.
+        writer writes its own format.
     planner
         None, or a plain `DefaultSavePlanner`. With any other, torch's own function runs, with a `ReshardWriter`.
     process_group
@@ -78,12 +78,12 @@ def save(
     Returns
     -------
     torch.distributed.checkpoint.metadata.Metadata
-        What was saved, on every rank. It is read from the checkpoint when it is first looked at.
+        The metadata of the checkpoint, on every rank. They are read from the checkpoint when a field is first used.
 
     Raises
     ------
     UnsupportedError
-        An argument asks for what is DCP's alone, or the state holds what cannot be saved.
+        Only DCP can follow an argument, or a part of the state cannot be saved.
     CheckpointError
         As `checkpoint.save`. All of these are torch's `CheckpointException` too.
     """
@@ -125,7 +125,7 @@ def async_save(
     Returns
     -------
     concurrent.futures.Future or AsyncSaveResponse
-        The future of the commit, whose result is as what `save` returns; or with an asynchronous stager those of staging and
+        The future of the commit, whose result is that of `save`; with an asynchronous stager, the futures of staging and of the
         commit.
     """
     kind = AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
@@ -148,7 +148,7 @@ def async_save(
     chosen = SaveOptions(process_group=group, staging="lazy", hold="caller") if later else SaveOptions(process_group=group)
     save = begin_save(path, form, chosen).running
     upload = _upload(save, path)
-    # Torch says that the result of the second is None, and makes it the metadata.
+    # torch types the result of the second as None, but returns the metadata too.
     return AsyncSaveResponse(staging_completion=save.staged, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ class SaveFuture(Future[Metadata]):
 
 def _upload(save: RunningSave, path: Path) -> SaveFuture:
     upload = SaveFuture(save)
-    at = resolved_path(path)  # now: the process may change its working folder
+    at = resolved_path(path)  # now, because the process may change its working folder
 
     def done(committed: Future[SaveReport]) -> None:
         error = committed.exception()

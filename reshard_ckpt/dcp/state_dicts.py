@@ -1,16 +1,16 @@
-"""Conversions between the state dicts that DCP takes and the state that `checkpoint.save` and `checkpoint.load` take.
+"""Conversion between the state dicts of DCP's calls and the state for `checkpoint.save` and `checkpoint.load`.
 
-The *form* of a state dict is the tree of plain dicts that `checkpoint.save` and `checkpoint.load` are given. It has the same
-tensors, and differs in four ways:
+The *form* of a state dict is the tree of plain dicts for `checkpoint.save` and `checkpoint.load`. It has the same tensors, and
+differs in four ways:
 
-1. A `Stateful` at the top level is replaced by what its ``state_dict()`` returns. Loading passes that dict to
+1. A `Stateful` at the top level is replaced by the result of its ``state_dict()``. Loading passes that dict to
    ``load_state_dict``.
 2. An optimizer's *flattened* dict (``"state.layer.weight.exp_avg"``, ``"param_groups.layer.weight.lr"``) is nested, so that a
-   checkpoint holds the same names whichever of the two a trainer uses.
-3. An ``io.BytesIO`` is its bytes.
-4. When loading, a tensor on the meta device is an empty one on the device of the job, as DCP makes it.
+   checkpoint has the same names with either of the two.
+3. An ``io.BytesIO`` is replaced by its bytes.
+4. For a load, a tensor on the meta device is replaced by an empty one on the device of the job, as DCP does.
 
-Names are the keys unchanged, including what wrappers put into them: torch's own calls look them up so.
+Names are the keys, with the parts that wrappers put into them: torch's own calls look them up by these.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
-    """Replace the objects of a state dict by what their ``state_dict()`` returns.
+    """Return the state dict with the result of ``state_dict()`` in the place of each object.
 
     Parameters
     ----------
     in_order
-        Ask them in order of key, as DCP does when it loads: what they call may be collective.
+        Ask the objects in the order of their keys, as DCP does in a load: their ``state_dict()`` may call collectives.
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(f"state_dict: wanted a dict such as {{'model': model.state_dict()}}, got {type(state_dict).__name__}")
@@ -57,7 +57,7 @@ def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form to load into; `restore` then puts it into the state."""
+    """Return the form to load into; afterwards, `restore` puts it into the state."""
     return Verbatim({key: _form(value, _materialize, merged=False) for key, value in state.items()})
 
 
@@ -70,10 +70,10 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
         if is_flattened(value):
             tree = nested({name: _form(child, make, merged=merged) for name, child in value.items()})
             groups = tree[GROUPS]
-            # Parameters with the same hyperparameters are saved as one group; to be loaded into, each is a group.
+            # Parameters with equal hyperparameters are saved as one group; for a load, each parameter is a group.
             return {STATE: tree[STATE], GROUPS: groups.together() if merged else list(groups)}
         children = {key: _form(child, make, merged=merged) for key, child in value.items()}
-        # DCP's names are the keys: an optimizer that is numbered stays so.
+        # DCP's names are the keys, so the parameters of a numbered optimizer keep their numbers.
         return PlainDict(children) if is_numbered(value) else children
     if type(value) in (list, tuple):
         items = [_form(child, make, merged=merged) for child in value]
@@ -82,11 +82,11 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
 
 
 def _materialize(tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor warns of itself when asked
+    if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor is asked nothing else: each access warns
         return tensor
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
-        # Shape and strides are given, for shards need not be even.
+        # With shape and strides, because shards may be uneven.
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
         )
@@ -94,14 +94,14 @@ def _materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _job_device() -> torch.device:
-    """Return the device of a tensor that names none: the accelerator, unless the job uses gloo alone or no process group."""
+    """Return the device for new tensors: the accelerator; the CPU if the job uses only gloo, or no process group."""
     if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo":
         return current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
 
 
 def restore(value: Any, form: Any) -> Any:
-    """Put a loaded form back into the value that it was made of; return what takes the value's place."""
+    """Put a loaded form back into the value that it was made from; return the value, or its replacement."""
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):

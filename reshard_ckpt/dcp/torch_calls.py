@@ -1,7 +1,7 @@
-"""Calls that torch's own functions run: those with planners, storages and stagers of the caller's own.
+"""Calls of torch's own functions, for planners, storages and stagers of the caller's own.
 
-Where the caller names only a folder, torch's function gets this library's storage, and the checkpoint is an ordinary one. A
-storage of the caller's own is used as it is, and decides what is written.
+If the caller names only a folder, torch's function gets this library's storage, and the checkpoint is an ordinary one. A storage
+of the caller's own is used as it is, and writes its own format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 
-# By name, and not from the package: a trainer may have put this library's calls in there.
+# From their modules: a trainer may have replaced the calls in the package by this library's.
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -35,7 +35,7 @@ _OPTIONS: dict[str, tuple[type[Any], type[Any], type[Any] | None]] = {
     "storage_reader": (StorageReader, ReshardReader, FileSystemReader),
     "async_stager": (AsyncStager, BlockingAsyncStager, DefaultStager),
 }
-"""What DCP takes, and of that the types that this library takes: it uses the folder that they name, or their options."""
+"""For each option, the base class that DCP takes, and the classes that only name a folder or options for this library."""
 
 _DEFAULTS = {"no_dist": False, "use_collectives": True}
 
@@ -48,19 +48,19 @@ def is_custom(option: str, given: object) -> bool:
     Raises
     ------
     UsageError
-        It is nothing that DCP takes.
+        Its class is not one that DCP takes.
     """
     base, *supported = _OPTIONS[option]
     return given is not None and type(given) not in supported and _checked(option, given, base)
 
 
 def is_custom_planner(planner: object, *, saving: bool) -> bool:
-    """Return whether a planner is the caller's own; the options of torch's default planner have no effect here.
+    """Return whether a planner is the caller's own. Options of torch's default planner are ignored.
 
     Raises
     ------
     UsageError
-        It is nothing that DCP takes; or it leaves nested dicts closed.
+        Its class is not one that DCP takes; or it leaves nested dicts closed.
     """
     default, base = (DefaultSavePlanner, SavePlanner) if saving else (DefaultLoadPlanner, LoadPlanner)
     check_flattens(planner)
@@ -79,11 +79,11 @@ def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[
     Parameters
     ----------
     call
-        Its name, here and there.
+        The name of the function.
     option
-        What its storage is called; one that only names a folder is replaced by this library's, for the folder `path`.
+        The name of its storage argument. A storage that only names a folder is replaced by this library's, for the folder `path`.
     options
-        All others. Those with the default value are left out, for not every release has each of them.
+        All arguments. Those with the default value are left out: not every release of torch has each of them.
     """
     store, ours = options.pop(option), _OPTIONS[option][1]
     if is_custom(option, store):

@@ -1,7 +1,7 @@
-"""Calls that are made as torch's are, and errors as callers of DCP catch them: each is also torch's `CheckpointException`.
+"""A decorator for calls that take arguments and raise errors as torch's do: each error is also a `CheckpointException`.
 
-torch's class is no `Exception`, so handlers of either kind must see the error. `failures` names the rank that failed, as far as
-is known.
+torch's class is not a subclass of `Exception`, and handlers of either class must see the error. `failures` has the rank that
+failed, if it is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..errors import CheckpointError, PeerError
 
 _OF_RANK = re.compile(r"rank (\d+): ")
-"""How the message of an error begins that another rank raised."""
+"""The beginning of the message of an error that another rank raised."""
 
 
 P = ParamSpec("P")
@@ -55,13 +55,13 @@ def as_torch_error(error: CheckpointError) -> CheckpointError:
 
 
 def rank_prefix(error: CheckpointError) -> str:
-    """Return the ``rank N: `` with which the message of another rank's error begins; else an empty string."""
+    """Return the ``rank N: `` at the beginning of an error of another rank; for this rank's own error, an empty string."""
     found = _OF_RANK.match(str(error))
     return found[0] if found else ""
 
 
 def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
-    # Without code objects, which newer Pythons put there and no pickle takes.
+    # Rebuilt without code objects, which newer Pythons put there, and which cannot be pickled.
     frames = [(f.filename, f.lineno or 0, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
     ranks: tuple[int, ...]
     if found := _OF_RANK.match(str(error)):
@@ -82,13 +82,13 @@ def _rebuild(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[st
 
 
 def _combined_class(kind: type[CheckpointError]) -> type[CheckpointError]:
-    """Return a class that is both, made once, so that errors of one kind are of one class."""
+    """Return a subclass of both errors. It is cached: ``except`` needs the same class each time."""
     if kind in _COMBINED:
         return _COMBINED[kind]
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
-        "__str__": Exception.__str__,  # CheckpointException's shows failures alone
+        "__str__": Exception.__str__,  # that of CheckpointException shows only failures
         "__reduce__": lambda self: (_rebuild, (kind, self.args, vars(self))),
     }
     return _COMBINED.setdefault(kind, type(kind.__name__, (kind, CheckpointException), members))

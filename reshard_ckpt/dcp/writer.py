@@ -1,12 +1,12 @@
 """A storage writer with which `torch.distributed.checkpoint.save` saves as `checkpoint.save` does.
 
-DCP plans as ever, in this order on all ranks; of its plans, only the names count:
+DCP calls these methods in this order. Only the names in its plans matter here:
 
-1. `prepare_local_plan` keeps the names that this rank's planner plans to write.
+1. `prepare_local_plan` notes the names that this rank's planner plans to write.
 2. `prepare_global_plan`, on the coordinator, counts the ranks that take part.
-3. `write_data` saves the planner's state dict, on these ranks together: they agree on the part that each of them writes, write
-   it, and commit.
-4. `finish`, on the coordinator, only completes DCP's metadata.
+3. `write_data` is collective: it saves the planner's state dict from all these ranks. They agree on the part that each of them
+   writes, write it, and commit.
+4. `finish`, on the coordinator, completes DCP's metadata.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ReshardWriter(StorageFolder, StorageWriter):
         try:
             self._save_id = save(self._at, form, process_group=group).save_id
         except CheckpointError as error:
-            if not rank_prefix(error):  # the rank whose error it is raises it, and DCP names that rank alone
+            if not rank_prefix(error):  # the other rank raises its error itself, so that DCP names only that rank
                 raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
@@ -128,7 +128,7 @@ class ReshardWriter(StorageFolder, StorageWriter):
 
 
 def _form(planner: SavePlanner, planned: frozenset[str] | None) -> dict[str, Any]:
-    """Return the state to save: what is planned of the planner's state dict, nested again."""
+    """Return the state to save: the planned entries of the planner's state dict, nested again."""
     _check_planner(planner)
     assert isinstance(planner, DefaultSavePlanner)
     state, paths = planner.state_dict, getattr(planner, "mappings", {})
@@ -145,7 +145,7 @@ def _form(planner: SavePlanner, planned: frozenset[str] | None) -> dict[str, Any
 
 
 def _check_planner(planner: SavePlanner) -> None:
-    """Refuse planners that save anything but the tensors and values of their state dict."""
+    """Refuse a planner with a method that changes the tensors and values of its state dict on their way to the storage."""
     kind, default = type(planner), DefaultSavePlanner
     for method in ("resolve_data", "lookup_object", "transform_object"):
         if getattr(kind, method, None) is not getattr(default, method):
@@ -157,7 +157,7 @@ def _check_planner(planner: SavePlanner) -> None:
 
 
 def _saved_as(path: Path, value: Any) -> Any:
-    """Return the value; an object that is no plain value, as DCP would store it, pickled."""
+    """Return a tensor or plain value as it is, and any other object pickled, as DCP would store it."""
     # A list is saved as one value, and cannot have a part that only DCP decodes.
     if is_tensor_like(value) or any(type(key) is int for key in path):
         return value
@@ -171,7 +171,7 @@ def _saved_as(path: Path, value: Any) -> Any:
 
 
 def _with_state(path: Path, node: Any) -> Any:
-    """Give the state dict of an optimizer without state, of which DCP leaves the empty dict out, its two parts again."""
+    """Add an empty state to the state dict of an optimizer that has only groups: DCP leaves empty dicts out."""
     if isinstance(node, Mapping) and STATE not in node and are_named_groups(node.get(GROUPS)):
         return {STATE: {}, **node}
     return node

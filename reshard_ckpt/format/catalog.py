@@ -1,9 +1,9 @@
-"""The catalog as one file: encoding, and decoding that nothing in the file can mislead.
+"""The catalog as one file: encode it, and decode it without trust in the file.
 
 1. *Encode*: each table of the catalog is a section of columns (`columns`); sections with their digests make one msgpack map.
-2. *Decode*: digests are verified first, then each column is read into an array (`catalog_decode`), then the whole is checked
-   (`catalog_check`), so that nothing behind this module need doubt an index or a range.
-3. *Newer writers* may add sections and fields, which this reader passes over, unless they list them as critical.
+2. *Decode*: verify the digests, read each column into an array (`catalog_decode`), and check the whole (`catalog_check`). So no
+   other module need doubt an index or a range.
+3. *Newer writers* may add sections and fields. This reader passes over them, unless the writer lists them as critical.
 
 ``docs/format.md`` specifies the file; keep the two in step.
 """
@@ -48,12 +48,12 @@ _KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, fields in _SE
 
 
 def encode_catalog(catalog: Catalog) -> bytes:
-    """The bytes of a catalog file, the same for equal catalogs.
+    """Return the bytes of a catalog file; equal catalogs have equal bytes.
 
     Raises
     ------
     UnsupportedError
-        It is nothing that `decode_catalog` would accept.
+        `decode_catalog` would refuse the catalog.
     """
     for problem in problems(catalog):
         raise UnsupportedError(f"catalog: {problem}; this state cannot be saved as it is")
@@ -81,17 +81,17 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
     Raises
     ------
     CorruptError
-        It is damaged, hostile, or written by a newer version in a way that this one cannot read.
+        The file is damaged or hostile, or a newer version wrote it in a way that this version cannot read.
     """
     if len(data) > MAX_CATALOG_BYTES:
         raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
     version, open_section = _open_sections(data)
     info = open_section("info")
-    _check_critical(info)  # first: what it calls critical decides whether the rest can be read
+    _check_critical(info)  # first: its list of critical sections decides whether the rest can be read
     catalog = decode_tables(version, info, open_section)
     for problem in chain(problems(catalog), bombs(catalog, len(data))):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
-    # Only the files of foreign formats have none, and those have no catalog file: what claims to be ours must be provable.
+    # Only files of foreign formats have no digests, and foreign formats have no catalog file.
     unproved = next((file.key for file in catalog.files if not file.digests_key), None)
     if unproved is not None:
         raise CorruptError(f"catalog: file {unproved} has no digests; use another checkpoint")
@@ -99,7 +99,7 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
 
 
 def section_digest(name: str, body: bytes) -> bytes:
-    """XXH3-128 of a section, bound to its name."""
+    """Return the XXH3-128 of the name and the body of a section."""
     return digest128(name.encode() + b"\0" + body)
 
 
@@ -153,7 +153,7 @@ def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> dic
 
 def _encode_files(files: tuple[FileEntry, ...]) -> dict[str, Any]:
     return {
-        # Stored below the folder of the checkpoint that the file is of, which is a column of its own.
+        # The key below the folder of the checkpoint that has the file; that folder is another column.
         "key": pack_texts([file.key.removeprefix(file.folder) for file in files]),
         "size": pack_ints([file.size for file in files]),
         "digests_key": pack_texts([file.digests_key.removeprefix(file.folder) for file in files]),
@@ -203,7 +203,7 @@ def _encode_values(catalog: Catalog) -> dict[str, Any]:
 
 
 def _open_sections(data: bytes | memoryview) -> tuple[int, Callable[[str], Table]]:
-    """Verify format, version and digests; give the version, and what opens a section by its name."""
+    """Verify format, version and digests; return the version, and a function that opens a section by its name."""
     envelope = unpack_map(data, "catalog")
     if envelope.get("format") != FORMAT:
         raise CorruptError(f"catalog: its format is {envelope.get('format')!r:.80}, not {FORMAT!r}; use another checkpoint")
@@ -226,7 +226,7 @@ def _open_sections(data: bytes | memoryview) -> tuple[int, Callable[[str], Table
             raise CorruptError(f"catalog: its section {name} is missing; use another checkpoint")
         if section.get("digest") != section_digest(name, body):
             raise CorruptError(f"catalog: its section {name} does not match its digest; use another checkpoint")
-        # Where there are many rows, some columns differ from each to the next, and take 4 bytes of each at least.
+        # In a table of many rows, some columns differ from row to row, and each of them takes at least 4 bytes a row.
         return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data) // 4 + 4096)
 
     return version, open_section

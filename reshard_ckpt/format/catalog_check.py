@@ -1,8 +1,8 @@
-"""The check of a catalog: every index, length and range in it is one that a save could have made, as whole columns.
+"""The check of a catalog, column by column: every index, length and range must be one that a save could have made.
 
-Each function yields what is wrong, worst first; only the first is ever taken, because a later check trusts what an earlier
-one has made sure of (an index in range, a product without overflow). Whether the rows of a tensor tile it is not checked here:
-a load checks that of the regions that it wants.
+Each function yields problems, the worst first. Callers take only the first problem: a later check relies on the earlier ones (an
+index is in range, a product does not overflow). Nothing here checks that the rows of a tensor tile it: a load checks this for the
+regions that it wants.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
 
 CELLS_PER_BYTE, MIN_CELLS = 16, 1 << 20
-"""How many numbers the boxes of runs that are no boxes may have, for each byte of the file, and in any case. A save has fewer
-than 8: a row takes 4 bytes at least where there are many, and comes apart into 28 numbers in a tensor of 4 dims."""
+"""Runs that are not boxes are cut into boxes. These may have so many numbers for each byte of the file, and so many in any case.
+A save has fewer than 8: in a large table a row takes at least 4 bytes, and a run of a tensor of 4 dims is cut into 28 numbers."""
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _MAX_KEY_CHARS = 1024
 
 
 def problems(catalog: Catalog) -> Iterator[str]:
-    """What is wrong with a catalog; nothing, for one that can be trusted."""
+    """Yield the problems of a catalog; none if it can be trusted."""
     yield from _info(catalog)
     yield from _texts(catalog)
     yield from _files(catalog)
@@ -49,14 +49,14 @@ def problems(catalog: Catalog) -> Iterator[str]:
 
 
 def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
-    """What a catalog file of this size may not claim: no save writes it, and it would cost a reader much memory or time."""
+    """Yield claims of a catalog that no save makes in a file of `num_bytes`, and that would cost a reader much memory or time."""
     rows, table = catalog.rows, catalog.tensors_table
     tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
     sizes = np.array([file.size for file in catalog.files], np.float64)
     used = np.bincount(rows.file, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(sizes))
     for bad in _first(used > sizes):
         yield f"rows of {int(used[bad])} bytes in all lie in {catalog.files[bad].key}, which has {int(sizes[bad])}"
-    # Planners cut a run that is no box into boxes: 2 D - 1, of D dims each.
+    # Planners cut a run that is not a box into 2 D - 1 boxes of D dims each.
     lengths = catalog.boxes.lengths
     parts = 2 * np.maximum((lengths > 1).sum(axis=1), 1) - 1
     cells = int((parts[rows.box] * (rows.count != lengths.prod(axis=1)[rows.box])).sum()) * lengths.shape[1]
@@ -65,7 +65,7 @@ def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
 
 
 def is_safe_key(key: str) -> bool:
-    """Whether a key stays below the root that it is relative to.
+    """Return whether a key stays below its root.
 
     >>> is_safe_key("s1/rank00000-0.safetensors"), is_safe_key("../elsewhere"), is_safe_key("/etc/passwd")
     (True, False, False)
@@ -74,19 +74,19 @@ def is_safe_key(key: str) -> bool:
 
 
 def _is_in(folder: str, key: str) -> bool:
-    """Whether a key is of a file below that folder."""
+    """Return whether a key is that of a file below this folder."""
     return key.startswith(folder) and is_safe_key(key[len(folder) :])
 
 
 def _is_safe_checkpoint(path: str) -> bool:
-    """Whether it is "" (this checkpoint), or a relative path that goes up first, if at all, and then only down."""
+    """Return whether a path is "" (this checkpoint), or relative with all its ``..`` in front."""
     while path.startswith("../"):
         path = path[3:]
     return path == "" or is_safe_key(path)
 
 
 def _first(mask: NDArray[np.bool_] | np.bool_) -> list[int]:
-    """The first index that a mask marks, if it marks any."""
+    """List the index of the first True in a mask; an empty list if there is none."""
     return [int(mask.argmax())] if mask.any() else []
 
 
@@ -107,7 +107,7 @@ def _info(catalog: Catalog) -> Iterator[str]:
 def _texts(catalog: Catalog) -> Iterator[str]:
     axes = (axis.axis for placement in catalog.placements for axis in placement)
     texts = (*catalog.tensors_table.names, *catalog.value_names, *axes)
-    if max(map(len, texts), default=0) > MAX_NAME_BYTES // 4:  # else none is too long, whatever its characters take
+    if max(map(len, texts), default=0) > MAX_NAME_BYTES // 4:  # a character takes at most 4 bytes
         for text in texts:
             if (num_bytes := len(text.encode(errors="replace"))) > MAX_NAME_BYTES:
                 yield f"{text[:60]!r}… is a name of {num_bytes} bytes, over the {MAX_NAME_BYTES} that are read"
@@ -158,7 +158,7 @@ def _shapes(table: TensorTable) -> Iterator[str]:
     for bad in _first(((np.arange(width) < width - table.ndim[:, None]) & (table.shape != 1)).any(axis=1)):
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} has {int(table.ndim[bad])} dims, but is not padded with 1"
     num_bytes = np.maximum(table.shape, 1).prod(axis=1, dtype=np.float64) * item_bytes_of(table.dtype)
-    for bad in _first(num_bytes > MAX_BYTES):  # products as floats do not wrap around
+    for bad in _first(num_bytes > MAX_BYTES):  # in floats, because products of integers wrap around
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is over {MAX_BYTES} bytes"
     is_run = (table.dtype == CODES.index("U8")) & (table.ndim == 1) & (table.alias < 0)
     for bad in _first((table.kind == TensorKind.BLOB) & ~is_run):
@@ -190,7 +190,7 @@ def _links(table: TensorTable) -> Iterator[str]:
 
 
 def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64, num_tensors: int) -> Iterator[str]:
-    """What is wrong with the links of tensors or values of these names."""
+    """Yield the problems of the links of tensors or values with these names."""
     if {len(optimizer), len(key), len(parameter)} != {len(names)}:
         yield f"{len(names)} entries have {len(optimizer)}, {len(key)} and {len(parameter)} of what links them"
     for bad in _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors)):
@@ -235,7 +235,7 @@ def _rows(catalog: Catalog) -> Iterator[str]:
 
 
 def _row_boxes(catalog: Catalog, tensor: I64) -> Iterator[str]:
-    """Each row's box lies in its tensor, and its run in its box."""
+    """Yield rows whose box is not in their tensor, or whose run is not in their box."""
     rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
     ends = boxes.offsets + boxes.lengths
     for dim in range(ends.shape[1]):

@@ -1,4 +1,4 @@
-"""The sections of a catalog file, decoded: each column is read into an array, with no more trust than its own length allows."""
+"""Decoding the sections of a catalog file: each column becomes an array, after its count is compared with its bytes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .columns import Table
 from .values import decode_value
 
 FIRST_WITH_LINKS = 2
-"""Catalogs of version 1 name the state of optimizers, and do not say of which parameters it is."""
+"""Catalogs of version 1 have the names of optimizer state, and no links to the parameters."""
 
 LINK_FIELDS = ("optimizer", "key", "parameter")
 
 
 def decode_tables(version: int, info: Table, open_section: Callable[[str], Table]) -> Catalog:
-    """Read all sections of a catalog, of which `info` is open already.
+    """Read all sections of a catalog. The section `info` is open already; `open_section` opens another by its name.
 
     Raises
     ------
     CorruptError
-        A column is not there, or not of its type and length.
+        A column is missing, or has another type or length than it must have.
     """
     placements = _decode_placements(open_section("placements"))
     tensors = _decode_tensors(open_section("tensors"), version)
@@ -60,7 +60,7 @@ def _decode_mesh(info: Table) -> Mesh | None:
 
 
 def _split(table: Table, field: str, counts: I64, items: list[Any]) -> list[tuple[Any, ...]]:
-    """The items of a flat column, as many to each entry as it counts."""
+    """Divide the items of a flat column among the entries: entry i gets the next ``counts[i]`` items."""
     if len(counts) and int(counts.max()) > len(items):
         raise table.corrupt(field, f"counts {int(counts.max())} of {len(items)} items")
     bounds = [0, *np.cumsum(counts).tolist()]
@@ -74,7 +74,7 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
     count = len(axis)
     coords = _split(table, "num_coords", table.ints("num_coords", count), table.ints("coords").tolist())
     kind, dim = table.texts("kind", count), table.ints("dim", count).tolist()
-    turn, sections = [0] * count, [()] * count  # what version 1 does not say
+    turn, sections = [0] * count, [()] * count  # version 1 has no such column
     if "turn" in table.fields:
         turn = table.ints("turn", count).tolist()
         sections = _split(table, "num_sections", table.ints("num_sections", count), table.ints("sections").tolist())
@@ -86,7 +86,7 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
 
 
 def _refuse_repeated(table: Table, field: str, names: Sequence[str]) -> None:
-    """One name for all, which a column stores once, would make many objects of few bytes before any check of the whole."""
+    """Refuse a column that stores one name for all entries: a few bytes would become many objects before any check."""
     if len(names) > 1 and names[0] == names[-1]:
         raise table.corrupt(field, f"holds {names[0]!r:.80} twice")
 
@@ -115,7 +115,7 @@ def _from_here(file: FileEntry) -> FileEntry:
 
 
 def _decode_links(table: Table, count: int, version: int) -> dict[str, I64]:
-    """The columns that link state of optimizers; in catalogs of version 1, as if there were none."""
+    """Read the columns that link optimizer state to parameters; for catalogs of version 1, return columns without links."""
     if version < FIRST_WITH_LINKS:
         return link_columns([""] * count, [None] * count, {})
     optimizer, key, parameter = (table.ints(field, count) for field in LINK_FIELDS)
@@ -144,7 +144,7 @@ def _decode_tensors(table: Table, version: int) -> TensorTable:
 
 
 def _decode_dtypes(table: Table, count: int) -> Any:
-    """The catalog's own list of dtypes, translated to `CODES`, which may grow from version to version."""
+    """Read the dtypes: a catalog has its own list of codes, because `CODES` may grow from version to version."""
     listed, dtype = table.texts("dtypes"), table.ints("dtype", count)
     unknown = [code for code in listed if code not in CODES]
     if unknown:

@@ -1,7 +1,7 @@
 """Block checksums of shard files, which verify any bytes of a file without reading all of it.
 
-1. The file is cut into blocks of `block_bytes` from byte 0, the last one as long as what is left; each has an XXH3-64.
-2. The digests of all blocks, behind a header that says what they are of, make the digests file beside the shard file.
+1. Cut the file into blocks of `block_bytes` from byte 0 on; the last one may be shorter. Each block has an XXH3-64.
+2. The digests file, beside the shard file, has a header with the sizes of file and block, and then the digests of all blocks.
 3. The catalog, which has checksums of its own, keeps one XXH3-128 of the digests file.
 
 A reader of a few bytes needs only the blocks that hold them: `block_digest` of each, compared with `Digests.values`.
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from ..errors import CorruptError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
+    from typing_extensions import Buffer  # from Python 3.12 on, it is in collections.abc
 
 BLOCK_BYTES = 128 * 1024
-"""Small enough that to verify a slice of a row takes little more than the slice, large enough that digests are 1/16,384 of the
-data."""
+"""Size of a block. It is small, so that a slice of a row is verified with few other bytes, and large enough that the digests are
+1/16,384 of the data."""
 
 ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
 
@@ -67,7 +67,7 @@ def digest128(data: Buffer) -> bytes:
 
 
 class BlockHasher:
-    """Digests of a shard file as it is written, whatever the sizes of the writes.
+    """Computes the digests of a shard file while it is written, in writes of any size.
 
     >>> hasher = BlockHasher()
     >>> hasher.update(b"x" * 200_000)
@@ -92,9 +92,9 @@ class BlockHasher:
         return self._digests
 
     def update(self, data: Buffer) -> None:
-        """Take the next bytes of the file, from any contiguous buffer."""
+        """Hash the next bytes of the file, from any contiguous buffer."""
         view = memoryview(data)
-        if view.nbytes == 0:  # also spares the cast below a shape that holds a zero, which it refuses
+        if view.nbytes == 0:  # the cast below refuses a shape with a zero
             return
         view = view.cast("B")
         taken = self._fill_open_block(view)
@@ -107,7 +107,7 @@ class BlockHasher:
             self._open_bytes += view.nbytes - whole
 
     def _fill_open_block(self, view: memoryview) -> int:
-        """Add to a block that is begun; returns how many bytes of `view` it took. It stays open only if `view` is used up."""
+        """Add to a block that is begun; return the number of bytes of `view` that it took. It stays open only if it took all."""
         if self._open_bytes == 0:
             return 0
         head = view[: self._block_bytes - self._open_bytes]
@@ -123,7 +123,7 @@ class BlockHasher:
         self._open_bytes = 0
 
     def close(self) -> list[int]:
-        """End the last block with the bytes hashed so far; returns the digests of all blocks."""
+        """End the last block with the bytes hashed so far; return the digests of all blocks."""
         if self._open_bytes:
             self._close_block()
         return self._digests
@@ -135,12 +135,12 @@ class BlockHasher:
 
 
 def wrong_blocks(parts: Sequence[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
-    """Find the blocks whose digest is not the one in `values`; returns where they begin. `values` has the digests of all blocks.
+    """Return the offsets of the blocks whose digest is not the one in `values`, which has the digests of all blocks of the file.
 
     Parameters
     ----------
     parts
-        Bytes of the file from `low` on, laid end to end: whole blocks, but for the file's last.
+        Bytes of the file from offset `low` on, end to end: whole blocks, except for the last block of the file.
 
     >>> hasher = BlockHasher(65536)
     >>> hasher.update(bytes(200_000))
@@ -158,7 +158,7 @@ def wrong_blocks(parts: Sequence[Buffer], low: int, values: Sequence[int] | NDAr
 
 
 def _digests(parts: Sequence[Buffer], block_bytes: int) -> list[int]:
-    if len(parts) == 1:  # nearly always
+    if len(parts) == 1:  # one buffer: nearly always
         view = memoryview(parts[0]).cast("B")
         return [xxhash.xxh3_64_intdigest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes)]
     hasher = BlockHasher(block_bytes)
@@ -179,16 +179,16 @@ def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "dig
     Parameters
     ----------
     data
-        All of it; the caller checks it against the catalog's digest of it.
+        The whole digests file. The caller compares it with its digest in the catalog.
     file_size
-        Bytes of the shard file that it must describe.
+        The size of the shard file, which the header must have.
     name
         Its name in messages.
 
     Raises
     ------
     CorruptError
-        It is damaged, of a newer version, or describes a file of another size.
+        The digests file is damaged, or of a newer version, or belongs to a file of another size.
     """
     if len(data) < _HEADER.size:
         raise CorruptError(f"{name}: {len(data)} bytes, less than a header of {_HEADER.size}; use another checkpoint")

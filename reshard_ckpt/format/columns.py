@@ -1,12 +1,12 @@
-"""Columns of numbers and texts as bytes that are small, and quick and safe to read.
+"""Columns of numbers and texts as bytes: small, and quick and safe to read.
 
 1. *Integers* are not negative; they are stored little-endian at the narrowest width of 1, 2, 4 or 8 bytes that holds the largest.
    A column whose entries are all alike stores one.
-2. *Texts* are one run of bytes, and a column of their lengths. All alike, they are stored once.
+2. *Texts* are one run of bytes, and a column of their lengths. If all are alike, one is stored.
 3. A *table* is a msgpack map of columns. A reader ignores columns that it does not know.
 
-Entries are at fixed places, so a reader may take a few rows of a column without the rest. No count is trusted before it is
-compared with the bytes that are there.
+Entries have fixed places, so a reader may take a few rows of a column without the rest. A count is compared with the number of
+bytes before it is used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..core.words import MAX_NAME_BYTES
 from ..errors import CorruptError
 
 MAX_CELLS = 1 << 28
-"""The most entries of one table's matrix, for the sake of readers: as int64 they take 2 GiB."""
+"""The most entries of a matrix of one table, to bound the memory of readers: as int64 they take 2 GiB."""
 
 MAX_COLUMNS = 32
-"""The most dims of a matrix; one of very many rows is held to half as many."""
+"""The most columns of a matrix; a matrix of very many rows may have half as many."""
 
 MAX_MEMBERS = 256
-"""The most entries of a msgpack map or list, which is none of the columns."""
+"""The most entries of a msgpack map or list other than a column."""
 
 _WIDTHS = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
 
@@ -80,7 +80,7 @@ def pack_table(fields: Mapping[str, Any]) -> bytes:
 
 
 def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
-    """Decode a msgpack map with text keys; no array or map in it may be large, so that its headers cannot claim much memory."""
+    """Decode a msgpack map with text keys. No array or map in it may be large, so that a header cannot claim much memory."""
     try:
         node = msgpack.unpackb(data, max_array_len=MAX_MEMBERS, max_map_len=MAX_MEMBERS, max_ext_len=0)
     except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
@@ -92,7 +92,7 @@ def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One section, read field by field; `max_count` bounds the entries of a column whose count is not given."""
+    """One section, read field by field. `max_count` is the most entries of a column whose count the caller does not give."""
 
     name: str
     fields: dict[str, Any]
@@ -102,7 +102,7 @@ class Table:
         return CorruptError(f"catalog: {self.name}.{field} {why}; use another checkpoint")
 
     def field(self, field: str, kind: type) -> Any:
-        """Read a field that is no column, of exactly this type."""
+        """Read a field other than a column; its type must be exactly `kind`."""
         value = self.fields.get(field)
         if type(value) is not kind:
             raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'no ' + kind.__name__}")
@@ -158,7 +158,7 @@ class Table:
         return values if len(values) == stored_count else np.full(stored_count, values[0])
 
     def _pieces(self, field: str, node: Any, count: int | None, longest: int = 2**62) -> tuple[int, list[int], bytes]:
-        """Read strings: how many there are, where in the bytes each stored one begins and the last ends, and the bytes."""
+        """Read strings: return their number, the offsets at which the stored ones begin and the last one ends, and the bytes."""
         if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
             raise self.corrupt(field, "is no column of strings")
         self._check_count(field, node[0], count)

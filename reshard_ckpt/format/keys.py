@@ -1,4 +1,4 @@
-"""Keys of the files of a checkpoint, and the ids and names that they are made of.
+"""Keys of the files of a checkpoint, and the ids and names in them.
 
 Keys are relative to the checkpoint; ``docs/format.md`` is the specification.
 """
@@ -12,10 +12,10 @@ import time
 CATALOG_KEY = "catalog.msgpack"
 """The key of the catalog."""
 RUN_LOCK_KEY = ".reshard_ckpt.lock"
-"""In the root of a run: locked by the job that manages it."""
+"""The key of the lock in the root of a run; the job that manages the run holds it."""
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
-"""A time, and digits: 8 random ones, or the 32 of the request that an offline reshard was made for."""
+"""A time and digits: 8 random ones, or 32 that an offline reshard computes from its request."""
 
 
 def timeline_key(save_id: str) -> str:
@@ -24,7 +24,7 @@ def timeline_key(save_id: str) -> str:
 
 
 def new_save_id() -> str:
-    """Make an id for one attempt to save: the time, for people, and random digits, for uniqueness."""
+    """Make the id of one attempt to save: the time, for people, and random digits, to be unique."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
@@ -43,7 +43,7 @@ def digests_key(key: str) -> str:
 
 
 def manifest_key(save_id: str) -> str:
-    """Return the key of the manifest of a save: beside its files, so that it belongs to the catalog that names this save alone.
+    """Return the key of the manifest of a save. It lies beside the files of that save, so that it belongs to no other catalog.
 
     >>> manifest_key("20260102T030405Z-0123abcd")
     '20260102T030405Z-0123abcd/manifest.sha256'

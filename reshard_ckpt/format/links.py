@@ -1,4 +1,4 @@
-"""Links for catalogs that hold names alone: those of version 1, and those over folders and files of other libraries."""
+"""Links for catalogs that have only names: catalogs of version 1, and those over files of other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .values import decode_value
 
 
 def linked(catalog: Catalog) -> Catalog:
-    """Add the links that the names of a catalog show; links that it has stay as they are."""
+    """Add the links that follow from the names of a catalog; links that the catalog has stay as they are."""
     table, values = catalog.tensors_table, catalog.values_table
     known = catalog.links()
     found = links_from_names((*catalog.names, *catalog.value_names), listed_parameters(values)) | known
@@ -31,7 +31,7 @@ def linked(catalog: Catalog) -> Catalog:
 
 
 def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, list[str]]:
-    """Read for each optimizer the parameters that its groups list; one that is known by number lists numbers."""
+    """Return the parameters in the groups of each optimizer, by its name; without names, parameters are listed by number."""
     listed: dict[str, list[str]] = {}
     for value in values:
         optimizer = optimizer_of(value.name)
@@ -39,7 +39,7 @@ def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, lis
             try:
                 groups = decode_value(value.data, name=value.name)
             except CorruptError:
-                continue  # whoever asks for the value is told
+                continue  # a load that wants the value gets the error
             if are_groups(groups):
                 listed[optimizer] = [str(param) for group in groups for param in group["params"]]
     return listed

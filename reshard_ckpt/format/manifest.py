@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the SHA-256 of its files, in the form of ``sha256sum -c``.
 
-One line a file: 64 hexadecimal digits, two spaces, and the path below the checkpoint's folder. Block checksums find
+Each line has 64 hexadecimal digits, two spaces, and the path of a file below the checkpoint's folder. Block checksums find
 accidents. To find forgery too, sign this one small text with a tool of your own; check the signature first, and then the files.
 """
 
@@ -18,12 +18,12 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """Encode a manifest, in order of path."""
+    """Encode a manifest, sorted by path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 
 def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
-    """Decode a manifest to digests by path.
+    """Decode a manifest; return the digests by path.
 
     Raises
     ------

@@ -1,13 +1,13 @@
-"""Encoding of objects of classes as the name of the class and a plain value.
+"""Encoding an object as the name of its class and a plain value.
 
-A reader that has the class makes the object again; any other gives the plain value. So a checkpoint with an enum of the program
-that saved it opens everywhere, and classes may be added to the list without a new version of the format.
+A reader that has the class makes the object again; any other reader returns the plain value. So a checkpoint with an enum of a
+user's program opens everywhere, and classes can be added to the list without a new version of the format.
 
-1. Of the standard library: dates, times, time spans, fixed time zones, paths, buffers of bytes and parsed arguments, exactly of
-   these classes.
-2. Objects of other programs, as `Named`: what a reader of their files found, without their classes.
-3. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
-   are: nothing is imported, no ``__getattr__`` runs, and no class is called; flags are joined by their operators.
+1. Standard library: dates, times, time spans, fixed time zones, paths, buffers of bytes and parsed arguments; not their
+   subclasses.
+2. Objects from the files of other programs, as `Named`, without their classes.
+3. Members of enums, by value. Their class is looked up in the namespaces of modules that are imported already: nothing is
+   imported, no ``__getattr__`` runs, and no class is called. Flags are joined by their operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEEPS_NAMES: ContextVar[bool] = ContextVar("keeps_names", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An object as the name of its class and a plain value: what another program's file holds, whose classes need not be here."""
+    """An object as the name of its class and a plain value. It is from another program's file; the class may be missing here."""
 
     module: str
     name: str
@@ -43,7 +43,7 @@ class Named:
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
-    """Spell a time in ISO 8601; None where that would lose something: a named time zone, the second of two equal hours."""
+    """Spell a time in ISO 8601. Return None if that would lose something: a named time zone, or the second of two equal hours."""
     zone = value.tzinfo
     if value.fold or (zone is not None and (type(zone) is not datetime.timezone or _zone_text(zone) is None)):
         return None
@@ -63,7 +63,7 @@ def _span_parts(value: datetime.timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-# The modules that the documentation names, how a value becomes plain, and how it is made again.
+# class: (its module in the documentation, function to a plain value, function back)
 _CLASSES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime.datetime: ("datetime", _datetime_text, datetime.datetime.fromisoformat),
     datetime.date: ("datetime", datetime.date.isoformat, datetime.date.fromisoformat),
@@ -78,12 +78,12 @@ _BY_NAME = {(module, kind.__name__): kind for kind, (module, _, _) in _CLASSES.i
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is of one of these classes."""
+    """Return whether a value is an enum member, a `Named`, or of a class in the list."""
     return type(value) in _CLASSES or isinstance(value, Enum | Named)
 
 
 def parts_of(value: Any) -> tuple[str, str, Any] | None:
-    """Take an object apart: module, class and plain value; None where `rebuilt` would not make it again in this program."""
+    """Return the module, the class and the plain value of an object; None if `rebuilt` could not make it again here."""
     kind = type(value)
     if isinstance(value, Named):
         return value.module, value.name, value.plain
@@ -96,7 +96,7 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """Convert a key to what it becomes in a program that has none of its classes.
+    """Return the plain value that a program without the classes of a key decodes it to.
 
     >>> plain_key((pathlib.PurePosixPath("a"), 1))
     ('a', 1)
@@ -110,7 +110,7 @@ def plain_key(key: Hashable) -> Hashable:
 
 @contextmanager
 def names_kept() -> Iterator[None]:
-    """Give objects that this program has no class of as `Named`, and not as their plain values, to who writes them again."""
+    """Within the ``with`` block, decode objects whose class is missing as `Named`, so that they can be written again whole."""
     token = _KEEPS_NAMES.set(True)
     try:
         yield
@@ -119,12 +119,12 @@ def names_kept() -> Iterator[None]:
 
 
 def rebuilt(module: str, name: str, plain: Any) -> Any:
-    """Make the object again, or give the plain value where this program has no such class, or the class no such member.
+    """Make an object again. Return its plain value if this program has no such class, or the class no such member.
 
     Raises
     ------
     CorruptError
-        It is no value of that class.
+        The class refuses the value.
     """
     kind = _BY_NAME.get((module, name))
     if kind is None:
@@ -136,7 +136,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
     _, to_plain, make = _CLASSES[kind]
     try:
         made = make(plain)
-    except NotImplementedError:  # a path of another system
+    except NotImplementedError:  # a path of another operating system
         return plain
     if type(made) is not kind or to_plain(made) != plain:
         raise CorruptError(f"{plain!r:.80} is no {module}.{name}")
@@ -144,7 +144,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Look up a name without importing or calling anything: `getattr` would run code of modules and classes."""
+    """Look up a name in imported modules. Nothing is imported or called, and `getattr` is not used: it could run their code."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):
@@ -154,7 +154,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _member(kind: type[Enum], plain: Any) -> Any:
-    """Find the member of this value, or join the flags that make it up; to call the class could run its ``_missing_``."""
+    """Return the member with this value, or join flags to it. The class is not called: that could run its ``_missing_``."""
     members: list[Any] = list(kind.__members__.values())
     for member in members:
         if type(member._value_) is type(plain) and _equal(member._value_, plain):
@@ -171,5 +171,5 @@ def _member(kind: type[Enum], plain: Any) -> Any:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except (ValueError, TypeError, RuntimeError):  # of arrays, which no member is looked up by
+    except (ValueError, TypeError, RuntimeError):  # the value is an array, and no member has an array as value
         return False

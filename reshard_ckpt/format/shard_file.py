@@ -1,11 +1,11 @@
-"""Shard files: stock safetensors, in which the name of a member tells which part of which tensor it is.
+"""Shard files: stock safetensors, in which the name of a member has the name of a tensor and the position of a part in it.
 
 1. A tensor that is whole in the file is stored under its own name, so a one-process checkpoint opens with any safetensors tool.
 2. A box is stored as ``<escaped name>@[0:4,8:16]``, a begin and an end for each dim.
-3. A run of a box that is no box itself is stored flat, as ``<escaped name>@[0:4,8:16]#[5:17]``, counted in the box's elements.
-4. The bytes of a value are stored as ``<escaped name>@[value]`` or, each rank's own, ``<escaped name>@[value,3]``.
+3. A run of a box that is not a box itself is stored flat, as ``<escaped name>@[0:4,8:16]#[5:17]``, counted in the box's elements.
+4. The bytes of a value are stored as ``<escaped name>@[value]``, and a value of rank 3's own as ``<escaped name>@[value,3]``.
 
-A whole tensor whose own name could be read as one of these takes form 2. The catalog alone defines a checkpoint: names in files
+A whole tensor takes form 2 if its own name looks like one of these forms. The catalog alone defines a checkpoint: names in files
 serve people and other tools.
 """
 
@@ -23,10 +23,11 @@ from ..core.geometry.dtypes import ITEM_BYTES
 from ..errors import CorruptError, UnsupportedError, UsageError
 
 ALIGNMENT = 64
-"""Data begin at a multiple of this many bytes, so that items sorted by size, largest first, are all aligned when mapped."""
+"""The data begin at a multiple of this many bytes. So all members are aligned in a mapped file if those with the largest elements
+come first."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors itself accepts as the JSON of one file."""
+"""The largest JSON of one file that safetensors accepts."""
 
 METADATA = "__metadata__"
 
@@ -47,7 +48,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header: `offsets` are bytes from the beginning of the file, one for each member, in order of offset."""
+    """A parsed header. Members are sorted by offset; `offsets` has one for each, in bytes from the beginning of the file."""
 
     members: tuple[Member, ...]
     offsets: Ints
@@ -56,7 +57,7 @@ class Header:
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
-    """Convert a run of a box to the box of the global tensor that it is; None where it is none.
+    """Return the box of the global tensor that a run of a box covers exactly; None if there is no such box.
 
     >>> sub_box((10, 0), (4, 8), 8, 16)
     ((11, 0), (2, 8))
@@ -69,7 +70,7 @@ def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints,
     for dim in reversed(range(len(lengths))):
         outer = inner * lengths[dim]
         block, begin = divmod(start, outer)
-        if begin + count <= outer:  # the innermost dim whose one index on each dim before it holds all of the run
+        if begin + count <= outer:  # dim is the innermost one for which the run lies at one index of all dims before it
             if begin % inner or count % inner:
                 return None
             at = (*unravel(block, lengths[:dim]), begin // inner) + (0,) * (len(lengths) - dim - 1)
@@ -80,7 +81,7 @@ def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints,
 
 
 def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
-    """Make the member that holds the run ``[start, start + count)`` of a box: boxes keep their dims, what is no box is flat.
+    """Make the member that holds the run ``[start, start + count)`` of a box: with its dims if the run is a box, else flat.
 
     >>> make_member("w", "U8", (4, 8), (0, 0), (4, 8), 0, 32).name
     'w'
@@ -104,7 +105,7 @@ def _box_text(offsets: Ints, lengths: Ints) -> str:
 
 
 def opaque_name(value_name: str) -> str:
-    """Make the member name of the bytes of a value that another program encoded, and that are not decoded here.
+    """Return the member name for the bytes of a value that another program encoded; this library does not decode them.
 
     >>> opaque_name("extra.rng")
     'extra.rng@[torch.save]'
@@ -113,22 +114,22 @@ def opaque_name(value_name: str) -> str:
 
 
 def opaque_value(blob: str) -> str | None:
-    """Parse a name that `opaque_name` made to the name of its value; None for other blobs."""
+    """Return the name of the value whose `opaque_name` this is; None for the name of any other blob."""
     return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
 
 
 def header_cost(member: Member) -> int:
-    """Bound the bytes of header that one member takes, to keep the header of a file below `MAX_HEADER_BYTES`."""
+    """Return the most bytes that one member takes in the header, to keep the header of a file below `MAX_HEADER_BYTES`."""
     return len(json.dumps(member.name, ensure_ascii=False).encode()) + 21 * (len(member.shape) + 2) + 64
 
 
 def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
-    """Encode the beginning of a shard file, up to where the data of its members begin, one right after the other.
+    """Encode the header of a shard file. The data of the members follow it without gaps.
 
     Parameters
     ----------
     members
-        In the order of their data; sort them by item size, largest first, so that every one is aligned.
+        In the order of their data. Sort them by the size of their elements, the largest first, so that each is aligned.
     metadata
         Text that any safetensors tool shows.
 
@@ -152,7 +153,7 @@ def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> int:
-    """Read from the first 8 bytes of a file how many bytes `parse_header` needs."""
+    """Return the number of bytes that `parse_header` needs, from the first 8 bytes of the file."""
     if len(data) < _LENGTH_BYTES:
         raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -167,9 +168,9 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
     Raises
     ------
     CorruptError
-        It breaks a rule of safetensors, or does not describe a file of `file_size` bytes.
+        The header breaks a rule of safetensors, or does not describe a file of `file_size` bytes.
     UnsupportedError
-        It is fine, but of a dtype that this library does not know.
+        A member has a dtype that this library does not know.
     """
     end = header_num_bytes(data, name=name)
     if len(data) < end:
@@ -200,7 +201,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
-    """Parse one entry of the header; also returns where its data begin, counted from the end of the header."""
+    """Parse one entry of the header; return the offset of its data from the end of the header, and the member."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""Timelines as JSON, one row a step, so that any tool can read them; a file that is read is not trusted."""
+"""Timelines as JSON, with one row for each step, so that any tool can read them. The reader checks every field."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decode_timeline(data: bytes, *, where: str) -> Timeline:
     Raises
     ------
     CorruptError
-        It is no timeline, or of another version.
+        The data are not a timeline, or one of another version.
     """
     try:
         document = json.loads(data)

@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Every code of `core.geometry.dtypes` and its torch dtype."""
+"""The torch dtype of each code of `core.geometry.dtypes`."""
 
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 assert set(TORCH_DTYPES) == set(CODES)
@@ -39,7 +39,7 @@ _ADVICE = {
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """Look up the format's code of a torch dtype; `name` is for the message.
+    """Return the format's code of a torch dtype; `name` is the tensor's name in the message.
 
     >>> dtype_code(torch.bfloat16, "model.w")
     'BF16'

@@ -1,7 +1,7 @@
-"""Decoding of plain values: the reading half of `values`.
+"""Decoding plain values: the reading half of `values`.
 
-Every part is checked before anything is made of it; whatever is wrong is a `CorruptError` or one of the builtin errors that
-`decode_value` turns into one.
+Every part is checked before an object is made of it. A wrong part raises a `CorruptError`, or a builtin error that `decode_value`
+turns into one.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ..errors import CorruptError
 from .objects import rebuilt
 
 MAX_DEPTH = 64
-"""How deep containers may nest; msgpack itself stops at a few hundred levels, of which one container takes up to three."""
+"""How deep containers may nest. One container takes up to three levels of msgpack, which stops at a few hundred levels."""
 
 _MAX_DIMS = 64
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)}
-"""What a saved defaultdict may make."""
+"""The factories that a saved defaultdict may have, by name."""
 
 NUMPY_DTYPE = re.compile(r"[<>|](b1|i[1248]|u[1248]|f[248]|c8|c16|S[1-9]\d{0,8}|U[1-9]\d{0,8}|[mM]8(\[\d{0,9}[A-Za-z]+\])?)")
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-# Quantized, sub-byte and raw-bits dtypes are left out: their elements are not plain bytes that a copy carries over.
+# Without quantized, sub-byte and raw-bits dtypes: a copy of the bytes alone does not copy their elements.
 TENSOR_DTYPES = frozenset(
     name for name in TORCH_DTYPES if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8_e\w+|complex\d+", name)
 )
 
 
 def decode_node(node: Any, depth: int) -> Any:
-    """Decode the value that a msgpack node stands for; containers may nest `depth` levels below it."""
+    """Decode the value of a msgpack node; containers may nest `depth` levels below it."""
     kind = type(node)
     if kind in _LEAVES:
         return node
@@ -55,14 +55,14 @@ def decode_node(node: Any, depth: int) -> Any:
 
 
 def _decode_each(nodes: list[Any], depth: int) -> list[Any]:
-    # Lists may be long, and most are of leaves alone; those are told apart without a call for each.
+    # Lists may be long, and most have only leaves, which this decodes without a call for each.
     if _LEAVES.issuperset(map(type, nodes)):
         return nodes
     return [node if type(node) in _LEAVES else decode_node(node, depth) for node in nodes]
 
 
 def _typed(body: Any, *kinds: type) -> tuple[Any, ...]:
-    """Check the items of a fixed-length list, each of exactly the type wanted, and return them."""
+    """Check that a list has exactly one item of each of these types, in order, and return the items."""
     if type(body) is not list or [type(item) for item in body] != list(kinds):
         raise CorruptError("a value's parts are not what its kind has")
     return tuple(body)
@@ -105,7 +105,7 @@ def _checked_lengths(shape: list[Any]) -> list[int]:
 
 
 def _decode_size(body: Any, depth: int) -> torch.Size:
-    """Decode a size, which need not be a shape: one that `view` takes has a -1."""
+    """Decode a size. It need not be the shape of a tensor: a size for `view` may have a -1."""
     sizes = _one(body, list)
     if any(type(size) is not int or not -(2**63) <= size < 2**63 for size in sizes):
         raise CorruptError(f"a torch.Size of {sizes!r:.80} is none")

@@ -1,13 +1,13 @@
-"""Encoding of plain values, which come back the same, without pickle.
+"""Encoding plain values without pickle, so that they come back the same.
 
 A value is a tree. Its leaves and lists are msgpack's own; everything else is a map of one entry, ``{tag: body}``
 (``docs/format.md``, section 6, lists the tags), so any msgpack reader can walk it.
 
-1. *Encode* goes by exact type. A subclass (a namedtuple) would come back as something else, so it is refused with the place
-   where it sits; nothing is guessed and nothing is lost. Enums and a few classes of the standard library are `objects`.
+1. *Encode* goes by exact type. A subclass (a namedtuple) would come back as another type, so it is refused with its place
+   in the value; nothing is guessed and nothing is lost. Enums and a few classes of the standard library are `objects`.
 2. Identical values give identical bytes: sets are sorted by their elements' bytes, a NaN has one spelling, integers and floats
-   keep their types. Dicts keep their order, which therefore counts.
-3. *Decode* trusts nothing: depth, lengths, dtypes and shapes are checked before anything is made of them.
+   keep their types. Dicts keep their order, so two dicts with other orders have other bytes.
+3. *Decode* checks depth, lengths, dtypes and shapes before it makes an object of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .objects import is_object, parts_of, plain_key
 from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node
 
 MAX_STEPS = 256
-"""Keys that lead to a value in the state: how deep the dicts of a state may nest."""
+"""The most keys that lead to a value in the state: how deep the dicts of a state may nest."""
 
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _NAN = float("nan")
@@ -40,7 +40,7 @@ _PLAIN_KEYS = _LEAVES | {str, int, float}
 
 @dataclass(slots=True)
 class _Place:
-    """The place of the encoder in the value; made for containers only, used for messages only."""
+    """The place of the encoder in the value, for messages. Only containers get one."""
 
     name: str
     parent: _Place | None = None
@@ -77,7 +77,7 @@ def encode_value(value: Any, name: str) -> bytes:
     Returns
     -------
     bytes
-        The same for every identical value, on any rank.
+        Identical values have the same bytes, on any rank.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def encode_value(value: Any, name: str) -> bytes:
     place = _Place(name)
     try:
         packed: bytes = msgpack.packb(_encode(value, place))
-    except (ValueError, OverflowError, MemoryError) as error:  # over msgpack's 4 GiB for one string, or out of memory
+    except (ValueError, OverflowError, MemoryError) as error:  # a string above msgpack's 4 GiB, or no memory left
         place.refuse(f"too large for a value ({error}); keep it in the state as a torch tensor")
     return packed
 
@@ -103,7 +103,7 @@ def decode_value(data: bytes | bytearray | memoryview, *, name: str = "value") -
     Raises
     ------
     CorruptError
-        The bytes are no encoded value.
+        The bytes are not an encoded value.
     """
     try:
         return decode_node(msgpack.unpackb(data), MAX_DEPTH)
@@ -123,7 +123,7 @@ def is_plain(value: Any) -> bool:
 
 
 def encode_path(keys: Sequence[Any]) -> bytes:
-    """Encode the keys that lead to a value in the state; they keep their types.
+    """Encode the keys that lead to a value in the state. The keys keep their types.
 
     >>> decode_path(encode_path(["extra", 3, (1, "a")]))
     ('extra', 3, (1, 'a'))
@@ -132,17 +132,17 @@ def encode_path(keys: Sequence[Any]) -> bytes:
 
 
 def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    """Decode what `encode_path` made; CorruptError for anything else."""
+    """Decode the keys that `encode_path` encoded; raise `CorruptError` for other bytes."""
     return keys_of(decode_steps(data))
 
 
 def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
-    """Extract the keys of steps; a step into an OrderedDict, Counter or defaultdict is a dict of one key."""
+    """Return the keys of steps. A step into an OrderedDict, Counter or defaultdict is a dict with one key."""
     return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
 
 
 def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    """Decode a path, with the dicts that its steps are into; CorruptError for anything else."""
+    """Decode the steps of a path; `keys_of` returns their keys. Raise `CorruptError` for other bytes."""
     steps = decode_value(data, name="path in the state")
     if not isinstance(steps, list) or len(steps) > MAX_STEPS:
         raise CorruptError(f"path in the state: no list of up to {MAX_STEPS} keys; use another checkpoint")
@@ -157,12 +157,12 @@ def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
 
 
 def check_keys(paths: Iterable[tuple[Any, ...]]) -> None:
-    """Refuse paths of one checkpoint with too many keys of one hash: dicts are made of them (see `core.hashing`).
+    """Refuse the paths of a checkpoint if too many of their keys have one hash: these keys go into dicts (see `core.hashing`).
 
     Raises
     ------
     CorruptError
-        There are too many.
+        More than `MAX_ALIKE` keys have one hash.
     """
     keys = {encode_value(key, "key"): key for path in paths for key in path if type(key) is not str}
     if too_many_alike(keys.values()):
@@ -191,7 +191,7 @@ def _encode_item(item: Any, place: _Place, step: Any) -> Any:
 
 
 def _is_leaf(item: Any) -> bool:
-    """Tell whether an item is encoded as itself: the short way for what long lists are made of."""
+    """Return whether an item is encoded as itself. This is the quick way for the items of long lists."""
     kind = type(item)
     if kind is int:
         return bool(_INT_MIN <= item <= _INT_MAX)
@@ -210,7 +210,7 @@ def _encode_object(value: Any, place: _Place) -> Any:
 
 
 def _check_keys(keys: Collection[Any], place: _Place) -> None:
-    """Refuse keys that a reader would refuse: too many of one hash, or some that are one where their classes are unknown."""
+    """Refuse keys that a reader would refuse: too many with one hash, or two that are one key without their classes."""
     if too_many_alike(keys):
         place.refuse(f"more than {MAX_ALIKE} of its keys have the same hash, which would be slow to read; use text as keys")
     if not all(type(key) in _PLAIN_KEYS for key in keys) and len({plain_key(key) for key in keys}) < len(keys):
@@ -229,7 +229,7 @@ def _encode_int(value: int, place: _Place) -> Any:
 
 
 def _encode_float(value: float, place: _Place) -> float:
-    return _NAN if isnan(value) else value  # NaNs of either sign and any payload are one value, whatever the processor made
+    return _NAN if isnan(value) else value  # all NaNs are one value: their sign and payload depend on the processor
 
 
 def _encode_complex(value: complex, place: _Place) -> Any:
@@ -279,7 +279,7 @@ def _encode_array(value: np.ndarray[Any, Any], place: _Place) -> Any:
 
 
 def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
-    """Give the bytes of an array; memory that nobody has set may hold bools and text that are none, and that a reader refuses."""
+    """Return the bytes of an array. Uninitialized memory may have invalid bools and text, which a reader would refuse."""
     if value.dtype.kind == "b":
         value = value.view(np.uint8) != 0
     data = value.tobytes()
@@ -289,7 +289,7 @@ def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
 
 
 def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
-    if isinstance(value, np.str_):  # through an array, or numpy's own __str__, text and bytes would lose the NULs at their end
+    if isinstance(value, np.str_):  # str.__str__, because arrays and numpy's own __str__ drop NULs at the end
         return {"numpy.str": _encode_str(str.__str__(value), place)}
     if isinstance(value, np.bytes_):
         return {"numpy.bytes": bytes(value)}
@@ -303,11 +303,10 @@ def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
             f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved in a value; make it dense, with data"
         )
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.dtype is torch.bool:  # memory that nobody has set may hold other bytes than 0 and 1, which a reader refuses
+    if flat.dtype is torch.bool:  # uninitialized memory may have bytes other than 0 and 1, which a reader refuses
         flat = flat.view(torch.uint8) != 0
-    data = (
-        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    )  # empty ones may have strides that torch will not view
+    # torch cannot view an empty tensor with some strides.
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return {"torch.Tensor": [name, list(value.shape), data]}
 
 

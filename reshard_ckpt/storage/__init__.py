@@ -29,17 +29,17 @@ __all__ = [
     "resolved_path",
 ]
 
-# Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` reads "s3:/bucket".
+# Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` becomes "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Convert a path to text, a leading ``~`` expanded as a shell does it.
+    """Convert a path to text, and expand a leading ``~`` as a shell does.
 
     Raises
     ------
     UsageError
-        It is no path at all.
+        It is neither a str nor an `os.PathLike`, or the text cannot be a path.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
@@ -52,7 +52,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def resolved_path(path: str | os.PathLike[str]) -> str:
-    """Make a path absolute, so that it stays the same place when the process changes its working folder.
+    """Make a path absolute, so that it names the same folder after the process changes its working folder.
 
     >>> resolved_path("/ckpt/./run/"), resolved_path("memory://run")
     ('/ckpt/run', 'memory://run')
@@ -82,15 +82,15 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 def open_beside(storage: Storage, relative: str, key: str) -> Storage:
-    """Open the store at a path from another one, such as ``../step_90``, in which `key` is looked for.
+    """Open the store at a path relative to another store, such as ``../step_90``; the caller wants the file `key` of it.
 
-    A folder may be reached by a symbolic link. Then the path goes out from the link, or from where that leads: from whichever has
-    the key.
+    The other store's folder may be a symbolic link. Then the path is relative to the link or to the link's target: of the two
+    stores, the one that has the key is opened.
 
     Raises
     ------
     CorruptError
-        The path leads above everything that there is.
+        The path leads above the root of the file system, or of the memory store.
     """
     scheme, _, rest = storage.url.rpartition("://")
     if scheme:

@@ -1,4 +1,6 @@
-"""The store of a checkpoint some of whose files lie in other checkpoints' folders: reads there, and does all else at home."""
+"""The store of a checkpoint that refers to files in the folders of other checkpoints.
+
+It reads those files in the other folders; it writes, lists and deletes only in the folder of the checkpoint itself."""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ class FollowedStorage(Storage):
     Parameters
     ----------
     own
-        The checkpoint's own; closed by whoever opened it, as are the others.
+        The checkpoint's own store. Its caller closes it, and the other stores too.
     others
-        Other stores, by what the keys of their files begin with, such as ``../step_90/``.
+        The other stores, each by the prefix of its files' keys, such as ``../step_90/``.
     """
 
     def __init__(self, own: Storage, others: Mapping[str, Storage]) -> None:

@@ -1,10 +1,10 @@
 """The store in a file system: files below one folder, local or shared between nodes.
 
-1. *Write*: folders are walked from the root by descriptor and no symbolic link below the root is followed, so that a link that
-   somebody placed there cannot send a write elsewhere. Reading follows links: a user may have moved a file to another disk.
-2. *Durable*: a file is synced when it is finished; the folders that name it are synced by `sync`.
+1. *Write*: folders are opened one by one from the root, by descriptor, and symbolic links below the root are refused. So a link
+   that somebody placed there cannot send a write elsewhere. Reads follow links: a user may have moved a file to another disk.
+2. *Durable*: `Writer.finish` syncs a file; `sync` syncs the folders that have its name.
 3. *Publish*: a temporary file beside the target, fsync, rename, fsync of the folder. A crash before the rename leaves the old
-   file, after it the new one; a stray temporary file is all that can remain, and the next `publish` of that key removes it.
+   file, after it the new one. Only a temporary file can be left over, and the next `publish` of that key removes it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ from .protocol import (
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODE, _FOLDER_MODE = 0o664, 0o775
-"""The umask takes away from these; no umask makes a checkpoint writable for everybody."""
+"""Permissions of new files and folders, before the umask. They do not let everybody write, whatever the umask."""
 
 _WRITE_OUT_BYTES = 8 << 20
-"""After so many bytes the kernel is asked to begin writing them to disk, so that little is left to do for the last fsync."""
+"""Each time that a writer has written this many bytes, the kernel is asked to begin to write them to disk, so that the last fsync
+is short."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
@@ -59,7 +60,7 @@ _TRIES = 10
 
 
 class LocalStorage(Storage):
-    """A `Storage` below one folder of the file system, which is made when the first file is."""
+    """A `Storage` below one folder of the file system. The first file that is created creates the folder too."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(root)
@@ -89,14 +90,14 @@ class LocalStorage(Storage):
                 with self._folder(folders, make=True) as folder:
                     return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
             except FileNotFoundError:
-                # Another rank that cleans up may remove the folder, as it is empty, just after this one found or made it.
+                # Another rank that cleans up may remove the empty folder just after this rank found or made it.
                 if not tries_left:
                     raise
         raise AssertionError
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """Open a folder below the root, without following a link below it; gives its descriptor."""
+        """Yield the descriptor of a folder below the root; links below the root are not followed."""
         if make and not (self._has_root and os.path.isdir(self._root)):
             _make_root(self._root)
             self._has_root = True
@@ -165,15 +166,15 @@ class LocalStorage(Storage):
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> FileLock | None:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
-        # A network file system gives an exclusive lock only to who may write; a shared one must do on a read-only one.
+        # On a network file system an exclusive lock needs a file open for writing; a shared lock must work on a read-only one.
         access = os.O_RDONLY if shared else os.O_RDWR
-        # O_NONBLOCK: or a pipe would be waited for.
+        # O_NONBLOCK: otherwise opening a pipe would wait for its other end.
         flags = access | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         with Explained("lock", path):
             try:
                 with self._folder(folders, make=make) as folder:
                     lock = lock_file(os.open(name, flags, _FILE_MODE, dir_fd=folder), path, shared=shared)
-                    # Between opening and locking, another process that had it locked may have deleted the file.
+                    # Between opening and locking, the process that held the lock may have deleted the file.
                     if lock is not None and not _is_same(name, folder, lock.fd):
                         lock.release()
                         raise missing(path)
@@ -225,8 +226,8 @@ class LocalStorage(Storage):
             self._remove_empty(parts)
 
     def _remove_empty(self, folders: Sequence[str]) -> None:
-        """Remove a folder below the root and those above it, as far as they are empty."""
-        # Refused where one is not empty, or where another rank was quicker: both are fine.
+        """Remove a folder below the root and the folders above it, as long as they are empty."""
+        # The system refuses to remove a folder that is not empty, or that another rank has removed: both are fine.
         with suppress(OSError):
             for n in range(len(folders), 0, -1):
                 with self._folder(folders[: n - 1]) as folder:
@@ -262,7 +263,7 @@ class LocalWriter(Writer):
         with Explained("write", self._path):
             if self._fd is not None:
                 os.fsync(self._fd)
-            self._close()  # network file systems report a failed write as late as here
+            self._close()  # network file systems may report a failed write only here
         self._done = True
 
     def _close(self) -> None:
@@ -274,7 +275,7 @@ class LocalWriter(Writer):
         if self._done:
             return
         self._done = True
-        # The caller raises the reason for this abort; that the clean-up failed too must not hide it.
+        # The caller raises the reason for this abort; an error of the clean-up must not hide it.
         with suppress(OSError):
             self._close()
         with suppress(StorageError):
@@ -283,12 +284,12 @@ class LocalWriter(Writer):
 
 @lru_cache(1024)
 def _path_of(root: str, key: str) -> str:
-    """The path of a key; kept, as between the reads of a load each step of Python takes several times as long as elsewhere."""
+    """Return the path of a key. Cached: a load calls this between its reads, where Python is several times slower."""
     return os.path.join(root, *key_parts(key))
 
 
 def _is_same(name: str, folder: int, fd: int) -> bool:
-    """Tell whether the file of that name is still the one that is open."""
+    """Return whether `name`, in an open folder, is still the file that `fd` has open."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -302,26 +303,28 @@ def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = Non
 
 
 def _close_folder(fd: int) -> None:
-    with suppress(OSError):  # it was only looked through, so nothing is lost; to fail now would lose what was opened in it
+    with suppress(
+        OSError
+    ):  # this folder was only passed through, so its error loses nothing; raising it would lose the result of the block
         os.close(fd)
 
 
 def _make_root(path: str) -> None:
-    """Make a folder and what is missing above it, each durably: `sync` does not look above the root."""
+    """Make a folder and the missing folders above it, and sync each: `sync` does not look above the root."""
     above = os.path.dirname(path)
     if not os.path.isdir(path):
         _make_root(above)
         with suppress(FileExistsError):
             os.mkdir(path, _FOLDER_MODE)
-    # Also where it is there: its maker may have been killed before this. A folder that may not be read is not ours.
+    # Also if it existed: its maker may have been killed before it synced. A folder that this user cannot read is not ours.
     with suppress(PermissionError):
         sync_folder(above)
 
 
 def _remove_temporaries(folder: int, name: str) -> None:
-    """Remove temporary files of killed publishers of this name; to publish takes the folder's lock, so none of them is alive."""
+    """Remove temporary files of killed `publish` calls. The caller holds the folder's lock, so no such call still runs."""
     stray = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.tmp")
-    with suppress(OSError):  # it is published: what cannot be removed now is no reason to fail
+    with suppress(OSError):  # the new file is published: a leftover that cannot be removed now does no harm
         for found in os.listdir(folder):
             if stray.fullmatch(found):
                 os.unlink(found, dir_fd=folder)
@@ -345,7 +348,7 @@ def _files_below(path: str, start: str) -> Iterator[tuple[str, int]]:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(entry.path, f"{start}{entry.name}/")
             continue
-        # Another rank may delete while this one looks; a link may lead nowhere.
+        # Another rank may delete files meanwhile; a link may lead nowhere.
         with suppress(FileNotFoundError):
             status = entry.stat()
             if stat.S_ISREG(status.st_mode):

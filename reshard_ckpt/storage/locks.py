@@ -1,8 +1,8 @@
-"""Advisory locks on files, which the system releases when the process that has them dies.
+"""Advisory locks on files, which the system releases when their process dies.
 
 They are `flock` locks, so they also exclude other openings within this process. A forked child, such as a loader's worker, would
-share its parent's lock, and keep it when the parent has died; so it closes its copies at once. Every lock of this package is one
-of these, and nothing else, such as a mapping, may have the locked descriptor, which would keep it open in the child.
+share its parent's lock, and keep it after the parent has died; so it closes its copies at once. Every lock of this package is one
+of these. Nothing else, such as a mapping, may use the locked descriptor: that would keep it open in the child.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from .protocol import Lock
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 MOMENTS_S = 120.0
-"""How long a lock that is held for moments may be held: somebody may allocate gigabytes of memory, or publish on a slow disk."""
+"""The longest wait of `await_lock`. Its locks are held only for moments, but in these a process may allocate gigabytes of
+memory, or publish on a slow disk."""
 
 _LIVE_LOCKS: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class LocksUnsupported(StorageError):
-    """The file system knows no locks."""
+    """The file system does not support locks."""
 
 
 class FileLock(Lock):
@@ -55,14 +56,14 @@ class FileLock(Lock):
 
 
 def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
-    """Lock an open file, which the lock then owns; None, and the file closed, where somebody else's lock excludes this one.
+    """Lock an open file, and let the lock own it; if another lock excludes this one, close the file and return None.
 
     Raises
     ------
     LocksUnsupported
         The file system knows no locks.
     """
-    lock = FileLock(fd)  # from here on a child that is forked meanwhile closes its copy
+    lock = FileLock(fd)  # first, so that a child that is forked from here on closes its copy
     if _takes(lock, path, shared):
         return lock
     lock.release()
@@ -70,16 +71,16 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
 
 
 def await_lock(fd: int, path: str, *, shared: bool = False) -> FileLock:
-    """Lock an open file as `lock_file` does, once nobody else's lock excludes this one: for locks that are held for moments.
+    """Lock an open file as `lock_file` does, and wait until no other lock excludes this one: for locks that are held for moments.
 
     Raises
     ------
     StorageError
-        Somebody has held it for so long that they must hang.
+        Another process has held the lock for `MOMENTS_S`, so it must hang.
     """
     lock, began = FileLock(fd), time.monotonic()
     try:
-        # A call that waits cannot be left: a process that was stopped while it has the lock would stop all others.
+        # A blocking flock has no timeout: a process that is stopped while it holds the lock would stop all others.
         while not _takes(lock, path, shared):
             waited = time.monotonic() - began
             if waited >= MOMENTS_S:

@@ -1,7 +1,7 @@
 """The store in memory: bytes under ``memory://name``, shared by the whole process.
 
-All `MemoryStorage` of one name see the same files, and one of ``run`` sees those of ``run/step_100`` below it, as a folder does
-on a disk. Files that are deleted take no memory.
+Stores of one name have the same files. The store ``run`` also has the files of ``run/step_100``, below it, as a folder on a disk
+has. A deleted file frees its memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOCK = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Make a new lock in a forked child: a thread that is gone may hold the old one, and have left the paths half changed."""
+    """Make a new lock and list the paths anew in a forked child: a thread of the parent may have been changing them."""
     global _LOCK
     _LOCK = threading.Lock()
     _PATHS[:] = sorted(_FILES)
@@ -42,10 +42,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 _FILES: dict[str, bytes] = {}
 _PATHS: list[str] = []
-"""The paths of all files, in order, so that those of a folder lie together."""
+"""The sorted paths of all files, in which the files of a folder lie together."""
 
 _LOCKS: dict[str, list[bool]] = {}
-"""Of each locked file, whether each lock on it is shared."""
+"""The locks on each locked file: for each lock, whether it is shared."""
 
 
 def _set(path: str, data: bytes) -> None:
@@ -60,7 +60,7 @@ def _remove(path: str) -> None:
 
 
 def _below(folder: str) -> Sequence[str]:
-    """List the files of a folder, whose path ends with its slash: they come before any path with the letter that follows it."""
+    """List the files of a folder, whose path ends with a slash. They sort before the path that ends with the next character."""
     return _PATHS[bisect_left(_PATHS, folder) : bisect_left(_PATHS, folder[:-1] + chr(ord("/") + 1))]
 
 
@@ -96,7 +96,7 @@ class MemoryStorage(Storage):
         return MemoryWriter(self, key)
 
     def _refuse_mixed(self, key: str) -> None:
-        """Refuse a key that would make a file a folder too, or a folder a file, as a disk does."""
+        """Refuse a key that would use a file as a folder, or a folder as a file, as a disk does."""
         path = self._root + key
         above = [path[:at] for at, letter in enumerate(path) if letter == "/" and path[:at] in _FILES]
         if above:
@@ -197,7 +197,7 @@ class MemoryLock(Lock):
 
 
 class MemoryWriter(Writer):
-    """A new file in memory; its bytes can be read once it is finished."""
+    """A new file in memory; it can be read once it is finished."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         self._storage, self._key = storage, key

@@ -1,4 +1,4 @@
-"""System calls made whole: short reads and writes continued, descriptors kept and closed, errors explained."""
+"""System calls that finish their work: they continue short reads and writes, cache descriptors, and explain errors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _NEXT_STEPS = {
 
 
 class Explained:
-    """Turns an `OSError` into a `StorageError` that says what failed, where, why, and what to do.
+    """Context manager that raises an `OSError` as a `StorageError` with the operation, the place, the reason and the next step.
 
-    A class, as it is around every read and write, where a generator would take several times as long.
+    A class and not a generator: it is entered for every read and write, and a generator takes several times as long.
     """
 
     __slots__ = ("_action", "_path")
@@ -59,7 +59,7 @@ class Explained:
 
 
 def sync_folder(folder: str | int) -> None:
-    """Make the names in a folder durable, given by path or by descriptor; one that is gone needs nothing."""
+    """Make the names in a folder durable. The folder is a path or a descriptor; a folder that is gone needs nothing."""
     if isinstance(folder, str):
         try:
             fd = os.open(folder, FOLDER)
@@ -73,7 +73,7 @@ def sync_folder(folder: str | int) -> None:
     try:
         os.fsync(folder)
     except OSError as error:
-        # Some network and user-space file systems know no fsync of folders; theirs are as durable as they can be.
+        # Some network and user-space file systems cannot sync folders; there is no more to do.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
@@ -82,33 +82,33 @@ def write_all(fd: int, data: memoryview) -> None:
     """Write all of `data`: the system takes at most 2 GiB in one call."""
     while len(data):
         written = os.write(fd, data)
-        if written == 0:  # trying again might go on for ever
+        if written == 0:  # a write of 0 bytes: trying again might go on for ever
             raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
         data = data[written:]
 
 
 def free_bytes_at(path: str) -> int | None:
-    """Count the bytes that a file system has left for this user, at a folder that may not exist yet; None where unknown."""
+    """Return the free bytes of a file system for this user, or None if unknown; the folder at `path` need not exist yet."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     status = os.statvfs(path)
-    if status.f_blocks == 0:  # what file systems report that keep no count, as some in user space do
+    if status.f_blocks == 0:  # some file systems in user space keep no count, and report this
         return None
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
 def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
-    """Have the kernel begin to write a range of a file to its disk, without waiting for it.
+    """Let the kernel begin to write a range of a file to its disk, and do not wait for it.
 
-    That a file will not be needed makes Linux do so; pages that are still being written stay in its cache all the same.
+    Linux does so on the advice that the range will not be needed; pages that are still being written stay in its cache.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # advice: where it cannot be taken, the fsync does all
+        with suppress(OSError):  # it is only advice: without it, the fsync has more to do
             os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
-    """Fill the views from `offset` on; the number of bytes that are left, above 0 only where the file ends."""
+    """Fill the views from byte `offset` on; return the number of bytes that are missing, above 0 only if the file ends before."""
     views = [view for view in views if len(view)]
     left = sum(map(len, views))
     while left:
@@ -122,7 +122,7 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
 
 
 def _remaining(views: list[memoryview], filled: int) -> list[memoryview]:
-    """Drop that many bytes from the front of the views."""
+    """Return the views without their first `filled` bytes."""
     for i, view in enumerate(views):
         if filled < len(view):
             return [view[filled:], *views[i + 1 :]]
@@ -131,8 +131,8 @@ def _remaining(views: list[memoryview], filled: int) -> list[memoryview]:
 
 
 def open_to_read(path: str) -> int:
-    """Open a regular file; anything else is as good as missing."""
-    # Without O_NONBLOCK, a pipe that somebody placed there would keep us waiting for its other end.
+    """Return the descriptor of a regular file; anything else, such as a pipe, counts as missing."""
+    # Without O_NONBLOCK, opening a pipe that somebody placed there would wait for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         kind = os.fstat(fd).st_mode
@@ -148,7 +148,7 @@ def open_to_read(path: str) -> int:
 
 
 def read_at_most(path: str, limit: int) -> bytes:
-    """Read the first `limit` bytes of a file; the memory taken grows with what is there, not with the limit."""
+    """Read the first `limit` bytes of a file. The memory needed grows with the size of the file, not with the limit."""
     fd = open_to_read(path)
     data = bytearray()
     try:
@@ -161,7 +161,7 @@ def read_at_most(path: str, limit: int) -> bytes:
 
 @contextmanager
 def locked(folder: int) -> Iterator[None]:
-    """Lock an open folder against others who lock it; where the file system has no locks, exclude nobody."""
+    """Hold an exclusive lock on an open folder. A file system without locks excludes nobody."""
     fd, lock = os.open(".", FOLDER, dir_fd=folder), None
     where = f"/proc/self/fd/{folder}"
     with suppress(OSError, LocksUnsupported):
@@ -175,7 +175,7 @@ def locked(folder: int) -> Iterator[None]:
 
 
 class OpenFile:
-    """A descriptor that is closed when nothing refers to this object any more, so not under a thread that still reads."""
+    """A descriptor that is closed once nothing refers to this object, so that no thread loses it while it reads."""
 
     __slots__ = ("fd",)
 
@@ -192,7 +192,7 @@ _ALL_OPEN: WeakSet[OpenFiles] = WeakSet()
 
 
 class OpenFiles:
-    """A cache of the files read last, kept open: at most `max_files`, besides those in use."""
+    """A cache of open files: the `max_files` that were read last; a file that a thread is reading stays open longer."""
 
     def __init__(self, max_files: int) -> None:
         self._max_files = max_files

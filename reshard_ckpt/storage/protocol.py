@@ -1,9 +1,9 @@
-"""The protocol of stores: bytes under keys, of which any one can be replaced atomically.
+"""The protocol of stores: bytes under keys; one file can be replaced atomically.
 
 A key is a relative posix path. Shard files are written once, front to back, and then only read, by ranges; small documents (the
-catalog) are read whole and replaced whole with `publish`, which is the only operation that must be atomic.
+catalog) are read whole and replaced whole with `publish`, the only operation that must be atomic.
 
-Durable means: it survives a power cut. A file's bytes are durable after `Writer.finish`, its name after `Storage.sync`.
+Durable means that it survives a power cut. A file's bytes are durable after `Writer.finish`, its name after `Storage.sync`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol, TypeAlias, TypeVar
 from ..errors import CorruptError, StorageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Bytes to write; a memoryview must be C-contiguous, of any item size."""
+"""Bytes to write. A memoryview must be C-contiguous; its items may have any size."""
 
 Self = TypeVar("Self")
 
 
 class MissingKey(StorageError):
-    """There is no file of that key."""
+    """There is no file under that key."""
 
 
 class PublishConflict(StorageError):
-    """The file to replace is not what the caller expected it to be: somebody else published meanwhile."""
+    """The file to replace has other bytes than the caller expected: somebody else published meanwhile."""
 
 
 class Writer(Protocol):
@@ -37,7 +37,7 @@ class Writer(Protocol):
         """Make the bytes durable and close; once finished, this does nothing."""
 
     def abort(self) -> None:
-        """Close, and remove the file; once finished or aborted, this does nothing."""
+        """Close and remove the file; after `finish` or `abort`, this does nothing."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -54,13 +54,13 @@ class Writer(Protocol):
 
 
 class Lock(Protocol):
-    """A lock on a file, until it is released, its ``with`` block is left, or the process dies."""
+    """A lock on a file. It ends with `release`, at the end of its ``with`` block, or when the process dies."""
 
     def release(self) -> None:
         """Release the lock; once released, this does nothing."""
 
     def note(self, text: bytes) -> None:
-        """Replace the contents of the locked file by a note for whoever finds it locked; for files that only serve as locks."""
+        """Replace the content of the locked file by a note for anyone who finds it locked; only for files that serve as locks."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -72,19 +72,19 @@ class Lock(Protocol):
 class Storage(Protocol):
     """Keys and bytes. Every method may be called from many threads at once; each `Writer` belongs to one.
 
-    Each method raises `StorageError` where the store refuses, and `CorruptError` where a key is no relative posix path (keys come
-    from catalogs, which may be damaged or hostile).
+    Each method raises `StorageError` if the store refuses, and `CorruptError` if a key is not a relative posix path: keys come
+    from catalogs, which may be damaged or hostile.
     """
 
     @property
     def url(self) -> str:
-        """Where this is, for messages."""
+        """The place of the store, for messages."""
 
     def create(self, key: str) -> Writer:
-        """Begin a new file, which exists from now on; one that is already there is an error."""
+        """Begin a new file, which exists from now on. If there is a file already, raise an error."""
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make it durable that these files are there, or are gone: the names of them, and of the folders above them."""
+        """Make it durable that these files exist, or that they are deleted, and that the folders above them exist."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, from byte `offset` on.
@@ -109,36 +109,36 @@ class Storage(Protocol):
         """
 
     def size(self, key: str) -> int | None:
-        """Look up the file's size in bytes; None where there is no such file."""
+        """Return the size of a file in bytes, or None if there is no such file."""
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """List the keys and sizes of all files in the folder `prefix` and below, in order of key."""
+        """List the keys and sizes of all files in the folder `prefix` and below it, sorted by key."""
 
     def free_bytes(self) -> int | None:
-        """Count the bytes that this user can still write here; None where the store cannot tell."""
+        """Return the number of bytes that this user can still write here, or None if the store cannot tell."""
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
-        """List the names of the folders right below the folder `prefix`, in order."""
+        """List the names of the folders directly below the folder `prefix`, sorted."""
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
-        """Lock a file, exclusively or (`shared`) against exclusive locks alone; never waits.
+        """Lock a file, without waiting. A lock excludes all others; a `shared` one excludes only locks that are not shared.
 
         Parameters
         ----------
         make
-            Make the file, empty, where there is none.
+            Make an empty file if there is none.
 
         Returns
         -------
         Lock or None
-            None where another lock excludes this one.
+            None if another lock excludes this one.
 
         Raises
         ------
         MissingKey
             There is no such file, or it was deleted meanwhile.
         LocksUnsupported
-            The store knows no locks.
+            The store does not support locks.
         """
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
@@ -147,16 +147,16 @@ class Storage(Protocol):
         Parameters
         ----------
         expected
-            What the file must hold at this moment, ``b""`` for "there must be none"; None replaces whatever there is.
+            The bytes that the file must have at this moment; ``b""`` if there must be no file. None: replace any file.
 
         Raises
         ------
         PublishConflict
-            It holds something else.
+            It has other bytes than `expected`.
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and then their folders that are empty now, except the root; missing files are no error."""
+        """Remove files, and then the folders that this has emptied, except the root. Missing files are passed over."""
 
     def close(self) -> None:
         """Close open files; a later call opens them again."""
@@ -169,7 +169,7 @@ class Storage(Protocol):
 
 
 def key_parts(key: str) -> tuple[str, ...]:
-    """Split a key into the names of its folders and file; refuses one that would leave the root.
+    """Split a key into the names of its folders and its file; refuse a key that would leave the root.
 
     >>> key_parts("0a1b/rank00003-0.safetensors")
     ('0a1b', 'rank00003-0.safetensors')
@@ -183,17 +183,17 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def folder_parts(prefix: str) -> tuple[str, ...]:
-    """Split the name of a folder as `key_parts` does; "" is the root."""
+    """Split the path of a folder as `key_parts` does; the root is ""."""
     return key_parts(prefix) if prefix else ()
 
 
 def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
-    """List all folders that these keys are in, deepest first; the root, above all, is ``()``.
+    """List all folders above these keys, the deepest first; the root is ``()``.
 
     >>> folders_above(["a/b/1", "a/b/2", "c"])
     [('a', 'b'), ('a',), ()]
     """
-    if isinstance(keys, str):  # would pass for keys of one letter each
+    if isinstance(keys, str):  # a str would pass for keys of one letter each
         raise TypeError(f"{keys!r}: pass the keys of the files, not the folder")
     above = {parts[:n] for parts in map(key_parts, keys) for n in range(len(parts))}
     return sorted(above, key=len, reverse=True)
@@ -208,7 +208,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def flat_bytes(data: Buffer) -> memoryview:
-    """View the same memory as single bytes."""
+    """Return a view of the same memory as single bytes."""
     view = memoryview(data)
     if view.nbytes == 0:
         return memoryview(bytearray())  # an empty view of several dims cannot be cast
@@ -216,29 +216,29 @@ def flat_bytes(data: Buffer) -> memoryview:
 
 
 def read_range(storage: Storage, key: str, offset: int, num_bytes: int) -> memoryview:
-    """Read some bytes of a file into new memory; see `Storage.read_into`."""
+    """Read `num_bytes` bytes of a file, from `offset` on, into new memory; see `Storage.read_into`."""
     data = memoryview(bytearray(num_bytes))
     storage.read_into(key, offset, [data])
     return data
 
 
 def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a file from its beginning on: where each part begins, and the part, valid until the next one."""
+    """Yield the first `num_bytes` bytes of a file in parts: the offset and the bytes of each, valid until the next part."""
     buffer = memoryview(bytearray(min(part_bytes, num_bytes)))
-    for begin in range(0, max(num_bytes, 1), part_bytes):  # of an empty file one part, so that a missing one is an error
+    for begin in range(0, max(num_bytes, 1), part_bytes):  # an empty file is read as one part, so that a missing file is an error
         part = buffer[: num_bytes - begin]
         storage.read_into(key, begin, [part])
         yield begin, part
 
 
 def write_file(storage: Storage, key: str, data: Buffer) -> None:
-    """Write a new file, whose bytes are durable then; see `Storage.create`."""
+    """Write a new file, durably; see `Storage.create`."""
     with storage.create(key) as writer:
         writer.write(data)
 
 
 def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
-    """Make the error of a file that ends too early."""
+    """Return the error for a file that ends too early."""
     return CorruptError(
         f"{where}: wanted {wanted} bytes from byte {offset} on, but the file ends after {got} of them; "
         "it was truncated, so use another checkpoint"
@@ -246,24 +246,24 @@ def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
 
 
 def too_large(where: str, limit: int) -> CorruptError:
-    """Make the error of a document beyond its hard limit."""
+    """Return the error for a document above its hard limit of bytes."""
     return CorruptError(
         f"{where}: larger than {limit} bytes, the limit for such a file; it is damaged, so use another checkpoint"
     )
 
 
 def missing(where: str) -> MissingKey:
-    """Make the error of a file that is not there."""
+    """Return the error for a file that is missing."""
     return MissingKey(f"{where}: no such file")
 
 
 def exists(where: str) -> StorageError:
-    """Make the error of a file that is there and must not be."""
+    """Return the error for a file that exists and must not."""
     return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
 
 
 def conflict(where: str, expected: bytes, current: bytes) -> PublishConflict:
-    """Make the error of a compare-and-replace that found something else."""
+    """Return the error for a publish that found other bytes than it expected."""
     if current == b"":
         return PublishConflict(f"{where}: disappeared during this save; somebody deletes here: save to a path that is left alone")
     found = "appeared" if expected == b"" else "changed"

@@ -1,4 +1,4 @@
-"""An atomic swap of two files or folders, so that there is no moment in which neither is there."""
+"""An atomic swap of two files or folders: at every moment, there is one under each of the two paths."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import os
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-"""Errors of a kernel without this call, of a file system without this flag, and of a sandbox that allows neither."""
+"""Errors of a kernel without this call, of a file system without this flag, and of a sandbox that forbids the call."""
 
 
 def swap(one: str, other: str) -> bool:
-    """Exchange what two paths of one file system name, files or folders, in one atomic step.
+    """Exchange two files or folders of one file system in one atomic step.
 
     Returns
     -------
     bool
-        False where the system or the file system cannot: Linux from 3.15 on can on its own file systems, NFS cannot.
+        False if the system or the file system cannot swap. Linux can from 3.15 on, on its own file systems; NFS cannot.
 
     Raises
     ------
     OSError
-        It can, but refused.
+        The swap is supported, and failed.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
