@@ -32,7 +32,7 @@ from ..core.geometry.chunks import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
-from .objects import recognized
+from .objects import known_objects, recognized
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
@@ -136,23 +136,16 @@ def recognize(
 
 
 def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
-    _check_order(mesh, placements, name)
+    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if is_shard(one) and size > 1]
+    if len(set(dims)) < len(dims):
+        for one in known_objects():
+            one.check_mesh(mesh, placements, name)
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
     try:
         return layout_of(shape, local_shape, recognize(placements, shape, axis_names(mesh), tuple(mesh.shape), where))
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
-
-
-def _check_order(mesh: DeviceMesh, placements: tuple[Placement, ...], name: str) -> None:
-    """Refuse what Megatron-FSDP notes at the mesh, and no placement shows: that later axes cut a dim before earlier ones."""
-    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if is_shard(one) and size > 1]
-    if getattr(mesh, "_shard_order", None) is not None and len(set(dims)) < len(dims):
-        raise LayoutError(
-            f"{name}: Megatron-FSDP cuts it in another order than its placements {placements} say; pass the state dict to "
-            "preprocess_state_dict_for_uneven_dtensor first, which notes what each rank holds"
-        )
 
 
 @lru_cache(maxsize=4096)

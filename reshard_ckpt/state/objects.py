@@ -1,7 +1,7 @@
 """Objects of other frameworks in a state: tensors that hold a part of a global one, and placements of DTensors.
 
-A package registers its `Objects` by an entry point of the group `GROUP`. They are loaded when a state first has
-a tensor or a placement of a class that is not torch's, and that nothing here knows.
+A package registers its `Objects` by an entry point of the group `GROUP`. They are loaded when a state first has a tensor or a
+placement of a class that is not torch's and that nothing here knows, or a DTensor of which several axes shard one dim.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from .shards import FlatShard, LocalShard
 
 GROUP = "reshard_ckpt.objects"
 
-OWN = {"vescale": "reshard_ckpt.families.vescale.objects:OBJECTS"}
+OWN = {
+    "megatron": "reshard_ckpt.families.megatron.objects:OBJECTS",
+    "vescale": "reshard_ckpt.families.vescale.objects:OBJECTS",
+}
 """The entry points of this package, as in pyproject.toml."""
 
 
@@ -27,6 +30,10 @@ def _lower_none(tensor: Any) -> Sequence[LocalShard | FlatShard]:
 
 def _recognize_none(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
     return None
+
+
+def _accept(mesh: Any, placements: Sequence[Any], name: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,15 @@ class Objects:
     recognize
         Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as this library has
         it; None for a placement of another framework.
+    check_mesh
+        Takes the mesh and the placements of a DTensor of which several axes shard one dim, and its name. It raises `LayoutError`
+        if the framework has noted at the mesh that these axes cut in another order than torch says.
     """
 
     name: str
     lower: Callable[[Any], Sequence[LocalShard | FlatShard]] = _lower_none
     recognize: Callable[[str, Any, Ints], AxisPlacement | None] = _recognize_none
+    check_mesh: Callable[[Any, Sequence[Any], str], None] = _accept
 
 
 @cache
