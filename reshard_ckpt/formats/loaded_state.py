@@ -45,7 +45,7 @@ def serve_state(
     Raises
     ------
     UnsupportedError
-        The store is no local folder.
+        The store is not a local folder.
     """
     if not isinstance(storage, LocalStorage):
         raise UnsupportedError(f"{storage.url}: has files of torch.save, which are read from local folders; copy it to one")

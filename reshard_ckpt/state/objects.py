@@ -1,7 +1,7 @@
 """Objects of other frameworks in a state: tensors that hold a part of a global one, and placements of DTensors.
 
 A package registers its `Objects` by an entry point of the group `GROUP`. They are loaded when a state first has a tensor or a
-placement of a class that is not torch's and that nothing here knows, or a DTensor of which several axes shard one dim.
+placement of a class that is not torch's and that nothing here knows, or a DTensor with a dim that several axes shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Objects:
         Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as this library has
         it; None for a placement of another framework.
     check_mesh
-        Takes the mesh and the placements of a DTensor of which several axes shard one dim, and its name. It raises `LayoutError`
+        Takes the mesh and the placements of a DTensor with a dim that several axes shard, and its name. It raises `LayoutError`
         if the framework has noted at the mesh that these axes cut in another order than torch says.
     """
 

@@ -25,7 +25,7 @@ CLAIM_PATH = encode_path([])
 
 
 class StateBuilder:
-    """Describes what one rank saves or loads: add tensors and values, then ask for what a save or a load takes.
+    """Describes what one rank saves or loads: add tensors and values, then ask for the `Captured` or the `Target`.
 
     Examples
     --------
@@ -71,7 +71,7 @@ class StateBuilder:
         self._out.add(Entry(name, (), Kind.VALUE, None))
 
     def captured(self, warnings: tuple[str, ...] = ()) -> Captured:
-        """Return what a save takes. It warns once with each of `warnings`."""
+        """Return the content of a save, which warns once with each of `warnings`."""
         return Captured(tuple(self._out.tensors), tuple(self._out.values), None, warnings)
 
     def target(
@@ -80,7 +80,7 @@ class StateBuilder:
         check: Callable[[Mapping[str, Any]], list[str]],
         finish: Callable[[Mapping[str, Any], Iterable[str]], None],
     ) -> Target:
-        """Return what a load takes: the tensors, and the names of saved values, which `check` and `finish` get; see `Target`."""
+        """Return the target of a load; `values` are the names of saved values, which `check` and `finish` get; see `Target`."""
         names = tuple(values)
         return Target(tuple(self._out.tensors), names, (), names, check, finish)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...plugins import checkpoint, load_wanted
-from .names import NAME, OPTIMIZER
-from .values import DistributedState, job_mesh, opened
+from .names import NAME
+from .values import job_mesh, opened
 
 Path = str | os.PathLike[str]
 
@@ -68,12 +68,7 @@ def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: 
         As in `reshard_ckpt.checkpoint.load`.
     """
     _finish_last()
-    state = opened(checkpoint_state, loading=True)
-    report = load_wanted(path, state, as_saved=[NAME], read_once=broadcast_checkpoint)
-    optimizer = state.get(OPTIMIZER)
-    if isinstance(optimizer, DistributedState):
-        optimizer.finish()
-    return report
+    return load_wanted(path, opened(checkpoint_state, loading=True), as_saved=[NAME], read_once=broadcast_checkpoint)
 
 
 def _finish_last() -> None:

@@ -56,17 +56,13 @@ class DistributedState:
         return self._tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Keep the loaded tree; `finish` hands it to the optimizer once every rank has loaded."""
-        self._tree = dict(tree)
-
-    def finish(self) -> None:
-        """Hand the loaded state to the optimizer, in the form of its own ``state_dict()``."""
+        """Hand the loaded state to the optimizer, in the form of its own ``state_dict()``; all ranks have loaded by then."""
         for spec, box in self._boxes:
             spec.local_tensor = box.reshape(tuple(spec.local_shape))
         for name, entry in self._parameters():
-            entry |= {key: value for key, value in self._tree[STATE][name].items() if not is_spec(entry.get(key))}
+            entry |= {key: value for key, value in tree[STATE][name].items() if not is_spec(entry.get(key))}
         # home: the saved group of each parameter. Groups that have no parameter on this rank stay as they are.
-        home = {fqn: group for group in self._tree[GROUPS] for fqn in group["params"]}
+        home = {fqn: group for group in tree[GROUPS] for fqn in group["params"]}
         for group, members in zip(self._saved[GROUP_META], self._members(), strict=True):
             if members:
                 group |= {key: value for key, value in home[members[0]].items() if key != "params"}
