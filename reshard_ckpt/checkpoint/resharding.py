@@ -154,7 +154,7 @@ def reshard(
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
         open_shared_source(comm, src) as source,
-        open_storage(dst) as target,
+        open_storage(dst, timeout_s=timeout_s) as target,
     ):
         _check_target(source.storage, target)
         check_rename(source.catalog, rename)

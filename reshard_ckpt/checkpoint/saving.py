@@ -259,7 +259,7 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
         SAVES.wait_turn(when_busy=options.when_busy)
     metadata = encode_value(options.metadata, "metadata")
     local_shards = _described(capture, comm.rank, recorder)
-    storage = session.enter_context(open_storage(path))
+    storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
     with recorder.step("agree"):
         before = look(storage) if comm.rank == 0 else None
         accept = partial(check_free_space, storage)

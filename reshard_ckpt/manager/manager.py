@@ -120,7 +120,7 @@ class Manager(RunSteps):
         self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
-            storage = opening.enter_context(open_storage(self._root))
+            storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
                 had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))

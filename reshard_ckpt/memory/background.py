@@ -100,9 +100,11 @@ class Persisting:
         session: AbstractContextManager[Comm],
         before: Persisting | None,
         then: Callable[[bool, bool], object],
+        *,
+        timeout_s: float,
     ) -> None:
         self._folder, self.generation, self._mine, self._path = folder, generation, mine, path
-        self._session, self.before, self._then = session, before, then
+        self._session, self.before, self._then, self._timeout_s = session, before, then, timeout_s
         self._over = threading.Event()
         self._error: BaseException | None = None
         # Not a daemon thread: when the job ends, the interpreter waits for it, as for a save.
@@ -115,7 +117,7 @@ class Persisting:
             self.before = None
         is_new = False
         try:
-            with self._session as comm, open_storage(self._path) as storage:
+            with self._session as comm, open_storage(self._path, timeout_s=self._timeout_s) as storage:
                 images = NodeImages(self._folder, self.generation.save_id)
                 try:
                     is_new = persist(comm, images, self.generation, self._mine, storage)

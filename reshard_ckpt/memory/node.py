@@ -178,11 +178,11 @@ def run_folder(folder: str, root: str) -> Path:
     return path
 
 
-def enter_run(folder: Path) -> FileLock:
+def enter_run(folder: Path, timeout_s: float) -> FileLock:
     """Lock a run's folder as in use, shared with other processes of the run. Return the lock; the system releases it at exit."""
     with _explained(folder):
         fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    return await_lock(fd, str(folder / _ALIVE), shared=True)
+    return await_lock(fd, str(folder / _ALIVE), shared=True, timeout_s=timeout_s)
 
 
 def is_entered(folder: Path) -> bool:

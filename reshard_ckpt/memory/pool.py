@@ -43,6 +43,8 @@ class SlotPool:
         The user's options of the memory tier.
     folder
         The run's folder on this node.
+    timeout_s
+        Seconds to wait for a lock of another process of this node.
 
     Attributes
     ----------
@@ -54,8 +56,8 @@ class SlotPool:
         The reason for fewer generations, if this rank has found it; else empty.
     """
 
-    def __init__(self, options: Memory, folder: Path) -> None:
-        self._options, self._folder = options, folder
+    def __init__(self, options: Memory, folder: Path, *, timeout_s: float) -> None:
+        self._options, self._folder, self._timeout_s = options, folder, timeout_s
         self._entered: FileLock | None = None
         self.run = ""
         self.generations, self.short = options.generations, ""
@@ -101,7 +103,7 @@ class SlotPool:
         """
         if self._entered is None:
             run_folder(self._options.folder, root)
-            self._entered = enter_run(self._folder)
+            self._entered = enter_run(self._folder, self._timeout_s)
         if not self._folder.is_dir():
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
 
@@ -184,7 +186,7 @@ class SlotPool:
 
     def _adopted(self, num_bytes: int) -> Slot | None:
         """Return a large enough slot that a dead process left and whose save is not in a generation; None if there is none."""
-        with node_lock(self._folder):
+        with node_lock(self._folder, self._timeout_s):
             known = {generation.save_id for generation in find_generations(self._folder)}
             for slot in dead_slots(self._folder, self.paths()):
                 is_free = saved_in(slot) not in known
@@ -196,7 +198,7 @@ class SlotPool:
     def _new_slot(self, num_bytes: int) -> Slot:
         # Under the lock until the file has its size, which other processes count as promised memory.
         path, wanted = str(self._folder / f"{secrets.token_hex(8)}{SLOT_SUFFIX}"), slot_bytes(num_bytes)
-        with node_lock(self._folder):
+        with node_lock(self._folder, self._timeout_s):
             while short := self._shortage(wanted):
                 if not self._give_up_oldest():
                     raise NoRoom(short)
@@ -282,10 +284,10 @@ class SlotPool:
 
 
 @contextmanager
-def node_lock(folder: Path) -> Iterator[None]:
+def node_lock(folder: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a run's folder, under which processes of this node make and remove slots."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with await_lock(fd, str(folder / "lock")):
+    with await_lock(fd, str(folder / "lock"), timeout_s=timeout_s):
         yield
 
 

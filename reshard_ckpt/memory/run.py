@@ -245,7 +245,7 @@ class MemoryRun:
                 self._on_stored(generation.step)
 
         self._tier.pool.pin(generation.save_id)
-        self._writing = Persisting(self._folder, generation, mine, path, session, self._writing, over)
+        self._writing = Persisting(self._folder, generation, mine, path, session, self._writing, over, timeout_s=self._timeout_s)
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:

@@ -87,7 +87,7 @@ class Tier:
         timeout_s: float,
     ) -> None:
         self.folder, self.topology, self.rank = run_path(options.folder, root), topology, rank
-        self.pool, self._root = SlotPool(options, self.folder), root
+        self.pool, self._root = SlotPool(options, self.folder, timeout_s=timeout_s), root
         with suppress(NoRoom):  # then each save tries again, and says so
             self.pool.enter(root)
         self.run, self.attempt, self.num_skipped = "", 0, 0
@@ -298,7 +298,7 @@ class Tier:
         old = [*same, *counted[: -self.pool.generations]]
         drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
         if self.pool.has_all():
-            with node_lock(self.folder):
+            with node_lock(self.folder, self._timeout_s):
                 remove_dead_slots(self.folder, {one.save_id for one in find_generations(self.folder)}, self.pool.paths())
 
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from ..errors import CorruptError, UsageError
 from .local import LocalStorage
-from .locks import LocksUnsupported
+from .locks import MOMENTS_S, LocksUnsupported
 from .memory import MemoryStorage
 from .protocol import Buffer, Lock, MissingKey, PublishConflict, Storage, Writer
 
@@ -61,8 +61,10 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     return text if _SCHEME.match(text) else os.path.abspath(text)
 
 
-def open_storage(path: str | os.PathLike[str]) -> Storage:
+def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) -> Storage:
     """Open the store that a path names: a folder, ``file:///folder`` or ``memory://name``.
+
+    `publish` waits at most `timeout_s` for another process that publishes in the same folder.
 
     >>> open_storage("memory://run/step_100").url
     'memory://run/step_100'
@@ -70,14 +72,14 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     text = path_text(path)
     match = _SCHEME.match(text)
     if match is None:
-        return LocalStorage(text)
+        return LocalStorage(text, timeout_s=timeout_s)
     scheme, rest = match[1].lower(), text[match.end() :]
     if len(match[2]) < 2:
         raise UsageError(f"{text!r}: pass {scheme}://… as a str, as a Path drops a slash; a folder of that name is './{text}'")
     if scheme == "memory" and len(match[2]) == 2 and rest.strip("/"):
         return MemoryStorage(rest.strip("/"))
     if scheme == "file":
-        return LocalStorage(_file_path(text))
+        return LocalStorage(_file_path(text), timeout_s=timeout_s)
     raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder and memory://name")
 
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 
 from ..errors import StorageError
-from .locks import FileLock, lock_file
+from .locks import MOMENTS_S, FileLock, lock_file
 from .posix import (
     FOLDER,
     Explained,
@@ -60,10 +60,16 @@ _TRIES = 10
 
 
 class LocalStorage(Storage):
-    """A `Storage` below one folder of the file system. The first file that is created creates the folder too."""
+    """A `Storage` below one folder of the file system. The first file that is created creates the folder too.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = os.path.abspath(root)
+    Parameters
+    ----------
+    timeout_s
+        Seconds that `publish` waits for the lock of a folder that another process has (`await_lock`).
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) -> None:
+        self._root, self._timeout_s = os.path.abspath(root), timeout_s
         self._open_files = OpenFiles(_MAX_OPEN_FILES)
         self._has_root = False
 
@@ -186,7 +192,7 @@ class LocalStorage(Storage):
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
         temporary = f".{name}.{uuid.uuid4().hex}.tmp"
-        with Explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
+        with Explained("publish", path), self._folder(folders, make=True) as folder, locked(folder, self._timeout_s):
             try:
                 self._compare(path, expected)
                 _write_new(folder, temporary, data)

@@ -70,22 +70,27 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
     return None
 
 
-def await_lock(fd: int, path: str, *, shared: bool = False) -> FileLock:
+def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) -> FileLock:
     """Lock an open file as `lock_file` does, and wait until no other lock excludes this one: for locks that are held for moments.
+
+    Parameters
+    ----------
+    timeout_s
+        Seconds to wait; never more than `MOMENTS_S`.
 
     Raises
     ------
     StorageError
-        Another process has held the lock for `MOMENTS_S`, so it must hang.
+        Another process has held the lock for all that time, so it must hang.
     """
-    lock, began = FileLock(fd), time.monotonic()
+    lock, began, most_s = FileLock(fd), time.monotonic(), min(timeout_s, MOMENTS_S)
     try:
         # A blocking flock has no timeout: a process that is stopped while it holds the lock would stop all others.
         while not _takes(lock, path, shared):
             waited = time.monotonic() - began
-            if waited >= MOMENTS_S:
+            if waited >= most_s:
                 raise StorageError(
-                    f"{path}: another process has had its lock for {MOMENTS_S:g} s, not for a moment: it hangs, or was stopped; "
+                    f"{path}: another process has had its lock for {most_s:g} s, not for a moment: it hangs, or was stopped; "
                     "end it, and try again"
                 )
             time.sleep(min(max(waited / 10, 0.0005), 0.05))

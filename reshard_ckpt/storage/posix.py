@@ -160,12 +160,13 @@ def read_at_most(path: str, limit: int) -> bytes:
 
 
 @contextmanager
-def locked(folder: int) -> Iterator[None]:
-    """Hold an exclusive lock on an open folder. A file system without locks excludes nobody."""
+def locked(folder: int, timeout_s: float) -> Iterator[None]:
+    """Hold an exclusive lock on an open folder (`await_lock`). A file system without locks excludes nobody."""
     fd, lock = os.open(".", FOLDER, dir_fd=folder), None
     where = f"/proc/self/fd/{folder}"
     with suppress(OSError, LocksUnsupported):
-        lock = await_lock(fd, os.readlink(where) if os.path.islink(where) else "the checkpoint's folder")
+        name = os.readlink(where) if os.path.islink(where) else "the checkpoint's folder"
+        lock = await_lock(fd, name, timeout_s=timeout_s)
     try:
         yield
     finally:

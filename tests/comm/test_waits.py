@@ -11,7 +11,7 @@ import pytest
 
 import reshard_ckpt
 from tests.comm import waits
-from tests.comm.waits import TABLE
+from tests.comm.waits import LOCKED, TABLE
 from tests.launch import run_ranks
 
 PACKAGE = Path(reshard_ckpt.__file__).parent
@@ -45,7 +45,7 @@ WAITS = {
     ("comm/links.py", "receive_any"): ["the end of links"],
     ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
     ("comm/exchange.py", "start"): ["an exchange"],
-    ("storage/locks.py", "_takes"): ["a lock"],
+    ("storage/locks.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
 }
 """By function that names one of these: the rows in which it waits. Sessions, turns and stops wait by polling a store alone."""
 
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_or_stopped_is_waited_for_no_longer_than_the_time_
     answers = run_ranks(waits.run_pairs, 1, PAIRS, str(tmp_path), init=False)[0]
     for (name, how, victim), (kinds, message, ranks) in zip(PAIRS, answers, strict=True):
         row = TABLE[name]
-        says = "" if name == "a lock" and how == "killed" else row.says  # the system takes it from the dead
+        says = "" if row.says == LOCKED and how == "killed" else row.says  # the system takes it from the dead
         fits = ("CheckpointError" in kinds and re.search(says, message)) if says else not kinds
         if not fits or (says and ranks != [victim] and (ranks or victim in row.names)):
             problems.append(f"{name}, rank {victim} {how}: {kinds[:1]} {ranks} {message}")

@@ -25,10 +25,24 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.comm import bounded, exchange, group, home, open_session, open_stop, open_turn, shared_store, values_of_all
+from reshard_ckpt.comm import (
+    ALONE,
+    bounded,
+    exchange,
+    group,
+    home,
+    open_session,
+    open_stop,
+    open_turn,
+    shared_store,
+    values_of_all,
+)
 from reshard_ckpt.comm.links import Links, serving
-from reshard_ckpt.storage import locks
+from reshard_ckpt.memory.node import run_folder, run_path
+from reshard_ckpt.memory.options import Memory
+from reshard_ckpt.memory.pool import SlotPool
 from reshard_ckpt.storage.local import LocalWriter
+from reshard_ckpt.storage.locks import lock_file
 
 SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
@@ -212,19 +226,45 @@ def save(rank: int, seconds: float, folder: Path, die: Die, *, in_background: bo
             checkpoint.save(folder / "ckpt", state, timeout_s=seconds)
 
 
-def lock(rank: int, seconds: float, folder: Path, die: Die) -> None:
-    locks.MOMENTS_S = seconds
-    path = str(folder / "lock")
-    if rank == 0:
-        held = locks.await_lock(os.open(path, os.O_CREAT | os.O_RDWR), path)
-    dist.barrier()
-    die()
-    if rank == 1:
-        held = locks.await_lock(os.open(path, os.O_CREAT | os.O_RDWR), path)
-    held.release()
+def locked(path: Callable[[Path], Path], wait: Callable[[Path, float], object]) -> Callable[[int, float, Path, Die], None]:
+    """Make the victim, rank 1, die with the lock of a path, for which rank 0 waits in `wait`."""
+
+    def call(rank: int, seconds: float, folder: Path, die: Die) -> None:
+        if rank == 1:
+            at = path(folder)
+            lock = lock_file(os.open(at, os.O_RDONLY), str(at), shared=False)
+            assert lock is not None
+        dist.barrier()
+        die()
+        wait(folder, seconds)
+
+    return call
+
+
+def made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def save_alone(folder: Path, seconds: float) -> None:
+    handle = checkpoint.async_save(folder / "ckpt", {"step": 1}, timeout_s=seconds, process_group=ALONE)
+    handle.result()
+
+
+def pool(folder: Path, seconds: float) -> SlotPool:
+    return SlotPool(Memory(folder=str(folder)), run_path(str(folder), "/x"), timeout_s=seconds)
+
+
+def run_folder_with(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (path := run_folder(str(folder), "/x") / name).touch()
+        return path
+
+    return make
 
 
 GONE = "store does not answer|store, which the launcher or rank 0 hosts, did not answer|ended before this was done"
+LOCKED = f"another process has had its lock for {SOON:g} s"
 SAYS = f"{GONE}|did not arrive|did not answer"
 
 TABLE = {
@@ -251,7 +291,16 @@ TABLE = {
     "joining": Row(join, says="did not meet", names=(), meets=False, joins=False, killed_s=SOON),
     "save": Row(save, says=SAYS),
     "async_save": Row(partial(save, in_background=True), (0,), says=SAYS),
-    "a lock": Row(lock, (0,), says="has had its lock for", names=()),
+    "a lock of a checkpoint": Row(locked(lambda folder: made(folder / "ckpt"), save_alone), (1,), says=LOCKED, names=()),
+    "a lock of a run in memory": Row(
+        locked(run_folder_with("alive"), lambda folder, seconds: pool(folder, seconds).enter("/x")), (1,), says=LOCKED, names=()
+    ),
+    "a lock of a node": Row(
+        locked(run_folder_with("lock"), lambda folder, seconds: pool(folder, seconds).take(0, 1, "id")),
+        (1,),
+        says=LOCKED,
+        names=(),
+    ),
 }
 
 

@@ -576,7 +576,7 @@ def test_a_store_that_cannot_delete_has_the_checkpoint_all_the_same(
 
 
 def test_what_another_run_left_goes_before_the_newest_of_this_one(tmp_path: Path):
-    pool = SlotPool(Memory(), tmp_path)
+    pool = SlotPool(Memory(), tmp_path, timeout_s=600)
     pool.run = "this"
     for run_id, attempt, step in (("this", 1, 1), ("this", 1, 2), ("other", 7, 9)):
         keep_generation(tmp_path, Generation(run_id, attempt, step, 1, f"{run_id}{step}", b"", {}))

@@ -430,7 +430,7 @@ def test_a_child_of_one_that_was_killed_while_it_published_holds_up_no_other(tmp
     held = os.pipe()
     publisher = os.fork()
     if publisher == 0:
-        with locked(os.open(tmp_path, os.O_RDONLY)):
+        with locked(os.open(tmp_path, os.O_RDONLY), 600):
             if os.fork():
                 os.kill(os.getpid(), signal.SIGKILL)
             os.close(held[1])

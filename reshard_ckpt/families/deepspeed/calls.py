@@ -296,7 +296,8 @@ class Engine:
             handle = checkpoint.async_save(path, state, host_buffer_bytes=self._host_buffer_bytes, **options)
         else:
             handle = self._nebula.save(str(info.tag), state, **options)
-        self._running = _Running(info, handle, writes_latest=info.save_latest and dist.get_rank() == 0)
+        writes_latest = info.save_latest and dist.get_rank() == 0
+        self._running = _Running(info, handle, writes_latest=writes_latest, timeout_s=self.timeout_s)
         if hooks is not None:
             self._running.hold(hooks)
 
@@ -322,8 +323,8 @@ def _finish_all() -> None:
 class _Running:
     """A save that is under way, and the steps that follow its commit."""
 
-    def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool) -> None:
-        self.info, self._handle = info, handle
+    def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool, timeout_s: float) -> None:
+        self.info, self._handle, self._timeout_s = info, handle, timeout_s
         self._hook: Any = None
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -341,7 +342,7 @@ class _Running:
     def _after(self, handle: checkpoint.SaveHandle) -> None:
         try:
             if self._writes_latest and not handle.failed():
-                write_latest(self.info.save_dir, str(self.info.tag))
+                write_latest(self.info.save_dir, str(self.info.tag), timeout_s=self._timeout_s)
         except BaseException as error:
             self._error = error
         finally:

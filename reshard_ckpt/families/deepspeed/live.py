@@ -75,7 +75,7 @@ def read_latest(root: str) -> str | None:
         return None if key is None else storage.read(key, limit=4096).decode().strip()
 
 
-def write_latest(root: str, tag: str) -> None:
+def write_latest(root: str, tag: str, *, timeout_s: float = 600.0) -> None:
     """Replace the tag in the file ``latest`` of a root, atomically."""
-    with open_storage(root) as storage:
+    with open_storage(root, timeout_s=timeout_s) as storage:
         storage.publish(LATEST[0], tag.encode())
