@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm import Comm, SoloComm, open_session
+from ..comm import Comm, SoloComm, open_session, value_of_first
 from ..core.catalog.links import optimizer_of
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
@@ -194,7 +194,7 @@ def _write(
     if not has_checksums(planned.catalog):
         # The id is normally computed from the catalog, so that a killed attempt continues under the same id. Without checksums an
         # equal catalog does not prove equal bytes, so a new id keeps earlier attempts apart.
-        save_id = comm.broadcast(new_save_id().encode()).decode()
+        save_id = value_of_first(comm, new_save_id)
     if dry_run:
         return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
     # An attempt that continues has its files already, so the space for a whole checkpoint is not checked again.

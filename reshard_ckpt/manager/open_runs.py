@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..comm import open_session
+from ..comm import open_session, value_of_first
 from ..errors import CorruptError
 from ..memory.options import Memory
 from .manager import Manager
@@ -68,10 +68,8 @@ def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, boo
         The step, and whether it is beyond all steps of the run.
     """
     with open_session("choose a step for", f"{run.path(0)} {tag}") as comm:
-        step = _free_step(run, tag, begun) if comm.rank == 0 else 0
-        message = b"%d %d" % (step, step > max(run.steps(), default=-1)) if comm.rank == 0 else None
-        step, is_beyond = map(int, comm.broadcast(message).split())
-    return step, bool(is_beyond)
+        step, newest = value_of_first(comm, lambda: (_free_step(run, tag, begun), max(run.steps(), default=-1)))
+    return step, step > newest
 
 
 def look_at(run: Manager, step: int, state: Mapping[str, Any]) -> None:

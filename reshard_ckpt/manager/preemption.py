@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from ..comm import Stop, give_up_sessions, open_session, open_stop
+from ..comm import Stop, give_up_sessions, open_session, open_stop, value_of_first
 from ..engine.common.logs import LOGGER
 from ..errors import UsageError
 from .pending import PendingSaves
@@ -86,9 +86,9 @@ class Preemption:
         with open_session("read preempted of", self._root, **self._session) as comm:
             if not self._is_installed:
                 self._install(held)
-            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
+            name = value_of_first(comm, lambda: uuid.uuid4().hex)
             self._only_records = True
-        return held.enter_context(open_stop(f"stop/{name.decode()}", lambda: self._is_recorded, **self._session))
+        return held.enter_context(open_stop(f"stop/{name}", lambda: self._is_recorded, **self._session))
 
     def _install(self, held: ExitStack) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load
 from ..checkpoint.reading import read
-from ..comm import open_session
+from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
 from ..engine.common.lineage import RunLineage
 from ..engine.common.logs import LOGGER
@@ -235,7 +235,8 @@ class Restoring:
     def _newest_except(self, passed: Mapping[int, str]) -> int:
         """Return the newest step in the store that is not in `passed`, as rank 0 sees it; −1 if there is none."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
-            return int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
+            newest: int = value_of_first(comm, lambda: self._stored.newest_except(passed))
+        return newest
 
 
 def _may_keep(options: Mapping[str, Any]) -> bool:

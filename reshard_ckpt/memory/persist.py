@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import cast
 
-from ..comm.protocol import Comm
+from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.loading.files import open_files
 from ..engine.saving.commit import clean_up, look
@@ -102,7 +102,7 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
     mine
         Keys of the files that this rank writes. Each file belongs to one rank.
     """
-    if comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1":
+    if value_of_first(comm, lambda: is_persisted(storage, generation)):
         return False
     catalog = generation.decoded_catalog()
     # Without this, a store that is full would stay full of files of failed attempts.

@@ -21,7 +21,7 @@ from typing import cast
 import msgpack
 
 from ..comm.links import Links, Serving, serving
-from ..comm.protocol import Comm
+from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.loading.files import open_files
 from ..errors import CheckpointError
@@ -306,7 +306,7 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
         stack.callback(images.close)
         server = None
         if make_links is not None:
-            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None).decode()
+            name = value_of_first(comm, lambda: uuid.uuid4().hex)
             server = stack.enter_context(serving(make_links(name), keys, images.read_into))
         # Loading uses no other half of a store than this one.
         storage = cast(Storage, JobImages(images, catalog, found.owners, comm.rank, server))

@@ -16,7 +16,7 @@ from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load, load_target, target_of
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
-from ..comm import Comm, open_session, open_session_by_name, shared_store
+from ..comm import Comm, open_session, open_session_by_name, shared_store, value_of_first
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
@@ -102,7 +102,7 @@ class MemoryRun:
                 f"{'is' if len(topology.ids) == 1 else 'are'} {len(topology.ids)}: with fewer copies, less survives",
                 stacklevel=4,
             )
-        nonce = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None).decode()
+        nonce = value_of_first(comm, lambda: uuid.uuid4().hex)
         self._named = partial(self._store, nonce)
         self._tier = Tier(options, root, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
         self._lineage, self._folder = lineage, self._tier.folder

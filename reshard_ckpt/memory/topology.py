@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgpack
-
-from ..comm.protocol import Comm
+from ..comm.protocol import Comm, merge_of_all
 from ..core.planning.copies import copy_groups, copy_holders
 
 
@@ -74,9 +72,7 @@ def find_topology(comm: Comm, node: str, machine: str, copies: int) -> Topology:
     copies
         Number of other nodes that should hold a copy of each node's images.
     """
-    gathered = comm.gather(msgpack.packb((node, machine)))
-    data = comm.broadcast(None if gathered is None else msgpack.packb(gathered))
     # of_ranks[r]: ids of the node and the machine of rank r; nodes: the same pairs, each once, by the first rank of the node
-    of_ranks = [tuple(msgpack.unpackb(one)) for one in msgpack.unpackb(data)]
+    of_ranks = [tuple(one) for one in merge_of_all(comm, (node, machine))]
     nodes = list(dict.fromkeys(of_ranks))
     return Topology(tuple(nodes.index(one) for one in of_ranks), tuple(n for n, _ in nodes), tuple(m for _, m in nodes), copies)

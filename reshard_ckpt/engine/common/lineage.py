@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from ...comm import open_session
-from ...comm.protocol import Comm
+from ...comm.protocol import Comm, value_of_first
 from ...errors import StorageError
 from ...storage import Storage
 from .notes import Note
@@ -168,7 +168,7 @@ class RunLineage:
                 found = self.known.begun(step, beyond, own(step) if step is not None and in_store else "")
                 self._write(found)
             self.known = self._shared(comm, found)
-            self.is_unwritten = comm.broadcast(b"%d" % self.is_unwritten if self._is_first else None) == b"1"
+            self.is_unwritten = value_of_first(comm, lambda: self.is_unwritten)
         self._loaded, self._is_begun = None, True
         return True
 

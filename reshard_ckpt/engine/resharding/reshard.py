@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm.protocol import Comm, merge_of_all
+from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
@@ -68,7 +68,7 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
     UsageError
         This process's id differs: it was given other options, or another source.
     """
-    said = comm.broadcast(save_id.encode()).decode()
+    said: str = value_of_first(comm, lambda: save_id)
     if said != save_id:
         raise UsageError(
             f"process {comm.rank} would write {save_id}, process 0 {said}: they were given other options, or see other sources; "
