@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..formats.dcp.chunks import FileSizes
-from ..formats.dcp.metadata import METADATA_KEY, Chunk, ChunkRun, Extent, Metadata, SavedTensor, read_metadata
+from ..formats.dcp.metadata import METADATA_KEY, Chunk, ChunkRun, Extent, Metadata, SavedTensor
 from ..formats.dcp.names import KeyPath
 from ..formats.dcp.read import add_tensors, advice_on_numbers, open_path
 from ..formats.dcp.rooted import add_parts, is_written_by, read_nested, read_part, renamed
@@ -24,7 +24,6 @@ __all__ = [
     "advice_on_numbers",
     "is_written_by",
     "open_path",
-    "read_metadata",
     "read_nested",
     "read_part",
     "renamed",

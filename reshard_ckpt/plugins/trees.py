@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..core.trees import children, children_of_dict, flatten, leaves, map_tree, put, unflatten
+from ..core.trees import flatten, leaves, map_tree, put, unflatten
 
-__all__ = ["children", "children_of_dict", "flatten", "leaves", "map_tree", "put", "unflatten"]
+__all__ = ["flatten", "leaves", "map_tree", "put", "unflatten"]

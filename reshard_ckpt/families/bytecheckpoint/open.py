@@ -21,7 +21,7 @@ from .values import add_extra_state
 LATEST = "latest_checkpointed_iteration.txt"
 
 _MODULE = "bytecheckpoint.checkpointer.meta_type"
-_CLASSES = ("Metadata", "_StorageInfo")
+_CLASSES = {(_MODULE, name): name for name in ("Metadata", "_StorageInfo")}
 
 
 def open_path(path: str) -> Source | None:
@@ -49,7 +49,7 @@ def _latest(storage: Storage) -> str | None:
 
 
 def _source(storage: Storage) -> Source:
-    model, optimizer = (read_part(storage, folder, _MODULE, _CLASSES) for folder in (MODEL, OPTIMIZER))
+    model, optimizer = (read_part(storage, folder, _CLASSES) for folder in (MODEL, OPTIMIZER))
     where, parts = storage.url, []
     flats = flat_params({} if model is None else model.notes.get("user_defined_dict"), where)
     if model is not None:

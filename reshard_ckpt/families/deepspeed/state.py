@@ -14,7 +14,7 @@ from typing import Any
 from ...plugins import CatalogBuilder, ValueKind
 from ...plugins.errors import CheckpointError, UnsupportedError
 from ...plugins.groups import merge
-from ...plugins.names import StateLink
+from ...plugins.names import StateLink, name_of
 from ...plugins.torchfile import PickledTensor, TorchFile
 from .columns import add_whole
 from .names import GROUPS, OPTIMIZER, STATE, state_link
@@ -69,7 +69,7 @@ class StateAdder:
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
         """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
         for at, leaf in leaves(value, path):
-            name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
+            name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
             try:
                 if isinstance(leaf, PickledTensor):
                     add_whole(self.builder, file, name, leaf)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from ...plugins import Ints, dcp
-from ...plugins.dcp import Chunk, ChunkRun, Metadata, SavedTensor
+from ...plugins import Ints, Storage
+from ...plugins.dcp import METADATA_KEY, Chunk, ChunkRun, Metadata, SavedTensor, read_part
 from ...plugins.errors import CorruptError
 
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -37,10 +37,11 @@ class MegatronMetadata:
     true_shapes: Mapping[str, Ints]
 
 
-def read_metadata(data: bytes, *, name: str) -> MegatronMetadata:
-    """Decode a ``.metadata`` file of Megatron; see `plugins.dcp.read_metadata` for the errors."""
-    saved = dcp.read_metadata(data, name=name, classes=_CLASSES)
-    return MegatronMetadata(replace(saved, paths={}), _true_shapes(saved, name))
+def read_metadata(storage: Storage) -> MegatronMetadata:
+    """Read the ``.metadata`` of a folder of Megatron; see `plugins.dcp.read_part` for the errors."""
+    saved = read_part(storage, "", _CLASSES)
+    assert saved is not None, "the caller has seen the file"
+    return MegatronMetadata(replace(saved, paths={}), _true_shapes(saved, f"{storage.url}: {METADATA_KEY}"))
 
 
 def _true_shapes(saved: Metadata, name: str) -> dict[str, Ints]:

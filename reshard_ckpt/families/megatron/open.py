@@ -40,7 +40,7 @@ from .values import MegatronValues
 from .write import write_megatron
 
 LATEST_KEY = "latest_checkpointed_iteration.txt"
-MAX_SMALL_BYTES, MAX_OBJECT_BYTES, MAX_METADATA_BYTES = 1 << 20, 1 << 30, 4 << 30
+MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
 def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Source | None:
@@ -145,8 +145,7 @@ def _refuse_unfinished(storage: Storage) -> bool:
 
 def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values with their places in the files."""
-    name = f"{storage.url}: {METADATA_KEY}"
-    metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
+    metadata = read_metadata(storage)
     builder = CatalogBuilder(NAME, storage.url)
     folder = _Folder(storage, metadata, builder, MegatronValues(builder, as_saved=as_saved), as_saved)
     folder.add_tensors()

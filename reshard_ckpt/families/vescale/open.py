@@ -23,7 +23,7 @@ from ...plugins.groups import comparable, merge
 from .names import GROUP_META, GROUPS, MASTER, MASTERED, MODEL, NAME, OPTIMIZER, STATE
 
 _MODULE = "vescale.checkpoint.storage.filesystem"
-_CLASSES = ("_StorageInfo",)
+_CLASSES = {(_MODULE, "_StorageInfo"): "_StorageInfo"}
 _STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
 _PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
 
@@ -63,7 +63,7 @@ class _Folder:
         self.members = [_members(saved) for saved in self.stages]
 
     def _read(self, folder: str) -> Metadata:
-        saved = read_part(self.storage, folder, _MODULE, _CLASSES)
+        saved = read_part(self.storage, folder, _CLASSES)
         if saved is None:
             raise CorruptError(f"{self.storage.url}: {folder} has no metadata; use another checkpoint")
         return saved
@@ -73,7 +73,7 @@ class _Folder:
         url = self.storage.url
         stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]
         masters = {str(path[1]) for saved in stages for path in saved.paths.values() if path[0] == MODEL}
-        model = read_part(self.storage, MODEL, _MODULE, _CLASSES)
+        model = read_part(self.storage, MODEL, _CLASSES)
         if model is None:
             return stages
         named = renamed(model, partial(_model_path, masters), f"{url}: {MODEL}")

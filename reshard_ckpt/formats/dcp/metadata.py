@@ -136,7 +136,10 @@ TABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], str | None] | None = None) -> Metadata:
+Classes = Mapping[tuple[str, str], str | None]
+
+
+def read_metadata(data: bytes, *, name: str, classes: Classes | None = None) -> Metadata:
     """Decode and check a ``.metadata`` file.
 
     Parameters

@@ -16,7 +16,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...storage.protocol import Storage
 from ..catalog_builder import CatalogBuilder
 from .folder import merged
-from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
+from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Classes, Extent, Metadata, SavedTensor, read_metadata
 from .names import KeyPath
 from .read import add_folder
 from .values import read_values
@@ -46,22 +46,24 @@ def is_written_by(storage: Storage, folders: Iterable[str], module: str, *, form
     return found
 
 
-def read_part(storage: Storage, folder: str, module: str, classes: Iterable[str]) -> Metadata | None:
+def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | None:
     """Read the metadata of a folder, with the keys of files as seen from the root; return None if the folder is missing.
 
     Parameters
     ----------
-    module, classes
-        The other library's module, and its classes in it that have the names and fields of DCP's.
+    folder
+        The folder below the root; ``""`` is the root itself.
+    classes
+        The classes of the other library; see `read_metadata`.
 
     Raises
     ------
     CorruptError
         The folder has data but no metadata: the save did not finish.
     """
-    data, known = _metadata_bytes(storage, folder), {(module, name): name for name in classes}
+    data = _metadata_bytes(storage, folder)
     if data is not None:
-        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=known), folder)
+        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes), folder)
     if any(key.startswith(f"{folder}/") and key.endswith(".distcp") for key, _ in storage.list()):
         raise CorruptError(
             f"{storage.url}: {folder} has .distcp files and no {METADATA_KEY}, which is written last: the save did not end, so "
