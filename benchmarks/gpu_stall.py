@@ -76,7 +76,7 @@ def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
     """Return bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
     local_shards = describe_local(captured.tensors, captured.values, captured.mesh, 0)
-    assignment = agree(SoloComm(), local_shards).assignment
+    assignment, _ = agree(SoloComm(), local_shards)
     layouts = lay_out(local_shards, assignment, 0)
     ring = take_ring(local_shards, layouts, None)
     held = sum(int(member.num_bytes) for layout in layouts for member in layout.members)

@@ -32,11 +32,13 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.local_metadata import join_metadata
 from reshard_ckpt.core.planning.save_plan import plan_save
+from reshard_ckpt.engine.common.recorder import Recorder
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments
 from reshard_ckpt.engine.saving.options import SaveContents
-from reshard_ckpt.engine.saving.write import write_assignment
+from reshard_ckpt.engine.saving.replicas import all_fingerprints
+from reshard_ckpt.engine.saving.write import chunks_in_place, write_files
 from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.storage import open_storage
@@ -80,8 +82,11 @@ def make_source(folder: Path, layers: int) -> None:
     plan = plan_save(join_metadata([one.local_metadata for one in local_shards]))
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
-    receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))]
-    publish(storage, SaveContents(plan, (), save_id), receipts, before=before)
+    receipts = [
+        write_files(storage, chunks_in_place(h, a, rank, all_fingerprints(h, a.checks)), Recorder())
+        for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))
+    ]
+    publish(storage, SaveContents(plan, (), save_id, before=before), receipts)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -12,11 +12,13 @@ from reshard_ckpt.core.catalog.model import Catalog, ValueEntry
 from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.core.report import LoadReport
+from reshard_ckpt.engine.common.recorder import Recorder
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
 from reshard_ckpt.engine.saving.commit import catalog_of, look, publish
 from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
+    Receipt,
     decode_assignment,
     decode_metadata,
     decode_receipt,
@@ -26,8 +28,9 @@ from reshard_ckpt.engine.saving.messages import (
     encode_receipt,
 )
 from reshard_ckpt.engine.saving.options import SaveContents
+from reshard_ckpt.engine.saving.replicas import all_fingerprints
 from reshard_ckpt.engine.saving.values import merge_values
-from reshard_ckpt.engine.saving.write import write_assignment
+from reshard_ckpt.engine.saving.write import HEADER_BYTES, chunks_in_place, write_files
 from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
@@ -42,6 +45,14 @@ def plan_job(local_shards: Sequence[LocalShards]) -> tuple[SavePlan, tuple[Value
     merged = merge_values([(rank, decode_values(data)) for rank, data in enumerate(values)], plan.tables)
     save_id = new_save_id()
     return plan, merged, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
+
+
+def write_assignment(
+    storage: Storage, local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES
+) -> Receipt:
+    """Write the part of one rank from the tensors' own memory."""
+    fingerprints = all_fingerprints(local_shards, assignment.checks)
+    return write_files(storage, chunks_in_place(local_shards, assignment, rank, fingerprints, header_bytes), Recorder())
 
 
 def planned_job(ranks: Sequence[Tensors]) -> Catalog:
@@ -71,7 +82,7 @@ def save_job(
         for rank in (order or range(len(ranks)))
     }
     receipts = [receipt_of[rank] for rank in range(len(ranks))]
-    publish(storage, SaveContents(plan, merged, assignments[0].save_id), receipts, before=before)
+    publish(storage, SaveContents(plan, merged, assignments[0].save_id, before=before), receipts)
     return open_catalog(storage)
 
 

@@ -1,4 +1,16 @@
-"""The public functions that save: `save` blocks, `async_save` saves while training goes on, `prepare` goes before the first."""
+"""The public functions that save: `save` blocks, `async_save` saves while training goes on, `prepare` goes before the first.
+
+`run_save` is the story of each save. All ranks go through its steps, and so through the same collectives, in this order:
+
+1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so.
+2. Wait for the previous save of this process.
+3. Capture the state on this rank.
+4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
+   compare replicas (a gather and a broadcast), and if some differ, capture and agree again.
+5. Write this rank's files: from the tensors, or from a copy that a thread makes (`async_save`). A save to memory has collectives
+   of its own here (`memory.tier`).
+6. Commit (a gather of receipts), and leave the session (a gather).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +19,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from ..comm import Comm, open_session
+from ..comm import open_session
+from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
 from ..engine.common.inference import outside_inference_mode
@@ -18,22 +31,27 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
-from ..engine.saving.commit import check_free_space, commit, look, undoing
+from ..engine.saving.commit import check_free_space, look, write_and_commit
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
-from ..engine.saving.messages import Receipt
 from ..engine.saving.options import Hold, SaveJob, SaveOptions
 from ..engine.saving.replicas import all_fingerprints, differing_names
-from ..engine.saving.staged_copy import device_to_pin_for, take_ring, write_staged
+from ..engine.saving.staged_copy import chunks_of, take_ring
 from ..engine.saving.step_guard import GuardedState
-from ..engine.saving.write import lay_out, write_assignment
-from ..format.values import encode_value
+from ..engine.saving.write import lay_out
 from ..formats.source import Path
 from ..state.capture import capture
 from ..state.entries import Captured
 from ..state.optimizer_owned import held_back
 from ..state.state_builder import CLAIM_PATH
 from ..storage import open_storage
+
+Capture = Callable[..., Captured]
+"""Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
+differ, with the names of the tensors whose replicas do."""
+
+Result = TypeVar("Result")
+Write = Callable[[SaveJob, ExitStack], Result]
 
 
 def save(
@@ -97,30 +115,77 @@ def save(
     return _save(path, lambda: capture(state, mesh=mesh, process_group=process_group), options)
 
 
-def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
-    """Run a whole save: agree with all ranks, write this rank's part, commit."""
+def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Result]) -> tuple[SaveJob, Result]:
+    """Save the state that `capture` describes, by the steps in the module's docstring. Return the job and the result of `write`.
+
+    `write` is called with the job and the open session. It writes and commits, or starts a thread that takes the session over and
+    does so.
+    """
+    recorder = Recorder()
+    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in it get an error that says so
     with outside_inference_mode(), ExitStack() as session:
-        job = _agreed_job(session, path, capture, options)
-        session.enter_context(undoing(job))
-        receipt = _written(job)
-        total = commit(job, receipt)
-    return job.report(receipt.num_bytes, total)
+        # 1. Meet.
+        opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
+        comm = TimedComm(session.enter_context(opened), recorder)
+        recorder.add("meet", recorder.began)
+        recorder.log = RankLog(comm.rank, None)
+        recorder.report = reporter(options.progress if comm.rank == 0 else False)
+        # 2. Wait for the previous save.
+        with recorder.step("turn"):
+            SAVES.wait_turn(when_busy=options.when_busy)
+        # 3. Capture.
+        local_shards = _captured(capture, comm.rank, recorder)
+        storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
+        # 4. Agree. Rank 0 looks at the path before any rank can make a file.
+        with recorder.step("agree"):
+            agree_on = partial(
+                agree,
+                comm,
+                splits=not options.samples_replicas,
+                metadata=options.metadata,
+                before=look(storage) if comm.rank == 0 else None,
+                accept=partial(check_free_space, storage),
+                checked=partial(_without_claims, options.check_names),
+            )
+            job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
+        if options.compare_first:
+            with recorder.step("compare"):
+                fingerprints = all_fingerprints(local_shards, job.assignment.checks, job.shift)
+                differ = differing_names(comm, job.contents.plan if job.contents else None, fingerprints)
+            if not differ:
+                job = replace(job, fingerprints=fingerprints)
+            else:  # tensors whose replicas differ are captured as tensors of each rank's own
+                local_shards = _captured(partial(capture, differ), comm.rank, recorder)
+                with recorder.step("agree"):
+                    job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
+        # 5. Write, and 6. commit.
+        return job, write(job, session)
 
 
-def _written(job: SaveJob) -> Receipt:
-    """Write this rank's part: straight from the tensors' memory, or through pinned memory if some lie on an accelerator."""
-    if device_to_pin_for(job.local_shards) is not None:
-        return write_staged(job)
-    return write_assignment(
-        job.storage,
-        job.local_shards,
-        job.agreed.assignment,
-        job.comm.rank,
-        recorder=job.recorder,
-        sha256=job.options.sha256,
-        fingerprints=job.fingerprints,
-        shift=job.shift,
-    )
+def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> LocalShards:
+    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh."""
+    with recorder.step("capture"):
+        captured = capture()
+        for text in captured.warnings if rank == 0 else ():
+            warnings.warn(text, stacklevel=4)
+        recorder.log = RankLog(rank, captured.mesh)
+        return describe_local(captured.tensors, captured.values, captured.mesh, rank)
+
+
+def _without_claims(
+    check_names: Callable[[list[str], list[str]], None], values: tuple[ValueEntry, ...]
+) -> tuple[ValueEntry, ...]:
+    """Return the values of all ranks without claims (`StateBuilder.claim`), after checking the names of both."""
+    claims = [value.name for value in values if value.path == CLAIM_PATH]
+    values = tuple(value for value in values if value.path != CLAIM_PATH)
+    check_names([value.name for value in values], claims)
+    return values
+
+
+def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
+    """Save, and return after the commit."""
+    job, written = run_save(path, capture, options, lambda job, session: write_and_commit(job, chunks_of(job)))
+    return job.report(*written)  # after the session has ended, so that its end counts
 
 
 def async_save(
@@ -215,19 +280,15 @@ def _begin(
     guarded: Callable[[], GuardedState] = GuardedState,
     choose_target: ChooseTarget = lambda job: None,
 ) -> SaveHandle:
-    with outside_inference_mode(), ExitStack() as session:
-        job = _agreed_job(session, path, capture, options)
+    """Begin to save; return once the state may change, or before with lazy staging."""
+
+    def launch_and_join(job: SaveJob, session: ExitStack) -> SaveHandle:
         target = choose_target(job)
-        if target is None:
-            session.enter_context(undoing(job))
         handle = launch(job, session, guarded(), target)
         SAVES.join(handle)
-    return handle
+        return handle
 
-
-Capture = Callable[..., Captured]
-"""Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
-differ, with the names of the tensors whose replicas do."""
+    return run_save(path, capture, options, launch_and_join)[1]
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
@@ -238,53 +299,6 @@ def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
 def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
     """Begin to save as `save_captured` does; the state is copied before this returns."""
     return _begin(path, capture, SaveOptions(compare_first=True, **options))
-
-
-def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveOptions) -> SaveJob:
-    """Meet the other ranks, capture the state, and agree on the part that each rank writes.
-
-    All ranks go through these steps in the same order:
-
-    1. Meet: open a session. Ranks that call another function, or with another `replicas`, are told so.
-    2. Wait for the previous save of this process.
-    3. Capture the state on this rank, without any collective.
-    4. Agree: rank 0 looks at the path, plans the save, checks the free space, and sends each rank its assignment.
-    5. With `compare_first`, compare replicas, and if some differ, capture and agree again (`_compared`).
-    """
-    recorder = Recorder()
-    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in it get an error that says so
-    opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
-    comm = _observed(session.enter_context(opened), recorder, options.progress)
-    with recorder.step("turn"):
-        SAVES.wait_turn(when_busy=options.when_busy)
-    metadata = encode_value(options.metadata, "metadata")
-    local_shards = _described(capture, comm.rank, recorder)
-    storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
-    with recorder.step("agree"):
-        before = look(storage) if comm.rank == 0 else None
-        accept = partial(check_free_space, storage)
-        agreed = agree(comm, local_shards, splits=not options.samples_replicas, metadata=metadata, accept=accept)
-    job = SaveJob(str(path), comm, storage, recorder, options, metadata, before, local_shards, agreed)
-    return _compared(job, capture) if options.compare_first else job
-
-
-def _compared(job: SaveJob, capture: Capture) -> SaveJob:
-    """Compare replicas before anything is written; if some differ, capture again without them as replicas, and agree again."""
-    comm, agreed, recorder = job.comm, job.agreed, job.recorder
-    with recorder.step("compare"):
-        claims = [value.name for value in agreed.values if value.path == CLAIM_PATH]
-        agreed = replace(agreed, values=tuple(value for value in agreed.values if value.path != CLAIM_PATH))
-        if comm.rank == 0:  # which alone has the values
-            job.options.check_names([value.name for value in agreed.values], claims)
-        fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks, job.shift)
-        differ = differing_names(comm, agreed.plan, fingerprints)
-    if not differ:
-        return replace(job, agreed=agreed, fingerprints=fingerprints)
-    local_shards = _described(partial(capture, differ), comm.rank, recorder)
-    with recorder.step("agree"):
-        accept = partial(check_free_space, job.storage)
-        agreed = agree(comm, local_shards, splits=not job.options.samples_replicas, metadata=job.metadata, accept=accept)
-    return replace(job, local_shards=local_shards, agreed=agreed)
 
 
 def prepare(
@@ -308,25 +322,7 @@ def prepare(
     options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), session as comm:
-        local_shards = _described(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
-        agreed = agree(comm, local_shards, splits=not options.samples_replicas)
-        ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)
+        local_shards = _captured(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
+        assignment, _ = agree(comm, local_shards, splits=not options.samples_replicas)
+        ring = take_ring(local_shards, lay_out(local_shards, assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))
-
-
-def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) -> Comm:
-    """Make the recorder note the calls of a session that was just opened, and rank 0 show progress."""
-    recorder.add("meet", recorder.began)
-    recorder.log = RankLog(session.rank, None)
-    recorder.report = reporter(progress if session.rank == 0 else False)
-    return TimedComm(session, recorder)
-
-
-def _described(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> LocalShards:
-    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh."""
-    with recorder.step("capture"):
-        captured = capture()
-        for text in captured.warnings if rank == 0 else ():
-            warnings.warn(text, stacklevel=4)
-        recorder.log = RankLog(rank, captured.mesh)
-        return describe_local(captured.tensors, captured.values, captured.mesh, rank)

@@ -25,7 +25,6 @@ import torch
 
 from ..comm.links import Links
 from ..comm.protocol import Comm
-from ..core.report import SaveReport
 from ..engine.common.copy_streams import on_device
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
@@ -98,7 +97,7 @@ class Tier:
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
         """Take slots for a save on all ranks, or on none: then None, and a warning the first time. Collective."""
-        layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
+        layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
         gathered = job.comm.gather(msgpack.packb((used, self._links is not None)))
         message = None if gathered is None else msgpack.packb([msgpack.unpackb(one) for one in gathered])
@@ -273,8 +272,8 @@ class Tier:
 
     def _published(self, job: SaveJob, step: int, receipts: Sequence[Receipt], held: Sequence[Sequence[int]]) -> dict[str, Any]:
         contents = job.contents
-        plan = contents.plan
-        compare_replicas(plan.checks, plan.tables.names, receipts)
+        assert contents is not None
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, [receipt.fingerprints for receipt in receipts])
         catalog = catalog_of(contents, receipts)
         topology = self.topology
         holding: list[list[str]] = [[topology.ids[node]] for node in topology.node_of]
@@ -344,7 +343,7 @@ class MemoryTarget:
                 slot.pin()
         return slot.region()[: ring_bytes(layouts)]
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
+    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
             receipt, table = self._sealed(job, copy)
@@ -359,10 +358,10 @@ class MemoryTarget:
         self._tier.acknowledge(job.comm, generation, pin=self.persists)
         self.generation = generation
         total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
-        return job.report(receipt.num_bytes, total)
+        return receipt.num_bytes, total
 
     def _sealed(self, job: SaveJob, copy: StagedCopy) -> tuple[Receipt, SlotTable]:
-        slot, layouts = self._taken[self._tier.rank].slot, copy.layouts
+        slot, layouts = self._taken[self._tier.rank].slot, copy.chunks.layouts
         files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)

@@ -11,7 +11,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import saving
-from reshard_ckpt.engine.saving import async_save as engine
+from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.engine.saving.handle import SaveQueue
 from reshard_ckpt.engine.saving.staged_copy import StagedCopy
 from reshard_ckpt.errors import CheckpointError
@@ -20,13 +20,13 @@ from reshard_ckpt.errors import CheckpointError
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Saves do not write before this is set."""
-    go, write = threading.Event(), engine.write_files
+    go, write = threading.Event(), commit.write_files
 
     def slow(*args: object, **options: object) -> object:
         assert go.wait(600)
         return write(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine, "write_files", slow)
+    monkeypatch.setattr(commit, "write_files", slow)
     return go
 
 

@@ -137,7 +137,7 @@ def failing_job(folder: str) -> dict[str, Outcome]:
     save("overlap", {"model": {"w": LocalShard(torch.zeros(3, 3), (9, 3), (2 * rank, 0))}})
     save("collision", {"model": {"a": {"b": 1}, "a.b": 2} if rank == 1 else {}})
     no_space = mock.patch(
-        "reshard_ckpt.checkpoint.saving.write_assignment", side_effect=StorageError("/ckpt: no space left; free some")
+        "reshard_ckpt.engine.saving.commit.write_files", side_effect=StorageError("/ckpt: no space left; free some")
     )
     with no_space if rank == 3 else nullcontext():
         save("full_disk", {"model": tensors(w=(5, 5))})

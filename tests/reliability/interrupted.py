@@ -92,8 +92,8 @@ def sync(path: Path) -> int:
 
 def between(path: Path) -> int:
     """Ctrl-C at each line of a save from its first file to the commit, and at each return."""
-    steps = (saving._written, write.write_assignment, write.write_files, commit.commit, commit._undo, commit.publish)
-    codes = {saving._save.__code__, *(step.__code__ for step in steps)}
+    steps = (commit.write_and_commit, write.write_files, commit.commit, commit._undo, commit.publish)
+    codes = {saving._save.__code__, saving.run_save.__code__, *(step.__code__ for step in steps)}
     for n in range(10_000):
         reached = 0
 

@@ -11,6 +11,7 @@ from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.checkpoint.saving import save_captured
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.state.state_builder import StateBuilder, zero_outside
+from tests.reliability.ranks import jobs
 
 SHAPE = (5, 4)
 
@@ -55,3 +56,19 @@ def test_claims_are_checked_and_not_saved(tmp_path) -> None:
 
     with pytest.raises(LayoutError, match="rng/of_rank_1 has no main replica"):
         save_captured(tmp_path / "other", capture, check_names=refuse)
+
+
+def test_claims_are_not_saved_if_replicas_differ_either(tmp_path) -> None:
+    def save(rank: int) -> None:
+        def capture(differing: frozenset[str] = frozenset()):
+            builder = StateBuilder()
+            tensor = torch.full((2,), float(rank))
+            builder.tensor("model.w", LocalShard(tensor, (2,), (0,)), offered=not differing or rank == 0)
+            builder.claim("rng/of_rank_1")
+            return builder.captured()
+
+        save_captured(tmp_path, capture)
+
+    with jobs() as make:
+        assert make(2).run(save) == [None, None]
+    assert {name: value.tolist() for name, value in checkpoint.read(tmp_path).items()} == {"model.w": [0.0, 0.0]}

@@ -33,7 +33,7 @@ from ...format.values import decode_value, encode_value
 from ..common.rounds import pack_table, unpack_table
 from ..saving.local_shards import LocalShards
 from ..saving.messages import RunColumns, decode_metadata, decode_values, encode_metadata, encode_values
-from ..saving.replicas import all_fingerprints, compare_fingerprints
+from ..saving.replicas import all_fingerprints, compare_replicas
 from ..saving.values import merge_values
 
 
@@ -107,7 +107,7 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
     if gathered is not None:
         assert checks is not None
         assert source.tables is not None
-        compare_fingerprints(checks, source.tables.names, [np.frombuffer(data, np.uint64) for data in gathered])
+        compare_replicas(checks, source.tables.names, [np.frombuffer(data, np.uint64) for data in gathered])
     comm.gather(b"")  # a barrier: no rank moves anything before rank 0 has compared, and its error reaches all ranks here
 
 

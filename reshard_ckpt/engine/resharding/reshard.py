@@ -229,8 +229,8 @@ def commit(
 
     def published(parts: list[Any]) -> list[int]:
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
-        contents = SaveContents(plan.plan, plan.values, save_id, plan.catalog.metadata, plan.catalog.created_s)
-        publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], before=before)
+        contents = SaveContents(plan.plan, plan.values, save_id, plan.catalog.metadata, plan.catalog.created_s, before)
+        publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)])
         return [sum(part[1] for part in parts), sum(part[2] for part in parts)]
 
     return ProcessReport({}, *merge_of_all(comm, [packed, done.bytes_read, done.bytes_kept], published))

@@ -36,6 +36,7 @@ from ...format.values import decode_value, encode_value
 from ..common.memo import Memo
 from .local_shards import LocalShards
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
+from .options import PreviousCheckpoint, SaveContents
 from .values import merge_values
 
 MAX_PLANS = 2
@@ -57,15 +58,6 @@ _VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedPlan:
-    """Outcome of the agreement on one rank. Only rank 0 has the plan and the merged values."""
-
-    assignment: Assignment
-    plan: SavePlan | None = None
-    values: tuple[ValueEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +118,11 @@ def agree(
     cache: PlanCache = PLANS,
     *,
     splits: bool = True,
-    metadata: bytes = b"",
+    metadata: Any = None,
+    before: PreviousCheckpoint | None = None,
     accept: Callable[[SavePlan], None] = lambda plan: None,
-) -> AgreedPlan:
+    checked: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values,
+) -> tuple[Assignment, SaveContents | None]:
     """Agree with all ranks on the runs that each of them writes. Collective; the module's docstring lists the messages.
 
     Parameters
@@ -136,9 +130,18 @@ def agree(
     splits
         As for `plan_save`; the same on all ranks.
     metadata
-        The user's ``metadata=``, encoded as a value.
+        The user's ``metadata=``; the same on all ranks.
+    before
+        As in `SaveContents`; from rank 0.
     accept
         Called with the plan on rank 0, before any rank gets its assignment. An error that it raises is raised on all ranks.
+    checked
+        Called with the merged values on rank 0; returns the values to save. Its error is raised on all ranks.
+
+    Returns
+    -------
+    tuple
+        The runs that this rank writes; and on rank 0 the contents of the catalog, None on other ranks.
 
     Raises
     ------
@@ -147,7 +150,8 @@ def agree(
     UsageError
         Ranks passed different ``metadata=``.
     """
-    parts = (*encode_metadata(local_shards.local_metadata), metadata)
+    encoded = encode_value(metadata, "metadata")
+    parts = (*encode_metadata(local_shards.local_metadata), encoded)
     digests = [digest128(part) for part in parts]
     layout = b"".join((*digests[:_LAYOUT_PARTS], bytes([splits])))
     kept = cache.assignments.find(layout)
@@ -172,7 +176,11 @@ def agree(
         cache.assignments.keep(layout, kept)
     assert kept.plan_id == answer.plan_id
     assignment = replace(kept.item, save_id=answer.save_id)
-    return AgreedPlan(assignment) if leader is None else AgreedPlan(assignment, leader.plan, leader.values)
+    if leader is None:
+        return assignment, None
+    # Decoded: the caller may change the object that it passed before the commit.
+    saved = decode_value(encoded, name="metadata")
+    return assignment, SaveContents(leader.plan, checked(leader.values), answer.save_id, saved, before=before)
 
 
 class Leader:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +20,12 @@ import torch
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
-from .commit import commit
+from .commit import write_and_commit
 from .handle import RunningSave, SaveHandle
 from .options import SaveJob
 from .staged_copy import StagedCopy, take_ring
 from .step_guard import ChangeDetector, GuardedState, StepGuard
-from .write import FileLayout, lay_out, write_files
+from .write import FileLayout, lay_out
 
 
 class SaveTarget(Protocol):
@@ -35,8 +34,9 @@ class SaveTarget(Protocol):
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return host memory to stage in, 1-D uint8."""
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
-        """Take the images from the ring, front to back, commit, and return the report. Called in the saving thread."""
+    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
+        """Take the images from the ring, front to back, and commit; return what `write_and_commit` does. Called in the saving
+        thread."""
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Take the ring back. Called once nothing reads or writes it any more, also after an error."""
@@ -48,12 +48,8 @@ class StoreTarget:
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
-        staging, fingerprints, sha256 = copy.staging, copy.fingerprints.taken, job.options.sha256
-        receipt = write_files(job.storage, copy.layouts, staging.drain, fingerprints, job.recorder, sha256=sha256)
-        # A rank without a file drains nothing, so it has not waited for the filling thread, and its fingerprints may be missing.
-        total = commit(job, receipt, ready=staging.wait_finished)
-        return job.report(receipt.num_bytes, total)
+    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
+        return write_and_commit(job, nullcontext(copy.chunks))
 
     def give_back(self, ring: torch.Tensor) -> None:
         POOL.give_back(ring)
@@ -104,14 +100,9 @@ class SaveThread:
 
     def _stage(self, fill: Callable[[], object]) -> BaseException | None:
         try:
-            fill()
-            self._staging.finish()
-        except BaseException as error:  # also an interrupt: the writer must not wait for ever
-            self._staging.fail(error)
-            return error
+            return self._copy.fill_all(fill)
         finally:
             self._save.finish_staging()
-        return None
 
     def give_up(self, error: BaseException) -> None:
         """Fail the save, and wait until it is over."""
@@ -126,15 +117,19 @@ class SaveThread:
         try:
             with self._session:
                 try:
-                    report = self._target.finish(self._job, self._copy)
+                    written = self._target.finish(self._job, self._copy)
                 except BaseException as error:
                     self._staging.fail(error)
                     raise
             # Only after the session has ended: there every rank learns whether rank 0 has published.
-            outcome = replace(report, duration_s=recorder.now() - recorder.began)
+            outcome = self._job.report(*written)
         except BaseException as error:
-            outcome = error if isinstance(error, CheckpointError) else _wrapped(self._save, error)
-            recorder.log.error("the save to %s failed: %s", self._save.path, _reason(error))
+            what = f"the save to {self._save.path} failed: {_reason(error)}"
+            recorder.log.error("%s", what)
+            outcome = error
+            if not isinstance(error, CheckpointError):
+                outcome = CheckpointError(f"{what}; what the path held before is still there")
+                outcome.__cause__ = error
         # The filling thread may still copy into the ring: wait for it before the ring goes back.
         self._save.staged.result()
         try:
@@ -151,12 +146,6 @@ def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=target, name=name, daemon=False)
     thread.start()
     return thread
-
-
-def _wrapped(save: RunningSave, error: BaseException) -> CheckpointError:
-    wrapped = CheckpointError(f"the save to {save.path} failed: {_reason(error)}; what the path held before is still there")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _reason(error: BaseException) -> str:
@@ -180,7 +169,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
         Destination of the images; the store by default.
     """
     recorder = job.recorder
-    layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
+    layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
     target = target or StoreTarget()
     ring = target.take_ring(job, layouts)
     # On a device, work runs in the order in which it is queued: the detector must queue its samples before the copies.

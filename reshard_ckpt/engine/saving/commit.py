@@ -1,16 +1,13 @@
 """The commit of a save, and the two checks before it: the checkpoint that the path holds, and the free space there.
 
-A save on all ranks:
-
 1. Rank 0 reads the catalog and the folders that the path holds (`look`), before any rank makes a file.
-2. Every rank describes its tensors and values; rank 0 plans, and sends each rank its assignment (`agreement.agree`).
-3. Every rank writes its part (`write.write_assignment`) and sends a receipt.
-4. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, and publishes
+2. Every rank writes its part and sends a receipt (`write_and_commit`).
+3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, and publishes
    the catalog. After this one step the checkpoint exists. It is refused unless the catalog at the path is still that of step 1.
-5. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
+4. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
 
 Two jobs that save to one path by mistake cannot break the checkpoint there. If job A deletes files of job B, then B looked (step
-1) before A published. So B finds another catalog than it expects at step 4, and its save is refused.
+1) before A published. So B finds another catalog than it expects at step 3, and its save is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +24,6 @@ import numpy as np
 from ...core.catalog.model import Catalog, FileEntry
 from ...core.planning.build_catalog import build_catalog
 from ...core.planning.save_plan import SavePlan
-from ...core.timeline import Timeline
 from ...core.words import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
@@ -43,7 +39,7 @@ from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob
 from .replicas import compare_replicas
-from .write import keys_of, remove
+from .write import Chunks, keys_of, remove, write_files
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
@@ -78,12 +74,21 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     )
 
 
-@contextmanager
-def undoing(job: SaveJob) -> Iterator[None]:
-    """Delete this rank's files if the session ends with an error before the commit. Enter it before the first file is written.
+def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> tuple[int, int | None]:
+    """Write this rank's files and commit. After an error before the commit, the files of this save are deleted.
 
     An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
     was published: then another rank deletes nothing.
+
+    Parameters
+    ----------
+    source
+        Opens the bytes to write.
+
+    Returns
+    -------
+    tuple
+        The bytes that this rank wrote; and on rank 0 the size of all files of the checkpoint, None on other ranks.
     """
     comm, storage = job.comm, job.storage
 
@@ -95,22 +100,19 @@ def undoing(job: SaveJob) -> Iterator[None]:
     if comm.rank:
         comm.undo_unless_gathered(remove_mine)
     try:
-        yield
+        with source as chunks:
+            receipt = write_files(storage, chunks, job.recorder, sha256=job.options.sha256)
+        return receipt.num_bytes, commit(job, receipt)
     except BaseException:
         if comm.rank == 0 and _is_uncommitted(storage, job.save_id):
             remove_mine()
         raise
 
 
-def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda: None) -> int | None:
+def commit(job: SaveJob, receipt: Receipt) -> int | None:
     """Gather the receipts, check on rank 0 that all files are there and replicas are alike, and publish the catalog.
 
-    Collective: one gather of receipts to rank 0, inside of `undoing`.
-
-    Parameters
-    ----------
-    ready
-        Called before this rank's receipt is sent. It returns once the receipt is true: its files and fingerprints are complete.
+    Collective: one gather of receipts to rank 0. `write_and_commit` calls it, and undoes what it leaves behind.
 
     Returns
     -------
@@ -118,16 +120,15 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
         On rank 0, the size of all files of the checkpoint in bytes; None on other ranks.
     """
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
-    ready()
     began = recorder.now()
     gathered: list[bytes] | None = None
     replaced: dict[str, bytes | None] = {}
-    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`undoing`). After the gather only rank 0 knows
-    # whether the catalog was published, so only rank 0 deletes files (`_undo`): an interrupt may come right after the gather.
+    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`write_and_commit`). After it, only rank 0 knows
+    # whether the catalog was published, so only rank 0 deletes files (`_undo`). An interrupt may come right after the gather.
     try:
         gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
         recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
-        if gathered is None:
+        if gathered is None or job.contents is None:  # both are None on the same ranks
             return None
         received_at = recorder.now()
         recorder.add("receipts", began)
@@ -135,7 +136,7 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
         for key, data in options.beside.items():
             replaced[key] = _held(storage, key)
             storage.publish(key, data)
-        catalog = publish(storage, job.contents, receipts, before=job.before, recorder=recorder, sha256=options.sha256)
+        catalog = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
     except BaseException as error:
         if gathered is not None:
             _undo(job, gathered, replaced, error)
@@ -144,7 +145,7 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
         try:
             records = [receipt.record for receipt in receipts]
             timeline = make_timeline(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
-            keep_timeline(storage, timeline)
+            write_file(storage, timeline_key(job.save_id), encode_timeline(timeline))
         except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
@@ -172,9 +173,9 @@ def _finish_interrupted(job: SaveJob) -> None:
     """Delete the files of the replaced checkpoint, if an interrupt (Ctrl-C) came after the new catalog was put in place."""
     with suppress(CheckpointError):  # the next save deletes those files
         found = look(job.storage).catalog
-        if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.before is not None:
+        if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.contents and job.contents.before:
             job.storage.sync([CATALOG_KEY])
-            clean_up(job.storage, catalog, job.before.folders)
+            clean_up(job.storage, catalog, job.contents.before.folders)
 
 
 def _held(storage: Storage, key: str) -> bytes | None:
@@ -203,17 +204,11 @@ def _is_uncommitted(storage: Storage, save_id: str) -> bool:
         return False
 
 
-def keep_timeline(storage: Storage, timeline: Timeline) -> None:
-    """Write the timeline beside the files of its save."""
-    write_file(storage, timeline_key(timeline.save_id), encode_timeline(timeline))
-
-
 def publish(
     storage: Storage,
     contents: SaveContents,
     receipts: Sequence[Receipt],
     *,
-    before: PreviousCheckpoint | None,
     recorder: Recorder | None = None,
     sha256: bool = False,
 ) -> Catalog:
@@ -221,24 +216,26 @@ def publish(
 
     Parameters
     ----------
-    before
-        The checkpoint that the path held before this save; None publishes over any catalog.
     sha256
         Also write a manifest with the SHA-256 of every file.
 
     Raises
     ------
+    UsageError
+        A rank passed another `sha256` than rank 0.
     LayoutError
         Tensors that are declared to be replicas differ.
     StorageError
         Rank 0 does not see a file that a rank wrote.
     PublishConflict
-        Another save published at this path since `before`.
+        Another save published at this path since rank 0 looked (`SaveContents.before`).
     """
-    recorder = recorder or Recorder()
+    recorder, before = recorder or Recorder(), contents.before
     with recorder.step("check"):
-        _refuse_half_hashed(receipts, sha256)
-        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts)
+        others = [rank for rank, receipt in enumerate(receipts) if any(bool(file.sha256) != sha256 for file in receipt.files)]
+        if others:  # the manifest would lack files
+            raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others}: pass the same on every rank")
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, [receipt.fingerprints for receipt in receipts])
         _see_files(storage, receipts, before)
     catalog = catalog_of(contents, receipts)
     # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: every file is durable and seen,
@@ -254,19 +251,6 @@ def publish(
     except StorageError as error:  # the checkpoint exists: the save must not fail because old files stay
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
-
-
-def _refuse_half_hashed(receipts: Sequence[Receipt], sha256: bool) -> None:
-    """Refuse a save for which some ranks passed ``sha256=True`` and others ``sha256=False``.
-
-    Raises
-    ------
-    UsageError
-        A rank passed another `sha256` than rank 0, so the manifest would lack files.
-    """
-    others = [rank for rank, receipt in enumerate(receipts) if any(bool(file.sha256) != sha256 for file in receipt.files)]
-    if others:
-        raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others}: pass the same on every rank")
 
 
 def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:

@@ -17,12 +17,11 @@ from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
 from ...core.words import check_count
 from ...errors import UsageError
-from ...format.values import decode_value
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress
 from ..common.recorder import Recorder
-from .agreement import AgreedPlan
 from .local_shards import LocalShards
+from .messages import Assignment
 
 Hold = str | Optimizer | Sequence[Optimizer]
 """The ``hold=`` of a lazy save: ``"optimizers"`` (those in the state), ``"caller"``, or more optimizers to hold back as well."""
@@ -110,7 +109,7 @@ class PreviousCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveContents:
-    """Contents of the catalog of a save except its files; rank 0 has them before any file is written.
+    """The part of a save that only rank 0 has before any file is written: its catalog without the files, and what it replaces.
 
     Attributes
     ----------
@@ -118,6 +117,8 @@ class SaveContents:
         The user's ``metadata=``.
     created_s
         Time of the save in seconds since 1970; None for the time of the commit.
+    before
+        Contents of the path before any rank could make a file of this save; None to publish over any catalog.
     """
 
     plan: SavePlan
@@ -125,6 +126,7 @@ class SaveContents:
     save_id: str
     metadata: Any = None
     created_s: float | None = None
+    before: PreviousCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,10 @@ class SaveJob:
     ----------
     path
         The path of the checkpoint, as the caller passed it.
-    metadata
-        The ``metadata`` of `options`, encoded as a value.
-    before
-        On rank 0, the contents of the path before any rank could make a file of this save; None on other ranks.
+    contents
+        None on all ranks but rank 0.
     fingerprints
-        Fingerprints of the checks in `agreed`, if they have been taken already.
+        Fingerprints of the checks in `assignment`, if they have been taken already.
     """
 
     path: str
@@ -148,26 +148,19 @@ class SaveJob:
     storage: Storage
     recorder: Recorder
     options: SaveOptions
-    metadata: bytes
-    before: PreviousCheckpoint | None
     local_shards: LocalShards
-    agreed: AgreedPlan
+    assignment: Assignment
+    contents: SaveContents | None
     fingerprints: NDArray[np.uint64] | None = None
 
     @property
     def save_id(self) -> str:
-        return self.agreed.assignment.save_id
+        return self.assignment.save_id
 
     @property
     def shift(self) -> int | None:
         """The `shift` of `replicas.looked_at`; None if replicas are compared whole."""
         return sample_shift(self.save_id) if self.options.samples_replicas else None
-
-    @property
-    def contents(self) -> SaveContents:
-        """Contents of the catalog except its files; on rank 0 only."""
-        assert self.agreed.plan is not None
-        return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, decode_value(self.metadata, name="metadata"))
 
     def report(self, num_bytes: int, total_bytes: int | None) -> SaveReport:
         """Return the report of a save that ends now, and whose caller has waited for all of it.

@@ -34,7 +34,7 @@ from ..common.copy_streams import CopyStreams, Mark
 from ..common.host_memory import allocate
 from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, copy_run
 from .local_shards import LocalShards
-from .messages import Receipt, RunColumns
+from .messages import RunColumns
 
 U64 = NDArray[np.uint64]
 
@@ -294,12 +294,7 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
     return frozenset(merge_of_all(comm, fingerprints.tobytes(), names_of))
 
 
-def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
-    """Compare the fingerprints in the receipts of all ranks, by rank; see `compare_fingerprints`."""
-    compare_fingerprints(checks, names, [receipt.fingerprints for receipt in receipts])
-
-
-def compare_fingerprints(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
+def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
     """Raise an error if the members of a replica group have different fingerprints; `fingerprints` are by rank.
 
     Buffers under DDP and FSDP may differ: one warning names all that do.

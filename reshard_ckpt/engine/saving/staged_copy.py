@@ -1,14 +1,15 @@
 """The copy in host memory of the bytes that one rank writes, made while they are written or before the state changes again.
 
-`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way. `write_staged` is the synchronous
-save of a state on a device: a thread copies into a ring of pinned memory while the caller writes from it. Copying each tensor
-just before it is written would wait for the device each time, and use pageable memory, which is slower.
+`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way. `chunks_of` chooses where the bytes
+of a synchronous save come from. For a state on a device a thread copies into a ring of pinned memory while the caller writes from
+it. Copying each tensor just before it is written would wait for the device each time, and use pageable memory, which is slower.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -17,25 +18,25 @@ from ...errors import UsageError
 from ..common.copy_streams import has_streams, on_device
 from ..common.host_memory import POOL
 from .local_shards import LocalShards
-from .messages import Receipt
 from .options import SaveJob
-from .replicas import Fingerprints
+from .replicas import Fingerprints, all_fingerprints
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
-from .write import FileLayout, lay_out, write_files
+from .write import Chunks, FileLayout, chunks_in_place, lay_out
 
 RING_BYTES = 64 << 20
-"""Size of the ring of `write_staged`: one part is being copied into, one part is being written, and one part is free."""
+"""Size of the ring of a synchronous save: one part is being copied into, one part is being written, and one part is free."""
 
 
 class StagedCopy:
     """The copy of one rank's files in a ring, with the fingerprints of its replicas."""
 
     def __init__(self, job: SaveJob, layouts: Sequence[FileLayout], ring: torch.Tensor) -> None:
-        self.layouts, self.ring, self._recorder = layouts, ring, job.recorder
-        local_shards, assignment = job.local_shards, job.agreed.assignment
+        self.ring, self._recorder = ring, job.recorder
+        local_shards, assignment = job.local_shards, job.assignment
         self.staging = Staging(local_shards, assignment, layouts, ring)
         runs = local_shards.runs(assignment.checks)
         self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints, shift=job.shift)
+        self.chunks = Chunks(layouts, self.staging.drain, self.fingerprints.taken, self.staging.wait_finished)
         self._look: SecondLook | None = None
 
     def fill(
@@ -83,6 +84,16 @@ class StagedCopy:
         self.fingerprints.finish()
         return look is not None and look.has_changed()
 
+    def fill_all(self, fill: Callable[[], object]) -> BaseException | None:
+        """Call `fill`, which makes the last copies, and tell the writer that all are made, or why not. Return the error."""
+        try:
+            fill()
+            self.staging.finish()
+        except BaseException as error:  # also an interrupt: the writer must not wait for ever
+            self.staging.fail(error)
+            return error
+        return None
+
     def close(self) -> None:
         """Wait until no device writes here any more."""
         self.staging.close()
@@ -128,39 +139,33 @@ class SecondLook:
         self._now.close()
 
 
-def write_staged(job: SaveJob) -> Receipt:
-    """Write the runs that this rank was assigned, through a pinned ring, and make them durable; like `write_assignment`.
+@contextmanager
+def chunks_of(job: SaveJob) -> Iterator[Chunks]:
+    """Return the chunks of a synchronous save: from the tensors' own memory, or through a pinned ring if some lie on a device.
 
     Raises
     ------
-    StorageError
-        The store refused a write; the files of this rank are removed.
     UsageError
-        No thread can be started.
+        No thread can be started to copy from the device in.
     """
-    layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
+    rank, known = job.comm.rank, job.fingerprints
+    if device_to_pin_for(job.local_shards) is None:
+        if known is None:
+            with job.recorder.step("compare"):
+                known = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
+        yield chunks_in_place(job.local_shards, job.assignment, rank, known)
+        return
+    layouts = lay_out(job.local_shards, job.assignment, rank)
     copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
-    staging = copy.staging
-
-    def fill() -> None:
-        try:
-            copy.fill()
-            staging.finish()
-        except BaseException as error:  # also an interrupt: the writer must not wait for ever
-            staging.fail(error)
-
-    thread = threading.Thread(target=fill, name="reshard-ckpt-stage")
+    thread = threading.Thread(target=copy.fill_all, args=(copy.fill,), name="reshard-ckpt-stage")
     try:
         thread.start()
     except RuntimeError as error:
         raise UsageError(f"no thread to copy from the device in can be started ({error}); end some, or save later") from error
     try:
-        fingerprints, sha256 = copy.fingerprints.taken, job.options.sha256
-        receipt = write_files(job.storage, layouts, staging.drain, fingerprints, job.recorder, sha256=sha256)
-        staging.wait_finished()
-        return receipt
+        yield copy.chunks
     except BaseException as error:
-        staging.fail(error)
+        copy.staging.fail(error)
         raise
     finally:
         thread.join()

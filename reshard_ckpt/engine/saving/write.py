@@ -30,10 +30,10 @@ from ...storage.protocol import Storage, write_file
 from ..common.memo import Memo
 from ..common.progress import Tally
 from ..common.recorder import Recorder
-from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, slices
+from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
+from ..common.tensor_bytes import chunks as chunks_of_run
 from .local_shards import LocalShards
 from .messages import Assignment, Receipt, WrittenFile
-from .replicas import all_fingerprints
 
 WRITE_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be still in the processor's cache when they are written."""
@@ -113,73 +113,73 @@ def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Memb
     return make_member(spec.name, spec.dtype, spec.shape, piece.offsets, piece.lengths, start, count)
 
 
-def write_assignment(
-    storage: Storage,
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The bytes that one rank writes in a save, wherever they come from.
+
+    Attributes
+    ----------
+    layouts
+        The files.
+    of_file
+        Returns the bytes of one file in chunks, front to back. A chunk is valid until the next one is asked for.
+    fingerprints
+        Of the assignment's checks, for the receipt; complete after `wait`.
+    wait
+        Returns once all bytes have been made; raises the error of the thread that makes them.
+    """
+
+    layouts: Sequence[FileLayout]
+    of_file: Callable[[FileLayout], Iterator[memoryview]]
+    fingerprints: NDArray[np.uint64]
+    wait: Callable[[], None] = lambda: None
+
+
+def chunks_in_place(
     local_shards: LocalShards,
     assignment: Assignment,
     rank: int,
+    fingerprints: NDArray[np.uint64],
     header_bytes: int = HEADER_BYTES,
-    *,
-    recorder: Recorder | None = None,
-    sha256: bool = False,
-    fingerprints: NDArray[np.uint64] | None = None,
-    shift: int | None = None,
-) -> Receipt:
-    """Write the runs that this rank was assigned, from the tensors' own memory, and make them durable.
+) -> Chunks:
+    """Return the chunks of the runs that this rank was assigned, each copied from the tensor's own memory when it is written."""
+    layouts = lay_out(local_shards, assignment, rank, header_bytes)
+    return Chunks(layouts, partial(_file_chunks, local_shards.runs(assignment.items)), fingerprints)
+
+
+def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256: bool = False) -> Receipt:
+    """Write files, hash them on the way, and make them durable; on an error delete them all. Return the receipt.
 
     Parameters
     ----------
     sha256
         Also take the SHA-256 of the files, for a manifest.
-    fingerprints
-        The fingerprints of the assignment's checks; None takes them here.
-    shift
-        As for `replicas.looked_at`.
 
     Raises
     ------
     StorageError
         The store refused a write; the files of this rank are removed.
     """
-    recorder = recorder or Recorder()
-    if fingerprints is None:
-        with recorder.step("compare"):
-            fingerprints = all_fingerprints(local_shards, assignment.checks, shift)
-    layouts = lay_out(local_shards, assignment, rank, header_bytes)
-    chunks_of = partial(_file_chunks, local_shards.runs(assignment.items))
-    return write_files(storage, layouts, chunks_of, fingerprints, recorder, sha256=sha256)
-
-
-def write_files(
-    storage: Storage,
-    layouts: Sequence[FileLayout],
-    chunks_of: Callable[[FileLayout], Iterator[memoryview]],
-    fingerprints: NDArray[np.uint64],
-    recorder: Recorder,
-    *,
-    sha256: bool = False,
-) -> Receipt:
-    """Write files, hash them on the way, and make them durable; on an error delete them all. Return the receipt.
-
-    Parameters
-    ----------
-    chunks_of
-        Returns the bytes of one file in chunks, front to back.
-    fingerprints
-        Of the assignment's checks; they go into the receipt.
-    """
     written: list[WrittenFile] = []
     try:
-        tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
-        for layout in layouts:
-            written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder, sha256))
+        tally = Tally("save", sum(layout.num_bytes for layout in chunks.layouts), recorder.report)
+        for layout in chunks.layouts:
+            with ShardFileWriter(storage, layout, sha256=sha256) as file:
+                with recorder.step("write", layout.num_bytes):
+                    for chunk in chunks.of_file(layout):
+                        file.write(chunk)
+                        tally.add(len(chunk))
+                with recorder.step("sync"):
+                    file.sync()
+                written.append(file.finish())
         if written:
             with recorder.step("sync"):
                 storage.sync(keys_of(written))
+        chunks.wait()  # a rank without a file has drained nothing, so its fingerprints may be missing until now
     except BaseException:
-        remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
+        remove(storage, (key for layout in chunks.layouts for key in (layout.key, digests_key(layout.key))))
         raise
-    return receipt_of(layouts, written, fingerprints)
+    return receipt_of(chunks.layouts, written, chunks.fingerprints)
 
 
 def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fingerprints: NDArray[np.uint64]) -> Receipt:
@@ -273,24 +273,6 @@ class ShardFileWriter:
             self.abort()
 
 
-def _write_file(
-    storage: Storage,
-    layout: FileLayout,
-    chunks_of_file: Iterator[memoryview],
-    tally: Tally,
-    recorder: Recorder,
-    sha256: bool,
-) -> WrittenFile:
-    with ShardFileWriter(storage, layout, sha256=sha256) as file:
-        with recorder.step("write", layout.num_bytes):
-            for chunk in chunks_of_file:
-                file.write(chunk)
-                tally.add(len(chunk))
-        with recorder.step("sync"):
-            file.sync()
-        return file.finish()
-
-
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
     """Yield the bytes of a file, front to back; each chunk is a copy, which the next one overwrites.
 
@@ -303,7 +285,7 @@ def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memor
     # All views are made before the first write: writing empties the processor's caches, so that a view takes ten times as long.
     for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
         if data is None:
-            yield from chunks(*run, scratch)
+            yield from chunks_of_run(*run, scratch)
             continue
         for part in slices(data, WRITE_BYTES):
             own[: len(part)] = part

@@ -79,7 +79,7 @@ def test_timeline_that_cannot_be_written_is_a_warning_and_the_checkpoint_stands(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room for it")
 
-    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.keep_timeline", refuse)
+    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.encode_timeline", refuse)
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
     assert "saved, but its timeline is not: RuntimeError: no room for it" in caplog.text
     assert checkpoint.verify(tmp_path).ok

@@ -18,7 +18,7 @@ from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.options import SaveContents
-from reshard_ckpt.engine.saving.write import WRITE_BYTES, lay_out, write_assignment
+from reshard_ckpt.engine.saving.write import WRITE_BYTES, lay_out
 from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError, UsageError
 from reshard_ckpt.format.checksums import BlockHasher
 from reshard_ckpt.format.keys import CATALOG_KEY
@@ -26,7 +26,7 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.jobs import plan_job, save_job
+from tests.jobs import plan_job, save_job, write_assignment
 from tests.layouts import values_of
 
 
@@ -203,7 +203,7 @@ def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -
     assert len(lay_out(local_shards, assignment, 0, header_bytes=2000)) > 3
     with open_storage(tmp_path) as storage:
         receipt = write_assignment(storage, local_shards, assignment, 0, header_bytes=2000)
-        save_module.publish(storage, SaveContents(plan, values, assignment.save_id), [receipt], before=None)
+        save_module.publish(storage, SaveContents(plan, values, assignment.save_id), [receipt])
     assert len(receipt.files) > 3
     for i, tensor in enumerate(checkpoint.read(tmp_path).values()):
         assert torch.equal(tensor, torch.full((3,), float(i)))
