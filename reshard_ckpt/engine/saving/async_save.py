@@ -124,12 +124,12 @@ class SaveThread:
             # Only after the session has ended: there every rank learns whether rank 0 has published.
             outcome = self._job.report(*written)
         except BaseException as error:
-            what = f"the save to {self._save.path} failed: {_reason(error)}"
-            recorder.log.error("%s", what)
-            outcome = error
+            outcome, path, reason = error, self._save.path, str(error)
             if not isinstance(error, CheckpointError):
-                outcome = CheckpointError(f"{what}; what the path held before is still there")
+                reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+                outcome = CheckpointError(f"the save to {path} failed: {reason}; what the path held before is still there")
                 outcome.__cause__ = error
+            recorder.log.error("the save to %s failed: %s", path, reason)
         # The filling thread may still copy into the ring: wait for it before the ring goes back.
         self._save.staged.result()
         try:
@@ -146,14 +146,6 @@ def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=target, name=name, daemon=False)
     thread.start()
     return thread
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's text for a message, with its class unless it is a `CheckpointError`."""
-    text = str(error)
-    if isinstance(error, CheckpointError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:

@@ -103,15 +103,13 @@ class RunningSave:
             error = self.committed.exception(timeout)
         except FutureTimeout:
             raise TimeoutError(f"the save to {self.path} is not committed after {timeout} s; it goes on") from None
-        if not threading.main_thread().is_alive():  # in an exit function, when the interpreter no longer waits for threads
-            self._join()
+        if not threading.main_thread().is_alive():
+            # In an exit function the interpreter no longer waits for threads. The process would abort if it ended a thread in the
+            # middle of torch's code.
+            for thread in self.threads:
+                if thread is not threading.current_thread():
+                    thread.join()
         return error
-
-    def _join(self) -> None:
-        """Wait for the threads to end. The process aborts if the interpreter ends a thread in the middle of torch's code."""
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join()
 
     def add_stall(self, seconds: float) -> None:
         """Count the seconds for which a caller was held up."""
