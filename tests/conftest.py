@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,15 +24,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.launch import stop_server
+from tests.tries import PROFILE, USUAL, times
 
 _CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 # "fixed" draws the same examples on every machine and in every run, so `make test` does the same in a fresh clone as where a
 # change is accepted. "random" draws new ones: `make test-random`.
-settings.register_profile("fixed", deadline=None, suppress_health_check=_CALM, derandomize=True, print_blob=True)
-settings.register_profile("random", deadline=None, suppress_health_check=_CALM, print_blob=True)
-settings.register_profile("long", deadline=None, suppress_health_check=_CALM, max_examples=5000)
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+_USUAL: dict[str, Any] = {"deadline": None, "suppress_health_check": _CALM, "max_examples": times(USUAL)}
+settings.register_profile("fixed", **_USUAL, derandomize=True, print_blob=True)
+settings.register_profile("random", **_USUAL, print_blob=True)
+settings.register_profile("long", **_USUAL)
 settings.load_profile(PROFILE)
 
 # Hypothesis also draws constants that it finds in the modules imported so far. These depend on the tests that this worker ran

@@ -1,25 +1,40 @@
-"""How many examples a Hypothesis test tries: a number of its own, which the profile ``long`` multiplies as it does all others."""
+"""How much a test tries: examples of Hypothesis and pairs of layouts, more of both in the profile ``long``, for nightly runs."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 from hypothesis import settings
 
-_USUAL = 100
-"""Examples of a test that says nothing, but for the profile ``long``."""
+T = TypeVar("T")
 
-
-def examples(number: int, **others: Any) -> settings:
-    """Return the settings of a test that usually tries `number` examples."""
-    return settings(max_examples=times(number), **others)
-
-
-def times(number: int) -> int:
-    """Return how often a test repeats something that it usually does `number` times."""
-    return number * settings.default.max_examples // _USUAL  # type: ignore[union-attr,no-any-return]
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+"""Read from the environment, since the ranks of a job load no profile."""
+USUAL = 60
+"""Examples that `make test` tries at most."""
 
 
 def is_long() -> bool:
-    """Whether the profile ``long`` is chosen, for tests that try a sample of their cases otherwise."""
-    return bool(settings.default.max_examples > _USUAL)  # type: ignore[union-attr]
+    return PROFILE == "long"
+
+
+def times(number: int) -> int:
+    """Return how often a test repeats something: `number` times, and fifty times as often in a long run."""
+    return number * (50 if is_long() else 1)
+
+
+def examples(number: int, **others: Any) -> settings:
+    """Return the settings of a test that draws `number` examples, of which `make test` tries the first 60."""
+    return settings(max_examples=min(number, USUAL) if PROFILE == "fixed" else times(number), **others)
+
+
+def pairs(layouts: Sequence[T]) -> list[tuple[T, T]]:
+    """Return which saved layout is loaded into which: each into itself and the one before, in a long run each into each."""
+    return (
+        list(product(layouts, layouts))
+        if is_long()
+        else [(one, to) for i, one in enumerate(layouts) for to in (one, layouts[i - 1])]
+    )

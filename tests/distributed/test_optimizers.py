@@ -1,4 +1,5 @@
-"""Optimizers as users have them: groups, tied, frozen and stateless parameters, SGD, factored state, from any layout to any."""
+"""Optimizers as users have them: groups, tied, frozen and stateless parameters, SGD, factored state, state dicts of
+their own and by number, from layout to layout."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
+from tests import wrapping
 from tests.distributed.net import UNITS, Net, local, positions
 from tests.distributed.outcomes import Outcome, outcome
 from tests.factored import Factored
 from tests.launch import run_ranks
+from tests.tries import pairs
 
 Make = Callable[[str], nn.Module]
 
@@ -51,14 +54,23 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def states(net: nn.Module, optimizer: torch.optim.Optimizer, made: Callable[[Any], Any] = whole) -> dict[str, Any]:
+def kept_in(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizer, wrapping.Combined):
+        return list(optimizer.parts.values())
+    if isinstance(optimizer, wrapping.Container):
+        return optimizer.optimizers
+    return [getattr(optimizer, "inner", optimizer)]
+
+
+def states(net: nn.Module, optimizer: Any, made: Callable[[Any], Any] = whole) -> dict[str, Any]:
     """All state by name and key, each tensor whole, or what else is made of it."""
     named = {plain_name(name): p for name, p in net.named_parameters()}
     return {
         f"{name}.{key}": made(value)
         for name, p in named.items()
-        if p in optimizer.state
-        for key, value in sorted(optimizer.state[p].items())
+        for inner in kept_in(optimizer)
+        if p in inner.state
+        for key, value in sorted(inner.state[p].items())
     }
 
 
@@ -96,19 +108,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_state_of_a_tied_weight_reaches_a_fresh_optimizer(tmp_path: Path):
-    net = Net(("embedding", 0, "head"))
-    optimizer = torch.optim.AdamW(trainable(net))
-    stepped(net, optimizer)
-    checkpoint.save(tmp_path / "a", {"model": net, "optimizer": optimizer})
-    other = Net(("embedding", 0, "head"), "other")
-    fresh = torch.optim.AdamW(trainable(other))
-    checkpoint.load(tmp_path / "a", {"model": other, "optimizer": fresh})
-    assert len(fresh.state) == len(optimizer.state)
-    assert torch.equal(fresh.state[other.head.weight]["exp_avg"], optimizer.state[net.head.weight]["exp_avg"])
-    assert float(fresh.state[other.head.weight]["step"]) == 2
-
-
 class Counting(torch.optim.SGD):
     """Momentum, and state that is no tensor."""
 
@@ -130,48 +129,94 @@ def kinds_of(world: int) -> dict[str, Make]:
     return {"fsdp": sharded, "ddp": lambda key: DistributedDataParallel(Net(UNITS, key)), "plain": lambda key: Net(UNITS, key)}
 
 
-def other_optimizers_job(folder: str) -> tuple[list[str], list[Outcome]]:
-    """SGD with momentum and a factored optimizer, saved and loaded in each layout, into fresh ones and such that have stepped."""
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": lambda net: Counting(trainable(net), lr=0.001, momentum=0.9),
+    "factored": lambda net: Factored(trainable(net), lr=0.001),
+    "counting": lambda net: wrapping.Counting(torch.optim.AdamW(reversed(trainable(net)), lr=0.01)),
+    "combined": wrapping.Combined,
+    "container": lambda net: wrapping.Container([net], lr=0.01),
+    "scaled": lambda net: wrapping.Scaled(trainable(net), lr=0.01),
+}
+"""Optimizers with other state than AdamW's, and such that say their state themselves."""
+
+
+def makers_job(folder: str) -> tuple[list[str], list[Outcome]]:
+    """Save each optimizer in each layout, and load it into a fresh one, or one that has stepped where a fresh one is refused."""
     kinds = kinds_of(dist.get_world_size())
-    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-        "sgd": lambda net: Counting(trainable(net), lr=0.001, momentum=0.9),
-        "factored": lambda net: Factored(trainable(net), lr=0.001),
-    }
     wrong: list[str] = []
     refused: list[Outcome] = []
-    for name, make in makers.items():
+    for name, make in MAKERS.items():
+        wanted: dict[str, dict[str, Any]] = {}
         for saved in kinds:
             net = kinds[saved]("")
             optimizer = make(net)
             stepped(net, optimizer)
-            path = Path(folder, f"{name}-{saved}")
-            checkpoint.save(path, {"model": net, "optimizer": optimizer})
-            wanted = states(net, optimizer)
-            for loaded in kinds:
-                target = kinds[loaded]("other")
-                held, fresh = held_of(target), make(target)
-                state = {"model": target, "optimizer": fresh}
-                if (name, loaded) == ("factored", "fsdp"):
-                    # Nobody knows which part of a row or column statistic a sharded parameter would have.
-                    before = [local(p).clone() for p in target.parameters()]
-                    refused.append(outcome(partial(checkpoint.load, path, state)))
-                    unchanged = all(torch.equal(local(p), b) for p, b in zip(target.parameters(), before, strict=True))
-                    wrong += [] if unchanged and not fresh.state else [f"{path.name} to {loaded}: changed"]
-                    stepped(target, fresh, 1)
-                checkpoint.load(path, state)
-                wrong += [] if same_here(states(target, fresh, as_it_is), wanted, held) else [f"{path.name} to {loaded}"]
+            state = {"model": net, "optimizer": optimizer}
+            checkpoint.async_save(Path(folder, f"{name}-{saved}"), state, staging="lazy").result()
+            wanted[saved] = states(net, optimizer)
+            assert wanted[saved]
+        for saved, loaded in pairs([*kinds]):
+            path, target = Path(folder, f"{name}-{saved}"), kinds[loaded]("other")
+            held, fresh = held_of(target), make(target)
+            state = {"model": target, "optimizer": fresh}
+            if (name, loaded) == ("factored", "fsdp"):
+                # Nobody knows which part of a row or column statistic a sharded parameter would have.
+                before = [local(p).clone() for p in target.parameters()]
+                refused.append(outcome(partial(checkpoint.load, path, state)))
+                unchanged = all(torch.equal(local(p), b) for p, b in zip(target.parameters(), before, strict=True))
+                wrong += [] if unchanged and not fresh.state else [f"{path.name} to {loaded}: changed"]
+                stepped(target, fresh, 1)
+            checkpoint.load(path, state)
+            wrong += [] if same_here(states(target, fresh, as_it_is), wanted[saved], held) else [f"{path.name} to {loaded}"]
     return wrong, refused
 
 
 @pytest.mark.slow
-def test_sgd_with_momentum_and_factored_state_in_every_layout(tmp_path: Path):
-    for wrong, refused in run_ranks(other_optimizers_job, 3, str(tmp_path)):
+def test_state_of_any_optimizer_goes_from_layout_to_layout(tmp_path: Path):
+    for wrong, refused in run_ranks(makers_job, 3, str(tmp_path)):
         assert wrong == []
+        assert refused
         for each in refused:
             assert each.error == "MismatchError"
             assert "optimizer.state.layers.0.up.weight.row: saved with shape (13,)" in each.message
             assert "load into an optimizer that has stepped" in each.message
             assert "not in the state passed" not in each.message
+
+
+def dicts_job(folder: str) -> list[str]:
+    """Also parameters of which a rank holds nothing, and which it must find by their empty memory."""
+    kinds = kinds_of(dist.get_world_size())
+    wrong: list[str] = []
+    for saved in ("fsdp", "plain"):
+        net = kinds[saved]("")
+        optimizer = torch.optim.AdamW([(n, p) for n, p in net.named_parameters() if p.requires_grad], lr=0.01)
+        stepped(net, optimizer)
+        wanted = states(net, optimizer)
+        forms = {
+            "dicts": {"model": net.state_dict(), "optimizer": optimizer.state_dict()},
+            "object": {"model": net.state_dict(), "optimizer": optimizer},
+        }
+        for form, state in forms.items():
+            path = Path(folder, f"{saved}-{form}")
+            checkpoint.save(path, state)
+            for loaded in ("fsdp", "plain"):
+                target = kinds[loaded]("other")
+                held = held_of(target)
+                fresh = torch.optim.AdamW([(n, p) for n, p in target.named_parameters() if p.requires_grad], lr=1.0)
+                checkpoint.load(path, {"model": target, "optimizer": fresh})
+                wrong += [] if same_here(states(target, fresh, as_it_is), wanted, held) else [f"{path.name} to {loaded}"]
+                again = kinds[loaded]("other")
+                last = torch.optim.AdamW([(n, p) for n, p in again.named_parameters() if p.requires_grad], lr=1.0)
+                dicts = {"model": again.state_dict(), "optimizer": last.state_dict()}
+                checkpoint.load(path, dicts)
+                last.load_state_dict(dicts["optimizer"])
+                wrong += [] if same_here(states(again, last, as_it_is), wanted, held) else [f"{path.name} to dicts of {loaded}"]
+    return wrong
+
+
+@pytest.mark.slow
+def test_state_dicts_with_names_go_from_any_layout_to_any(tmp_path: Path):
+    assert run_ranks(dicts_job, 3, str(tmp_path)) == [[], [], []]
 
 
 def groups_job(folder: str) -> dict[str, Any]:

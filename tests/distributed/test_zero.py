@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,109 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from reshard_ckpt import FlatShard, LocalShard, checkpoint
-from tests.distributed.net import Net, local, reference
+from reshard_ckpt import LocalShard, checkpoint
+from tests.distributed.net import Net, reference
 from tests.launch import run_ranks
-
-SHAPES = {"matrix": (13, 7), "vector": (5,), "cube": (3, 5, 4), "wide": (2, 31), "scalar": (), "empty": (0, 4)}
-Parts = dict[str, tuple[Any, torch.Tensor]]
-"""By name: what stands in the state, and what its local tensor must be."""
-
-
-def cuts(chance: random.Random, total: int, num: int) -> list[int]:
-    return [0, *sorted(chance.randint(0, total) for _ in range(num - 1)), total]
-
-
-def parts_of(size: int, num: int) -> list[tuple[int, int]]:
-    """Begin and length of each part, as `torch.chunk` cuts; those at the end may be empty."""
-    each = -(-size // num)
-    return [(min(each * i, size), min(each * (i + 1), size) - min(each * i, size)) for i in range(num)]
-
-
-def flat_parts(chance: random.Random, num: int, rank: int, columns: int) -> Parts:
-    """Every tensor is cut into `columns` boxes along some dim; each box, flattened, into ragged runs, for `num` ranks in all."""
-    out: Parts = {}
-    row, column = divmod(rank, columns)
-    for name, shape in SHAPES.items():
-        whole = reference(name, shape)
-        if not shape:
-            out[name] = torch.full_like(whole, -1), whole
-            continue
-        dim = chance.randrange(len(shape))
-        boxes = [whole.narrow(dim, low, size) for low, size in parts_of(shape[dim], columns)]
-        # Every rank draws the cuts of every column, so that all draw the same ones.
-        bounds = [cuts(chance, box.numel(), num // columns) for box in boxes][column]
-        box = boxes[column]
-        offsets = [parts_of(shape[dim], columns)[column][0] if d == dim else 0 for d in range(len(shape))]
-        run = box.flatten()[bounds[row] : bounds[row + 1]].clone()
-        pieces = None if columns == 1 else [(offsets, list(box.shape))]
-        out[name] = FlatShard(torch.full_like(run, -1), shape, bounds[row], pieces=pieces), run
-    return out
-
-
-def dtensor_parts(chance: random.Random, mesh: DeviceMesh) -> Parts:
-    out: Parts = {}
-    for name, shape in SHAPES.items():
-        whole = reference(name, shape)
-        if not shape:
-            out[name] = torch.full_like(whole, -1), whole
-            continue
-        placement = [Shard(chance.randrange(len(shape)))]
-        wanted = distribute_tensor(whole, mesh, placement)
-        out[name] = distribute_tensor(torch.full_like(whole, -1), mesh, placement), wanted.to_local()
-    return out
-
-
-def memory(value: Any) -> torch.Tensor:
-    return value.tensor if isinstance(value, FlatShard | LocalShard) else local(value)
-
-
-def fill(parts: Parts) -> dict[str, Any]:
-    for value, wanted in parts.values():
-        memory(value).copy_(wanted.reshape(memory(value).shape))
-    return {"optimizer": {name: value for name, (value, _) in parts.items()}}
-
-
-def flat_job(folder: str) -> list[str]:
-    """Random flat layouts on 3, 4 and 6 ranks, of whole tensors and of boxes, and DTensors on 4: each to each."""
-    rank = dist.get_rank()
-    mesh = DeviceMesh("cpu", torch.arange(4))
-    groups = {num: dist.new_group(list(range(num))) for num in (3, 4, 6)}
-    layouts: list[tuple[int, int]] = [(3, 1), (4, 0), (4, 2), (6, 3), (3, 1), (6, 2)]
-
-    def parts(number: int) -> Parts:
-        (num, columns), chance = layouts[number], random.Random(number)
-        return flat_parts(chance, num, rank, columns) if columns else dtensor_parts(chance, mesh)
-
-    wrong: list[str] = []
-    for number, (num, _) in enumerate(layouts):
-        if rank < num:
-            checkpoint.save(Path(folder, str(number)), fill(parts(number)), process_group=groups[num])
-    dist.barrier()
-    if rank == 0:
-        for number in range(len(layouts)):
-            read = checkpoint.read(Path(folder, str(number)))
-            wrong += [
-                f"read {number}: {n}" for n, s in SHAPES.items() if not torch.equal(read[f"optimizer.{n}"], reference(n, s))
-            ]
-    for saved in range(len(layouts)):
-        for loaded, (num, _) in enumerate(layouts):
-            if rank < num:
-                target = parts(loaded)
-                state = {"optimizer": {name: value for name, (value, _) in target.items()}}
-                checkpoint.load(Path(folder, str(saved)), state, process_group=groups[num])
-                for name, (value, wanted) in target.items():
-                    if not torch.equal(memory(value).flatten(), wanted.flatten()):
-                        wrong.append(f"{layouts[saved]} to {layouts[loaded]}: rank {rank}: {name}")
-    return wrong
-
-
-def test_ragged_flat_ranges_of_tensors_and_of_boxes(tmp_path: Path):
-    assert run_ranks(flat_job, 6, str(tmp_path)) == [[]] * 6
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:

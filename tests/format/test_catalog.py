@@ -18,9 +18,10 @@ from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTab
 from reshard_ckpt.core.catalog.specs import Mesh, StateLink, ValueKind
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
-from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
+from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.catalog_check import problems
 from tests.format.building import Run, Tensor, build, checkpoints, position_bytes
+from tests.reliability.hostile import seal, unseal
 from tests.tries import examples
 
 TENSORS = [
@@ -117,17 +118,6 @@ def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
         decode_catalog(data)
 
 
-def reseal(envelope: dict[str, Any], bodies: dict[str, bytes]) -> bytes:
-    """A catalog whose digests are right, whatever its bodies say: what an attacker would send."""
-    sections = {name: {"digest": section_digest(name, body), "body": body} for name, body in bodies.items()}
-    return msgpack.packb({**envelope, "sections": sections})
-
-
-def unseal(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    envelope = msgpack.unpackb(data)
-    return envelope, {name: section["body"] for name, section in envelope["sections"].items()}
-
-
 @examples(500)
 @given(data=st.data())
 def test_hostile_bodies_raise_nothing_but_corrupt_error(data):
@@ -138,7 +128,7 @@ def test_hostile_bodies_raise_nothing_but_corrupt_error(data):
         at, byte = data.draw(st.integers(0, len(body) - 1)), data.draw(st.integers(0, 255))
         body[at] = byte
     with suppress(CorruptError):
-        catalog = decode_catalog(reseal(envelope, {**bodies, name: bytes(body)}))
+        catalog = decode_catalog(seal(envelope, {**bodies, name: bytes(body)}))
         assert not list(problems(catalog))
         list(catalog.tensors())  # indices lead somewhere
         catalog.summary()
@@ -161,14 +151,14 @@ def test_hostile_fields_raise_nothing_but_corrupt_error(data):
     field = data.draw(st.sampled_from(sorted(fields)))
     fields[field] = data.draw(FIELD)
     with suppress(CorruptError):
-        catalog = decode_catalog(reseal(envelope, {**bodies, section: msgpack.packb(fields)}))
+        catalog = decode_catalog(seal(envelope, {**bodies, section: msgpack.packb(fields)}))
         assert not list(problems(catalog))
         list(catalog.tensors())
 
 
 def with_fields(section: str, **fields: Any) -> bytes:
     envelope, bodies = unseal(ENCODED)
-    return reseal(envelope, {**bodies, section: msgpack.packb({**msgpack.unpackb(bodies[section]), **fields})})
+    return seal(envelope, {**bodies, section: msgpack.packb({**msgpack.unpackb(bodies[section]), **fields})})
 
 
 def test_small_catalogs_cannot_claim_much_memory():
@@ -336,7 +326,7 @@ def test_links_of_values_are_checked_as_those_of_tensors():
         envelope, bodies = unseal(encode_catalog(LINKED))
         body = msgpack.packb({**msgpack.unpackb(bodies["values"]), **fields})
         with pytest.raises(CorruptError, match="values: .*(does not divide|to tensor 98)"):
-            decode_catalog(reseal(envelope, {**bodies, "values": body}))
+            decode_catalog(seal(envelope, {**bodies, "values": body}))
 
 
 def test_files_that_nothing_proves_are_refused():
@@ -385,7 +375,7 @@ def test_placements_without_turns_are_those_of_version_1() -> None:
     envelope, bodies = unseal(ENCODED)
     fields = msgpack.unpackb(bodies["placements"])
     bodies["placements"] = msgpack.packb({n: fields[n] for n in fields if n not in ("turn", "num_sections", "sections")})
-    old, new = decode_catalog(reseal(envelope, bodies)), decode_catalog(ENCODED)
+    old, new = decode_catalog(seal(envelope, bodies)), decode_catalog(ENCODED)
     assert any(p.turn is not None and p.sections for placement in new.placements for p in placement)
     assert old.placements == tuple(
         tuple(dataclasses.replace(p, turn=None, sections=()) for p in placement) for placement in new.placements
@@ -396,14 +386,14 @@ def test_placements_without_turns_are_those_of_version_1() -> None:
 def test_every_section_and_field_is_required(section: str):
     envelope, bodies = unseal(ENCODED)
     with pytest.raises(CorruptError, match=f"section {section} is missing"):
-        decode_catalog(reseal(envelope, {name: body for name, body in bodies.items() if name != section}))
+        decode_catalog(seal(envelope, {name: body for name, body in bodies.items() if name != section}))
     fields = msgpack.unpackb(bodies[section])
     for field in fields:
         without = msgpack.packb({name: column for name, column in fields.items() if name != field})
         if (section, field) == ("placements", "turn"):  # version 1 had none
             continue
         with pytest.raises(CorruptError, match=rf"{section}\.{field} is missing"):
-            decode_catalog(reseal(envelope, {**bodies, section: without}))
+            decode_catalog(seal(envelope, {**bodies, section: without}))
 
 
 # --- newer versions ----------------------------------------------------------------------------------------------------
@@ -413,7 +403,7 @@ def test_what_a_newer_version_adds_is_passed_over():
     envelope, bodies = unseal(ENCODED)
     bodies = {**bodies, "bloom": b"not even msgpack \xc1"}
     bodies["rows"] = msgpack.packb({**msgpack.unpackb(bodies["rows"]), "heat": ["u1", 0, b""]})
-    assert_same(decode_catalog(reseal({**envelope, "note": "x"}, bodies)), SAMPLE)
+    assert_same(decode_catalog(seal({**envelope, "note": "x"}, bodies)), SAMPLE)
 
 
 @pytest.mark.parametrize("item", ["bloom", "rows.heat", "values.name.x", 5, "\n"])
