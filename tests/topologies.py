@@ -26,7 +26,7 @@ from reshard_ckpt.core.catalog.specs import (
     row_major_strides,
 )
 from reshard_ckpt.format.values import encode_path, encode_value
-from reshard_ckpt.storage.protocol import Storage
+from reshard_ckpt.storage import Storage, open_storage
 from tests.jobs import Tensors, save_job
 from tests.layouts import chunk, pack_boxes, values_of
 
@@ -118,6 +118,11 @@ def ranges_of(job: Job, weight: Weight, dim: int, where: Mapping[str, int]) -> l
     if job.fsdp and dim == 0:
         begin, num = chunk(len(indices), job.mesh.get("dp", 1), where.get("dp", 0))
         indices = indices[begin : begin + num]
+    return joined(indices)
+
+
+def joined(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Put indices together to ranges: the begin and the length of each."""
     out: list[tuple[int, int]] = []
     for i in indices:
         if out and sum(out[-1]) == i:
@@ -125,6 +130,13 @@ def ranges_of(job: Job, weight: Weight, dim: int, where: Mapping[str, int]) -> l
         else:
             out.append((i, 1))
     return out
+
+
+def cleared(url: str) -> Storage:
+    """Open a storage in memory with nothing in it."""
+    storage = open_storage(url)
+    storage.delete([key for key, _ in storage.list()])
+    return storage
 
 
 def boxes_of(job: Job, weight: Weight, where: Mapping[str, int]) -> list[Box]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CorruptError, MismatchError
+from tests.damage import flip
 
 
 class Extra(nn.Linear):
@@ -65,9 +66,7 @@ def test_what_reads_into_no_state_speaks_of_no_state_and_of_no_option_that_it_la
         checkpoint.save(tmp_path / folder, {"model": nn.Linear(20, 20)})
     (digests,) = (tmp_path / "ckpt").rglob("*.digests")
     (shard,) = (tmp_path / "ckpt").rglob("*.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     with pytest.raises(CorruptError, match=r"is damaged in bytes [^;]*; use another checkpoint$"):
         READERS[name](tmp_path / "ckpt", tmp_path / "other")
     digests.unlink()

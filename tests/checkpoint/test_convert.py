@@ -37,6 +37,7 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from reshard_ckpt.torchfile.mapped import read_records
+from tests.checkpoint.test_resharding import files_of
 from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
@@ -447,10 +448,6 @@ def test_a_conversion_that_is_killed_is_never_taken_for_a_whole_one_and_the_next
         assert report.bytes_kept == 0
         assert checkpoint.verify(tmp_path / to / "out").ok
         assert os.listdir(tmp_path / to) == ["out"]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_conversion_that_was_killed_goes_on_and_keeps_what_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

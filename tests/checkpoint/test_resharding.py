@@ -34,20 +34,14 @@ from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.values import decode_value, encode_value
 from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
-from reshard_ckpt.storage.memory import MemoryStorage
+from tests.damage import flip
 from tests.jobs import load_job
 from tests.launch import ROOT, run_ranks
-from tests.topologies import Job, hold_rank, save, transformer
+from tests.topologies import Job, cleared, hold_rank, save, transformer
 from tests.tries import examples
 from tests.warm_python import run_torchrun, warm_python
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
-
-
-def cleared(url: str) -> MemoryStorage:
-    storage = open_storage(url)
-    storage.delete([key for key, _ in storage.list()])
-    return storage
 
 
 def assert_same(found: Catalog, wanted: Catalog, got, expected) -> None:
@@ -192,9 +186,7 @@ def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path) -> No
     _, src, whole = on_disk(tmp_path)
     folder = tmp_path / "whole"
     first, second = sorted(folder.rglob("*.safetensors"))[:2]
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(data)
+    flip(first)
     second.with_suffix(".digests").unlink()
     report = checkpoint.reshard(src, folder, mesh={"dp": 4, "tp": 1})
     assert 0 < report.bytes_kept < report.bytes_written
@@ -275,9 +267,7 @@ def test_an_attempt_of_another_rename_is_not_kept(planned: Path, tmp_path: Path)
 def test_what_was_not_verified_is_not_kept_where_it_is_to_be(planned: Path, tmp_path: Path) -> None:
     src, dst = shutil.copytree(planned, tmp_path / "src"), tmp_path / "dst"
     (path,) = src.rglob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     checkpoint.reshard(src, dst, **BASE, verify=False)
     with pytest.raises(CorruptError, match="is damaged"):
         checkpoint.reshard(src, dst, **BASE)
@@ -305,9 +295,7 @@ def test_a_damaged_source_is_named_and_nothing_is_replaced(tmp_path: Path) -> No
     save(Job({"dp": 1}, transformer(3, 4, 8), 3), open_storage(dst))
     before = files_of(dst)
     path = max(src.rglob("*.safetensors"), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip(path, -5)
     with pytest.raises(CorruptError, match=r"is damaged in bytes [^;]*; use another checkpoint$"):
         checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
     assert before.items() <= files_of(dst).items()

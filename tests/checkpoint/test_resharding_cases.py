@@ -19,10 +19,10 @@ from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage import open_storage
-from tests.checkpoint.test_resharding import DST, SRC, cleared
+from tests.checkpoint.test_resharding import DST, SRC
 from tests.jobs import Tensors, save_job
 from tests.layouts import chunk, pack_boxes, values_of, whole_piece
-from tests.topologies import Job, save, transformer
+from tests.topologies import Job, cleared, save, transformer
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard_ckpt import LocalShard, checkpoint, dcp
 from reshard_ckpt.errors import CorruptError
+from tests.damage import flip
 from tests.launch import run_ranks
 
 State = Mapping[str, Any]
@@ -106,9 +107,7 @@ def test_what_a_load_leaves_alone_keeps_its_version(tmp_path: Path) -> None:
     assert kept._version == 0
     assert target._version
     file = next(tmp_path.rglob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    flip(file, -5)
     target = torch.zeros(8)
     with pytest.raises(CorruptError):
         checkpoint.load(tmp_path, {"w": target}, ignore=["other"], verify_first=True)

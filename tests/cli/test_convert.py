@@ -14,6 +14,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.storage import LocalStorage
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
+from tests.damage import flip
 
 
 def test_every_option_reaches_the_conversion(tmp_path: Path):
@@ -53,9 +54,7 @@ def test_wrong_use_and_problems_have_their_codes(tmp_path: Path):
     assert run("convert", tmp_path / "n", tmp_path / "out", "--to", "gguf").code == 2
     assert run("convert", tmp_path / "absent", tmp_path / "out").code == 1
     (file,) = (tmp_path / "n").glob("*/*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
+    flip(file, -100)
     ran = run("convert", tmp_path / "n", tmp_path / "out", "--to", "torch", "--json")
     assert (ran.code, ran.json["error"]["type"]) == (1, "CorruptError")
     assert run("convert", tmp_path / "n", tmp_path / "out", "--to", "torch", "--no-verify").code == 0

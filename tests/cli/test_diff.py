@@ -17,6 +17,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint.value_changes import is_identical, value_changes
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
+from tests.damage import flip
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(60.0).reshape(10, 6), "b": torch.zeros(4), "h": torch.ones(3).bfloat16()},
@@ -276,9 +277,7 @@ def test_layers_that_differ_share_a_line_with_the_largest_distance(tmp_path: Pat
 def test_damage_is_no_difference(base: Path, tmp_path: Path):
     other = saved(tmp_path / "b")
     (file,) = other.rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 4
-    file.write_bytes(data)
+    flip(file, -9)
     shown = run("diff", base, other, "--values")
     assert (shown.code, shown.out) == (1, "")
     assert "CorruptError" in shown.err

@@ -14,6 +14,7 @@ from reshard_ckpt.cli import inspect as command
 from reshard_ckpt.errors import MismatchError, UsageError
 from tests.cli.running import run
 from tests.cli.states import HIDDEN, LAYERS, VOCAB, save_trained, weights
+from tests.damage import flip
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +111,7 @@ def test_statistics_are_those_of_the_tensors(trained: Path, tmp_path: Path):
 def test_statistics_prove_what_they_read(trained: Path, tmp_path: Path):
     checkpoint.save(tmp_path / "bad", {"w": torch.zeros(1000)})
     (file,) = (tmp_path / "bad").rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     shown = run("inspect", tmp_path / "bad", "--stats")
     assert (shown.code, shown.out) == (1, "")
     assert "CorruptError" in shown.err

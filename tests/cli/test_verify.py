@@ -9,6 +9,7 @@ import pytest
 from reshard_ckpt import checkpoint
 from tests.cli.running import run
 from tests.cli.states import save_trained
+from tests.damage import flip
 
 
 @pytest.fixture
@@ -33,9 +34,7 @@ def test_whole_checkpoint_is_said_to_be_so(trained: Path):
 
 def test_one_flipped_bit_is_found_and_named(trained: Path):
     victim = sorted(trained.rglob("*.safetensors"))[2]
-    data = bytearray(victim.read_bytes())
-    data[-3] ^= 16
-    victim.write_bytes(data)
+    flip(victim, -3)
     shown = run("verify", trained)
     assert shown.code == 1
     problem, verdict = shown.out.splitlines()
@@ -76,9 +75,7 @@ def test_damage_is_named_also_without_a_sound_manifest(manifest: str, trained: P
         checkpoint.write_manifest(trained)
         next(trained.rglob("manifest.sha256")).write_bytes(b"\xff")
     victim = next(trained.rglob("*.safetensors"))
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.write_bytes(data)
+    flip(victim)
     plain, report = checkpoint.verify(trained), checkpoint.verify(trained, sha256=True)
     assert (report.num_files, report.num_bytes, report.problems[:-1]) == (plain.num_files, plain.num_bytes, plain.problems)
     assert "manifest.sha256" in report.problems[-1]
@@ -86,9 +83,7 @@ def test_damage_is_named_also_without_a_sound_manifest(manifest: str, trained: P
 
 def test_a_damaged_catalog_is_a_problem_as_any_other(trained: Path):
     catalog = trained / "catalog.msgpack"
-    data = bytearray(catalog.read_bytes())
-    data[len(data) // 2] ^= 1
-    catalog.write_bytes(data)
+    flip(catalog, None)
     report = checkpoint.verify(trained)
     assert not report.ok
     assert "catalog" in report.problems[0]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager
+from tests.damage import flip
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
 
@@ -28,9 +29,7 @@ def state(tensor: torch.Tensor, rank: int) -> dict[str, Any]:
 
 def damage_last_rank(root: Path, step: int) -> None:
     file = next(root.glob(f"step_{step}/*/rank00001-0.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
 
 
 def job(folder: str) -> tuple[list[int], int, tuple[str, ...], torch.Tensor, list[int], Outcome]:

@@ -21,6 +21,7 @@ from reshard_ckpt.format.keys import RUN_LOCK_KEY
 from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
 from tests.cli.running import run
+from tests.damage import flip
 from tests.manager.test_manager import damage, empty, holds, state
 from tests.reliability.faults import fails, faulty
 from tests.reliability.ranks import jobs
@@ -170,9 +171,7 @@ def test_all_ranks_go_by_it(tmp_path: Path):
 def test_a_damaged_note_is_named(tmp_path: Path, note: Any):
     branched(tmp_path, interval="auto")
     path = tmp_path / note.key
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     if note is ATTEMPTS:
         with pytest.warns(UserWarning, match=f"{path}.*a new log"):
             Manager(tmp_path, interval="auto").close()

@@ -311,11 +311,21 @@ def test_a_step_is_a_whole_number(tmp_path: Path, step: Any):
         manager.save(step, state(1))
 
 
-@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
-@pytest.mark.parametrize("wrong", [-1, True, 1.5, "2"])
-def test_the_rule_is_of_whole_numbers(tmp_path: Path, name: str, wrong: Any):
-    with pytest.raises(UsageError, match=f"{name}=.*pass a whole number"):
-        Manager(tmp_path, **{name: wrong})
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: wrong}, f"{name}=.*pass a whole number")
+        for name in ("keep_last", "keep_every", "keep_best")
+        for wrong in (-1, True, 1.5, "2")
+    ),
+    *(({"memory": wrong}, r"memory=.*: pass a checkpoint.Memory, as in .*\(copies=1\)") for wrong in (True, "yes", Memory)),
+    *(({"finish_on_sigterm": wrong}, "finish_on_sigterm=") for wrong in (0, -1, float("nan"), "20")),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), WRONG)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], match: str):
+    with pytest.raises(UsageError, match=match):
+        Manager(tmp_path, **options)
 
 
 def test_a_root_that_cannot_be_written_names_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -333,12 +343,6 @@ def test_a_root_that_is_a_file_is_named(tmp_path: Path, read_only: bool):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="/file: this is a file; pass the folder"):
         Manager(tmp_path / "file", read_only=read_only)
-
-
-@pytest.mark.parametrize("memory", [True, "yes", Memory])
-def test_memory_is_an_object_of_its_options(tmp_path: Path, memory: Any):
-    with pytest.raises(UsageError, match=r"memory=.*: pass a checkpoint.Memory, as in memory=checkpoint.Memory\(copies=1\)"):
-        Manager(tmp_path, memory=memory)
 
 
 @pytest.mark.parametrize("metadata", ["text", {"metric": 1}])
@@ -479,12 +483,6 @@ def test_a_save_that_takes_longer_than_it_may_is_given_up(tmp_path: Path):
     assert "not finished within 0.2 s, so given up" in done.stderr
     with Manager(tmp_path) as manager:
         assert manager.steps() == []
-
-
-@pytest.mark.parametrize("grace", [0, -1, float("nan"), "20"])
-def test_the_grace_is_some_seconds(tmp_path: Path, grace: Any):
-    with pytest.raises(UsageError, match="finish_on_sigterm="):
-        Manager(tmp_path, finish_on_sigterm=grace)
 
 
 # --- which folder, and when no longer ---

@@ -58,6 +58,15 @@ def alone(step: int, own: bytes | None) -> bytes:
     return own
 
 
+def timed(
+    interval: Callable[[SaveCosts], float], warm_up: int = WARM_UP_STEPS, agree: Callable[[int, bytes | None], bytes] = alone
+) -> tuple[SaveSchedule, SaveCosts, Clock]:
+    """A schedule of one rank, and the clock that it goes by."""
+    clock = Clock()
+    costs = SaveCosts(clock)
+    return SaveSchedule(interval, warm_up, agree, costs), costs, clock
+
+
 def test_a_save_costs_what_steps_take_longer_while_it_is_under_way():
     clock = Clock()
     costs = SaveCosts(clock)
@@ -102,9 +111,7 @@ def test_failed_saves_teach_no_cost():
 
 
 def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), WARM_UP_STEPS, alone, costs)
+    schedule, costs, clock = timed(best_interval(lambda: 3600.0, 0.5))
     saved = run(schedule, costs, clock, 2000, step_s=2.0, cost_s=5.0, save_steps=5)
     assert saved[0] == WARM_UP_STEPS + 1
     best = (daly(5.0, 3600.0) + 5.0 - 5.0) / 2.0  # steps: an interval holds the 5 s of the save itself
@@ -114,9 +121,7 @@ def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
 
 
 def test_overhead_stays_below_its_cap():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 60.0, 0.035), WARM_UP_STEPS, alone, costs)
+    schedule, costs, clock = timed(best_interval(lambda: 60.0, 0.035))
     saved = run(schedule, costs, clock, 3000, step_s=1.0, cost_s=4.0, save_steps=2)
     spent = len(saved) * 4.0
     assert len(saved) > 10
@@ -124,9 +129,7 @@ def test_overhead_stays_below_its_cap():
 
 
 def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), WARM_UP_STEPS, alone, costs)
+    schedule, costs, clock = timed(best_interval(lambda: 3600.0, 0.5))
     saved = []
     for step in range(1, 200):
         if schedule.due(step):
@@ -139,9 +142,7 @@ def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known(
 
 
 def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 100.0, WARM_UP_STEPS, alone, costs)
+    schedule, costs, clock = timed(lambda costs: 100.0)
     at = []
     for step in (*range(1, 960), *range(20, 500)):
         if schedule.due(step):
@@ -154,24 +155,20 @@ def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
 
 
 def test_no_save_is_due_while_one_is_under_way():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 1.0, WARM_UP_STEPS, alone, costs)
+    schedule, costs, clock = timed(lambda costs: 1.0)
     saved = run(schedule, costs, clock, 100, step_s=1.0, cost_s=0.1, save_steps=12)
     assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(saved))
 
 
 @pytest.mark.parametrize("step_s", [0.1, 1.0, 7.0, 400.0])
 def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: float):
-    clock = Clock()
-    costs = SaveCosts(clock)
     looks: list[int] = []
 
     def agree(step: int, own: bytes | None) -> bytes:
         looks.append(step)
         return alone(step, own)
 
-    schedule = SaveSchedule(lambda costs: 600.0, 1, agree, costs)
+    schedule, costs, clock = timed(lambda costs: 600.0, 1, agree)
     saved = run(schedule, costs, clock, max(60, int(3000 / step_s)), step_s=step_s, cost_s=0.0, save_steps=1)
     gaps = [(later - earlier) * step_s for earlier, later in itertools.pairwise(saved)]
     assert gaps
@@ -180,16 +177,12 @@ def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: flo
 
 
 def test_a_fixed_interval_waits_for_no_warm_up():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 0.3, 1, alone, costs)
+    schedule, costs, clock = timed(lambda costs: 0.3, 1)
     assert run(schedule, costs, clock, 12, step_s=0.1, cost_s=0.0, save_steps=1) == [4, 7, 10]
 
 
 def test_steps_that_get_slower_delay_no_save_by_more_than_what_was_timed():
-    clock = Clock()
-    costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 60.0, 1, alone, costs)
+    schedule, _, clock = timed(lambda costs: 60.0, 1)
     for step in range(1, 40):
         if schedule.due(step):
             break

@@ -22,6 +22,7 @@ from reshard_ckpt.format.checksums import BlockHasher, digest128
 from reshard_ckpt.format.keys import manifest_key
 from reshard_ckpt.format.manifest import decode_manifest, encode_manifest
 from reshard_ckpt.storage.local import LocalStorage
+from tests.damage import flip
 from tests.reliability.faults import fails, faulty
 from tests.reliability.ranks import Job, jobs
 from tests.reliability.states import NEW, OLD, held, plain
@@ -128,11 +129,9 @@ def forge(path: Path) -> str:
     """Change a weight, and everything that the block checksums prove it by; the file's name."""
     catalog = decode_catalog((path / "catalog.msgpack").read_bytes())
     (file,) = catalog.files
-    data = bytearray((path / file.key).read_bytes())
-    data[-3] ^= 1
-    (path / file.key).write_bytes(data)
+    flip(path / file.key, -3)
     hasher = BlockHasher()
-    hasher.update(data)
+    hasher.update((path / file.key).read_bytes())
     digests = hasher.finish()
     (path / file.digests_key).write_bytes(digests)
     object.__setattr__(file, "digest", digest128(digests))
@@ -203,9 +202,7 @@ def test_an_old_checkpoint_gets_a_manifest_if_it_is_whole(tmp_path: Path):
     check(tmp_path)
     assert checkpoint.write_manifest(tmp_path) == where
     (file,) = checkpoint.catalog(tmp_path).files
-    data = bytearray((tmp_path / file.key).read_bytes())
-    data[-1] ^= 1
-    (tmp_path / file.key).write_bytes(data)
+    flip(tmp_path / file.key)
     before = Path(where).read_text()
     with pytest.raises(CorruptError, match="no manifest is made of a damaged checkpoint"):
         checkpoint.write_manifest(tmp_path)

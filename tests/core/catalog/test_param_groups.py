@@ -14,29 +14,21 @@ def group(lr, *fqns, **more):
     return {"lr": lr, **more, "params": list(fqns)}
 
 
-def test_merge_unites_the_parts_of_a_group_that_stages_hold():
-    first = [group(0.1, "a.w"), group(0.1, "a.b", decay=0)]
-    second = [group(0.1, "b.w"), group(0.1, "b.b", decay=0)]
-    assert merge([("rank 0", first), ("rank 1", second)], name="groups") == [
-        group(0.1, "a.w", "b.w"),
-        group(0.1, "a.b", "b.b", decay=0),
-    ]
-
-
-def test_merge_keeps_groups_apart_that_are_equal_on_one_rank():
-    assert merge([("rank 0", [group(1, "a"), group(1, "b")]), ("rank 1", [group(1, "c"), group(1, "d")])], name="g") == [
-        group(1, "a", "c"),
-        group(1, "b", "d"),
-    ]
-
-
-def test_merge_names_each_parameter_once_though_many_hold_it():
-    same = [group(1, "a"), group(2, "b")]
-    assert merge([(f"rank {r}", same) for r in range(4)], name="g") == same
-
-
-def test_merge_leaves_out_groups_without_parameters_and_keys_that_name_them():
-    assert merge([("rank 0", [group(1), group(2, "a", param_names=["x"])])], name="g") == [group(2, "a")]
+@pytest.mark.parametrize(
+    ("ranks", "merged"),
+    [
+        (
+            [[group(0.1, "a.w"), group(0.1, "a.b", decay=0)], [group(0.1, "b.w"), group(0.1, "b.b", decay=0)]],
+            [group(0.1, "a.w", "b.w"), group(0.1, "a.b", "b.b", decay=0)],
+        ),
+        ([[group(1, "a"), group(1, "b")], [group(1, "c"), group(1, "d")]], [group(1, "a", "c"), group(1, "b", "d")]),
+        ([[group(1, "a"), group(2, "b")]] * 4, [group(1, "a"), group(2, "b")]),
+        ([[group(1), group(2, "a", param_names=["x"])]], [group(2, "a")]),
+    ],
+    ids=["parts that stages hold", "equal groups of one rank stay apart", "held by many", "empty, and keys that name parameters"],
+)
+def test_merge_unites_groups(ranks, merged):
+    assert merge([(f"rank {rank}", groups) for rank, groups in enumerate(ranks)], name="g") == merged
 
 
 def test_merge_refuses_a_parameter_with_two_learning_rates():

@@ -18,10 +18,9 @@ from reshard_ckpt.core.geometry.ordering import group_ids, lex_order
 from reshard_ckpt.core.planning.axis_cuts import Placement
 from reshard_ckpt.core.planning.placement import PieceTable, derive
 from reshard_ckpt.core.planning.saved_placements import completed_placements
-from reshard_ckpt.storage import open_storage
-from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import Tensors, save_job
 from tests.layouts import pack_boxes, values_of
+from tests.topologies import cleared, joined, memory_of
 from tests.tries import examples
 
 SRC, DST, BACK = (f"memory://axis_cuts/{name}" for name in ("src", "dst", "back"))
@@ -64,16 +63,6 @@ def chunk(held: list[int], num: int, index: int) -> list[int]:
 def split(held: list[int], sizes: Ints) -> list[list[int]]:
     ends = np.cumsum(sizes).tolist()
     return [held[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def joined(held: list[int]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for i in held:
-        if out and sum(out[-1]) == i:
-            out[-1] = (out[-1][0], out[-1][1] + 1)
-        else:
-            out.append((i, 1))
-    return out
 
 
 @st.composite
@@ -144,12 +133,6 @@ def test_what_is_recorded_gives_each_rank_what_it_held(job: tuple[Mesh, list[Lay
             assert [{i for a, n in ranges for i in range(a, a + n)} for ranges in region.ranges] == held[t, rank], placement
 
 
-def cleared(url: str) -> MemoryStorage:
-    storage = open_storage(url)
-    storage.delete([key for key, _ in storage.list()])
-    return storage
-
-
 def save(url: str, mesh: Mesh, tensors: list[Layout]) -> Catalog:
     """What a job of `LocalShard`s saves that say which axis cuts which dim, and nothing more."""
     ranks: list[Tensors] = []
@@ -157,12 +140,10 @@ def save(url: str, mesh: Mesh, tensors: list[Layout]) -> Catalog:
         held = []
         for t, layout in enumerate(tensors):
             boxes = layout.boxes(mesh.sizes, mesh.coordinates(rank))
-            whole = values_of(layout.shape, "F32", t)
-            parts = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
             spec = TensorSpec(
                 f"model.w{t}", "F32", layout.shape, pack_boxes(boxes)[0], Replication.DECLARED, layout.declared(mesh)
             )
-            held.append((spec, torch.cat([whole.new_empty(0), *parts])))
+            held.append((spec, memory_of(values_of(layout.shape, "F32", t), boxes)))
         ranks.append(held)
     return save_job(cleared(url), ranks, mesh=mesh)
 
