@@ -102,7 +102,7 @@ def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress)
                 changed = list(check_listed(storage, source.sha256, workers=workers, report=report))
             else:
                 changed = list(check_manifest(storage, saved, workers=workers, report=report))
-        except CorruptError as error:  # the manifest is missing or damaged, which takes nothing from what is known by now
+        except CorruptError as error:  # the manifest is missing or damaged; the findings so far stay
             changed = [str(error)]
         unverified = sum(file.size for file in unlisted) if source.sha256 else verified.bytes_unverified
         return replace(verified, problems=(*verified.problems, *changed, *lines), bytes_unverified=unverified)

@@ -1,4 +1,4 @@
-"""What the memory tier of this node holds of runs whose jobs are gone: listing it, writing it to the store, dropping it."""
+"""Checkpoints in the memory of this node whose jobs are gone: list them, write them to the store, or drop them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class HeldStep:
     Attributes
     ----------
     step, save_id
-        Which.
+        The step, and the id of the save.
     run
-        Id of the run: one that began anew with the same root is another run.
+        Id of the run. A run that began anew with the same root has another id.
     saved_s
-        When it was saved, in seconds since the epoch; None where its catalog is damaged.
+        Time of the save in seconds since 1970; None if its catalog is damaged.
     files_here, files
-        How many of its files are whole here, and how many it has.
+        Number of its files that are whole on this node, and of all its files.
     """
 
     step: int
@@ -46,18 +46,18 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """What the memory of this node holds of a run.
+    """The checkpoints of one run in the memory of this node.
 
     Attributes
     ----------
     root
         The run's root.
     num_bytes
-        The memory that it takes.
+        Memory in bytes that the run takes on this node.
     is_alive
-        Whether a process of the job is there.
+        Whether a process of the run's job is alive on this node.
     steps
-        Its checkpoints, the newest last.
+        The checkpoints, the newest last.
     """
 
     root: str
@@ -68,18 +68,18 @@ class HeldRun:
 
 @dataclass(frozen=True, slots=True)
 class PersistReport:
-    """What `persist_held` did.
+    """The result of `persist_held`.
 
     Attributes
     ----------
     step, path
-        Which checkpoint.
+        The checkpoint, and its path in the store.
     num_bytes
-        How much was written by this call.
+        Bytes that this call wrote.
     is_published
-        Whether the store has the checkpoint now.
+        Whether the store has the whole checkpoint now.
     missing
-        The nodes whose files the store lacks; run it there.
+        Nodes that hold files which the store still lacks; call `persist_held` there.
     passed_over
         A line for each newer checkpoint whose catalog is damaged in the memory of this node.
     """
@@ -93,7 +93,7 @@ class PersistReport:
 
 
 def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
-    """List what the memory of this node holds of a run, or of all runs of this user."""
+    """List the checkpoints in the memory of this node: of the run at `root`, or of all runs of this user."""
     wanted = None if root is None else run_path(folder, root)
     out = []
     for run in runs(folder):
@@ -113,14 +113,14 @@ def _held_step(path: Path, generation: Generation) -> HeldStep:
 
 
 def drop_held(root: str, folder: str = FOLDER) -> int:
-    """Drop all that the memory of this node holds of a run; returns the bytes.
+    """Free all memory of this node that a run takes, and return the number of bytes.
 
     Raises
     ------
     CheckpointNotFound
-        It holds nothing of it.
+        The memory of this node holds nothing of the run.
     UsageError
-        The job is alive.
+        A job of the run is alive on this node.
     """
     path = _run(root, folder)
     num_bytes = sum(run.num_bytes for run in runs(folder) if run.path == str(path))
@@ -129,16 +129,17 @@ def drop_held(root: str, folder: str = FOLDER) -> int:
 
 
 def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) -> PersistReport:
-    """Write the newest checkpoint of a run, or that of a step, from the memory of this node to the store.
+    """Write the newest checkpoint of a run, or the one of `step`, from the memory of this node to the store.
 
-    Run it on every node: each writes the files that it holds and the store lacks. Whoever finds all of them there publishes.
+    Call it on every node: each writes the files that it holds and the store lacks. The call that finds all files in the store
+    publishes the checkpoint.
 
     Raises
     ------
     CheckpointNotFound
-        The memory of this node holds nothing of it.
+        The memory of this node holds no such checkpoint.
     UsageError
-        The job is alive, on this node or another one.
+        A job of the run is alive, on this node or another one.
     """
     path = _run(root, folder)
     with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
@@ -148,7 +149,7 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
 
 @contextmanager
 def _unmanaged(storage: Storage) -> Iterator[None]:
-    """Keep jobs away from a root, also on other nodes: what no catalog refers to yet is removed when a manager is made."""
+    """Keep managers away from a root, also on other nodes: a new manager would remove files that no catalog refers to yet."""
     try:
         lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
     except LocksUnsupported:
@@ -168,7 +169,7 @@ def _persist(path: Path, root: str, folder: str, generation: Generation) -> Pers
         catalog, here = generation.decoded_catalog(), files_here(path, generation)
         own = [key for key in here if generation.holders[key][0] == node_id(folder)]
         num_bytes = _write_absent(path, generation, own, storage, catalog)
-        # After its own: meanwhile the others may have written theirs.
+        # The copies of other nodes' files come last: these nodes may have written their files meanwhile.
         num_bytes += _write_absent(path, generation, here, storage, catalog)
         absent = [file.key for number, file in enumerate(catalog.files) if not _has_digests(storage, catalog, number)]
         if not absent:
@@ -178,7 +179,7 @@ def _persist(path: Path, root: str, folder: str, generation: Generation) -> Pers
 
 
 def _has_digests(storage: Storage, catalog: Catalog, number: int) -> bool:
-    """Whether the store has a file, and its digests, which are written only after the bytes of the file are durable."""
+    """Whether the store has a file and its digests. The digests are written once the bytes of the file are durable."""
     try:
         open_files(storage, catalog, [number], [number])
     except CorruptError:
@@ -187,21 +188,23 @@ def _has_digests(storage: Storage, catalog: Catalog, number: int) -> bool:
 
 
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
-    """Write the files that the store lacks, or has with other bytes than the catalog says. Return the bytes written."""
+    """Write the files that the store lacks or has with wrong bytes. Return the number of bytes written."""
     num_bytes = 0
     with closing(NodeImages(path, generation.save_id)) as images:
         for key in keys:
-            # Looked at anew for each: another node may have written it meanwhile, or published, and then it stays.
+            # Checked just before each file: another node may have written it meanwhile, or published the checkpoint.
             if not whole_files(storage, catalog, [key]):
-                with suppress(CorruptError):  # another node may hold a better copy, or it is named as missing
+                with suppress(
+                    CorruptError
+                ):  # this copy is damaged: another node may hold a whole one, else the file is reported as missing
                     num_bytes += write_files(images, catalog, [key], storage)
     return num_bytes
 
 
 def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation, tuple[str, ...]]:
-    """Choose the newest generation that counts, with a line for each newer one that is damaged.
+    """Return the newest generation that counts, and a line for each newer one that is damaged.
 
-    All count where the root, and with it the run's lineage, is lost.
+    If the root and with it the run's lineage is lost, all generations count.
     """
     found = find_generations(path)
     lineage, copy = LINEAGE.read(storage), read_copy(path)

@@ -1,12 +1,12 @@
-"""Finding the newest whole generation among all nodes, and reading it from wherever its images are.
+"""Finding the newest whole generation among all nodes, and reading it from the nodes that hold its images.
 
-1. Each node lists the generations that it knows, and the files of them that its slots hold.
-2. Rank 0 proposes the newest of which some node has each file. The load verifies what it reads; where it finds damage, nodes
-   verify every block of what they have, each rank a part.
-3. If each file has a copy without damage, that is the one; else the next older one is proposed. What was passed over is said.
-   Nothing is written.
-4. `open_images` makes it a source like any other: files of this node are read from its slots, others are asked of a rank that has
-   them. Whoever asked verifies the blocks, so damage on the way is found as well.
+1. Each node lists the generations that it knows, and their files in its slots.
+2. Rank 0 proposes the newest generation whose files are all on some node. The load verifies every block that it reads. If it
+   finds damage, each node verifies all its blocks of the generation, divided over its ranks.
+3. If every file has an undamaged copy, the generation is loaded. Otherwise it is passed over with a warning, and the next older
+   one is proposed. Nothing is written.
+4. `open_images` makes the generation a source like any other: files of this node are read from its slots, other files are
+   requested from a rank that has them. The reading rank verifies the blocks, so damage on the way is found too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERIFY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """Why a generation is not loaded: a line for people, and whether it is damaged, or went with nodes that are lost."""
+    """The reason why a generation is not loaded, as a line, and whether that is damage (else its nodes are lost)."""
 
     line: str
     is_damaged: bool
@@ -45,21 +45,21 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """A whole generation, and who has its files.
+    """A whole generation, and the owners of its files.
 
     Attributes
     ----------
     generation
-        Which.
+        The generation.
     owners
-        By key: the ranks of the nodes that have the file whole.
+        For the key of each file, the ranks of the nodes that have the file whole.
     """
 
     generation: Generation
     owners: Mapping[str, tuple[int, ...]]
 
     def files_of(self, rank: int) -> list[str]:
-        """List the files that this rank is to copy, of those that its node has: each file is one rank's."""
+        """List the files that a rank copies: each file is assigned to one of its owners."""
         return [key for n, (key, ranks) in enumerate(sorted(self.owners.items())) if ranks[n % len(ranks)] == rank]
 
     def is_local(self, topology: Topology) -> bool:
@@ -69,16 +69,16 @@ class Restorable:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search of the memory of all nodes found.
+    """The result of a search in the memory of all nodes.
 
     Attributes
     ----------
     generation
         The newest whole generation, or None.
     passed
-        By save id: the newer generations that are not whole.
+        By save id, the newer generations that are not whole.
     least
-        The oldest step that was looked for, as rank 0 said.
+        The oldest step of the search: the answer of `at_least` on rank 0.
     """
 
     generation: Restorable | None
@@ -96,18 +96,18 @@ def find_newest(
     *,
     verify: bool = True,
 ) -> Found:
-    """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
+    """Find the newest generation that is whole on the nodes of the job. Collective.
 
     Parameters
     ----------
     wanted
-        Asked on the nodes that know a generation: False if it is superseded.
+        Called on each node for the generations that it knows; returns False for a superseded one.
     at_least
-        Asked on rank 0: generations of older steps are not looked at.
+        Called on rank 0; generations of older steps than it returns are not considered.
     excluded
-        Save ids that are not to be taken.
+        Ids of saves to leave out.
     verify
-        Whether to verify every block. Without it, headers alone are believed, for a load that verifies what it reads.
+        Verify every block in memory. Otherwise only the headers of slots are read; the load then verifies the blocks.
     """
     leads, ids = topology.leads(comm.rank), {*topology.ids}
     known = {g.save_id: g for g in find_generations(folder)}
@@ -132,7 +132,7 @@ def find_newest(
 
 
 def _lost(generation: Generation, ids: set[str]) -> bool:
-    """Whether files of a generation lay on nodes alone that are not in the job any more."""
+    """Whether some file of a generation was only on nodes that are not in the job any more."""
     return any(ids.isdisjoint(nodes) for nodes in map(set, generation.holders.values()))
 
 
@@ -143,11 +143,11 @@ class _Proposal:
     Attributes
     ----------
     line, is_damaged
-        Why the generation is not whole, else empty, and whether that is damage.
+        The reason why the generation is not whole, and whether that is damage; an empty line if it is whole.
     sender
-        The rank that sends the generation to all; −1 if all know it.
+        The rank that sends the generation to all; −1 if all ranks know it.
     owners
-        As of `Restorable`, by the headers of slots alone.
+        As in `Restorable`, by the headers of slots.
     """
 
     save_id: str
@@ -160,7 +160,7 @@ class _Proposal:
 def _proposals(
     comm: Comm, topology: Topology, gathered: Sequence[bytes] | None, at_least: Callable[[], int]
 ) -> tuple[int, list[_Proposal]]:
-    """Return what `at_least` says on rank 0, and the proposals, the newest first. All ranks get the same."""
+    """Return rank 0's `at_least` and the proposals, the newest first, on all ranks."""
     message = None
     if gathered is not None:
         least = at_least()
@@ -173,7 +173,7 @@ def _proposals(
                 for key in keys:
                     told.owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
                 told.is_lost |= is_lost
-                if num_files >= 0:  # else its file is damaged there
+                if num_files >= 0:  # −1: the rank's note of the generation is damaged
                     told.num_files = num_files
                     told.knowing.append(rank)
         message = msgpack.packb((least, [told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)]))
@@ -186,7 +186,7 @@ def _proposals(
 
 @dataclass(slots=True)
 class _Told:
-    """What all nodes together say of a generation: its number of files, the owners of each whole file, the ranks that know it."""
+    """The facts of all nodes about a generation: its number of files, the owners of each whole file, the ranks that know it."""
 
     num_files: int = 0
     owners: dict[str, list[int]] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class _Told:
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
-    """Return a generation that the sender knows, on all ranks; nothing is sent where all know it."""
+    """Return on all ranks a generation that the sender knows. If all ranks know it, nothing is sent."""
     if sender < 0:
         assert known is not None
         return known
@@ -217,7 +217,7 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
 
 
 def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, tuple[int, ...]]]:
-    """Have every node verify the files that it has. Return why the generation is not whole, else empty, and the owners."""
+    """Let every node verify its files of a generation. Return the damage as a line (empty if it is whole), and the owners."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
@@ -250,7 +250,7 @@ def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list
 
 
 class JobImages:
-    """The files of one generation, wherever they are in the job: what loading needs of a `Storage`."""
+    """The files of one generation on all nodes of the job, with the methods of `Storage` that a load needs."""
 
     url = "memory of the job's nodes"
 
@@ -264,18 +264,18 @@ class JobImages:
             self._sizes[file.key] = file.size
             self._sizes[file.digests_key] = digests_file_bytes(file.size)
             ranks = owners[file.key]
-            if rank not in ranks:  # readers and files are spread over those that have them
+            if rank not in ranks:  # spread readers and files over the owners
                 self._asked[file.key] = self._asked[file.digests_key] = ranks[(rank + number) % len(ranks)]
         self.joins_windows = bool(self._asked)
-        """Whether to read many windows at once. A read of this node's memory has no latency, and a small window is hashed while
-        it is in the processor's cache."""
+        """Whether to read many windows at once: only for files of other nodes. A read of this node's memory has no latency, and a
+        small window is hashed while it is in the processor's cache."""
 
     def size(self, key: str) -> int | None:
-        """Look up the size of a file."""
+        """Return the size of a file in bytes; None if the generation has no such file."""
         return self._sizes.get(key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from a byte of a file on, from this node's memory or another's."""
+        """Fill buffers with the bytes of a file from `offset` on, from the memory of this node or another one."""
         owner = self._asked.get(key)
         if owner is None:
             self._images.read_into(key, offset, buffers)
@@ -285,7 +285,7 @@ class JobImages:
 
     def read(self, key: str, limit: int) -> bytes:
         """Read a whole file."""
-        data = bytearray(self._sizes[key])  # as the catalog says, and so below any limit
+        data = bytearray(self._sizes[key])  # sizes come from the catalog, which is below any limit
         self.read_into(key, 0, [memoryview(data)])
         return bytes(data)
 
@@ -297,7 +297,7 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
     Parameters
     ----------
     make_links
-        Makes a group of all ranks of the job, by a name of its own; None where every node has every file.
+        Makes the links between all ranks of the job, for a new name; None if every node has every file.
     """
     catalog = found.generation.decoded_catalog()
     keys = [key for file in catalog.files for key in (file.key, file.digests_key)]
@@ -308,6 +308,6 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
         if make_links is not None:
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
             server = stack.enter_context(serving(make_links(name), keys, images.read_into))
-        # Loading uses no other half of a store than this one.
+        # A load uses only these methods of a storage.
         storage = cast(Storage, JobImages(images, catalog, found.owners, comm.rank, server))
         yield Source(storage, catalog)

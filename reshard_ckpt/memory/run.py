@@ -121,19 +121,19 @@ class MemoryRun:
         return shared_store(f"memory/{nonce}/{name}", **self._session)
 
     def attempt_begun(self) -> None:
-        """Before the first save of an attempt: drop what no longer counts, and what a killed job has left beyond the limit."""
+        """Before the first save of an attempt, drop superseded generations, and the ones of a killed job beyond the limit."""
         self._tier.attempt, self._newest = self._lineage.known.attempt, None
         if not self._tier.topology.leads(self._rank):
             return
         if self._lineage.is_unwritten:
             keep_copy(self._folder, self._lineage.known)
-        with suppress(StorageError, OSError):  # what stays does not count, and is the first to go where room is needed
+        with suppress(StorageError, OSError):  # generations that stay do not count, and are freed first
             kept = {generation.name for generation in self._known()[-self.options.generations :]}
             mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._tier.run]
             drop_generations(self._folder, [name for name in mine if name not in kept])
 
     def _name_others(self) -> None:
-        """Say what is not loaded: of an earlier run with this root, which was removed since, and of this one by another path."""
+        """Warn of generations that are not loaded: of an earlier run with this root, or of this run under another path."""
         found = find_generations(self._folder)
         others = [g for g in found if g.run != self._lineage.known.run]
         if not self._tier.topology.leads(self._rank):
@@ -152,15 +152,15 @@ class MemoryRun:
             )
 
     def _elsewhere(self) -> Iterator[tuple[str, int]]:
-        """Yield the other roots with which this node knows generations of this run, and the newest step of each."""
+        """Yield the other roots under which this node has generations of this run, each with its newest step."""
         for run in runs(self.options.folder):
-            with suppress(StorageError):  # that of another job, which is no reason to fail
+            with suppress(StorageError):  # a run of another job, whose errors do not concern this one
                 steps = [g.step for g in find_generations(Path(run.path)) if g.run == self._lineage.known.run]
                 if steps and Path(run.path) != self._folder:
                     yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
-        """Decide on rank 0 whether a generation is sent to the store; not while one is on its way, unless it is to be kept."""
+        """Decide on rank 0 whether a generation goes to the store. While another one is being written, only one to keep does."""
         if self._keeps(step, self._metrics.pop(step, None)):
             return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
@@ -170,22 +170,22 @@ class MemoryRun:
 
     @property
     def num_skipped(self) -> int:
-        """How many saves went to the store because memory had no room."""
+        """The number of saves that went to the store because memory was full."""
         return self._tier.num_skipped
 
     def steps(self) -> list[int]:
-        """List the steps that this node knows in memory, in order."""
+        """List the steps of the generations that this node knows, in order."""
         return sorted({generation.step for generation in self._known()})
 
     def _known(self) -> list[Generation]:
         return [one for one in find_generations(self._folder) if self._counts(one) and not one.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
-        """Return the catalogs of the steps that this node knows in memory."""
+        """Return the catalogs of the generations that this node knows, by step."""
         return {generation.step: generation.decoded_catalog() for generation in self._known()}
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
-        """Begin a save to memory, as `checkpoint.async_save` does; where memory has no room on some rank, to the store."""
+        """Begin a save to memory, with the options of `checkpoint.async_save`. If some rank has no room, it goes to the store."""
         inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
         chosen = SaveOptions(**options)
         _refuse_options(chosen)
@@ -198,7 +198,7 @@ class MemoryRun:
             targets.append(self._tier.target(job, step))
             return targets[0]
 
-        # Used only where this generation goes to the store, so it takes no turn among the calls that all make.
+        # Opened by name, because only some generations go to the store: it takes no number among the calls of all ranks.
         by_name = open_session_by_name("persist", path, **self._session)
         handle = begin_save(path, state, chosen, choose)
         target, is_known = targets[0], threading.Event()
@@ -227,7 +227,7 @@ class MemoryRun:
         return MemoryHandle(handle.running, target, in_store)
 
     def _skipped(self, step: int, done: SaveHandle) -> None:
-        """After a save that went to the store instead: what memory has of its step is older."""
+        """After a save that went to the store instead, forget the older generation of its step."""
         if not done.failed():
             self.forget(step)
             self._on_stored(step)
@@ -249,7 +249,7 @@ class MemoryRun:
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:
-        """Begin to write a generation to the store, if it is not there: its job ended before that. Collective."""
+        """Begin to write a generation of an ended job to the store, if the store lacks it. Collective."""
         path = self._path(found.generation.step)
         session = open_session("persist", path, **self._session)
         return self._persist(found.generation, found.files_of(self._rank), path, session)
@@ -260,7 +260,7 @@ class MemoryRun:
     def find(
         self, at_least: Callable[[], int], excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
     ) -> Found:
-        """Find the newest whole generation, of one step or of all; see `find_newest`. Collective."""
+        """Find the newest whole generation, of `step` or of any step; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
             return self._counts(generation) and step in (None, generation.step)
@@ -269,7 +269,7 @@ class MemoryRun:
             return find_newest(comm, self._folder, self._tier.topology, wanted, at_least, excluded, verify=verify)
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
-        """Load a generation in place; returns the report, and the tier: ``"memory"`` or ``"peer"``."""
+        """Load a generation in place. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
         where = f"{self._root}/{step_name(found.generation.step)} in memory"
         inspect.signature(load).bind(where, state, **options)  # a wrong option is a TypeError, as in `load`
         make_links = None if found.is_local(self._tier.topology) else self._job_links
@@ -288,7 +288,7 @@ class MemoryRun:
         make_links = None if found.is_local(self._tier.topology) else self._job_links
         where = f"{self._root}/{step_name(found.generation.step)} in memory"
         with ExitStack() as held, open_session("read", where, **self._session) as comm:
-            # Open until all ranks have left the session: others may read from this one.
+            # The images stay open until all ranks have left the session: other ranks may read from this one.
             return read_from(held.enter_context(open_images(comm, self._folder, found, make_links)), names)
 
     def _job_links(self, name: str) -> Links:
@@ -296,27 +296,27 @@ class MemoryRun:
         return Links(self._named(f"load/{name}"), self._rank, size, timeout_s=self._timeout_s)
 
     def loaded(self, step: int) -> None:
-        """Count the interval to the store from the step that was loaded."""
+        """Let the interval of ``persist_every`` begin at the loaded step."""
         self._rule.begin(step)
 
     def save_ids_beyond(self, step: int) -> list[str]:
-        """List the ids of saves of newer steps that are on their way to the store."""
+        """List the ids of saves of newer steps that are being written to the store."""
         return [generation.save_id for generation in self._on_the_way() if generation.step > step]
 
     def forget(self, step: int) -> bool:
-        """Forget what this node has of a step; whether there was anything."""
+        """Forget the generations of a step on this node. Return whether there were any."""
         found = [generation for generation in find_generations(self._folder) if generation.step == step]
         self.wait_for(step)
         for generation in found:
             self._tier.pool.free(generation.save_id)
         if self._tier.topology.leads(self._rank):
             drop_generations(self._folder, [generation.name for generation in found])
-        if self._newest is not None and self._newest.step <= step:  # what is in the store then is newer than any other
+        if self._newest is not None and self._newest.step <= step:  # the store has a newer save
             self._newest = None
         return bool(found)
 
     def _on_the_way(self) -> list[Generation]:
-        """List what is being written to the store, or will be."""
+        """List the generations that are being written to the store, or wait for it."""
         out, one = [], self._writing
         while one is not None and not one.done():
             out.append(one.generation)
@@ -324,17 +324,17 @@ class MemoryRun:
         return out
 
     def wait_for(self, step: int) -> None:
-        """Wait until nothing of a step is on its way to the store, where it would replace what is newer."""
+        """Wait until no generation of a step is being written to the store: it would replace a newer save of the step."""
         if any(generation.step == step for generation in self._on_the_way()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is on its way to the store."""
+        """Wait until no generation is being written to the store."""
         if self._writing is not None:
             self._writing.join()
 
     def close(self, *, clean: bool) -> None:
-        """Send the newest generation to the store, if it is not there; let go of the memory, which stays. Collective if `clean`.
+        """Write the newest generation to the store if it is not there, and close the tier. Collective if `clean`.
 
         Raises
         ------
@@ -350,7 +350,7 @@ class MemoryRun:
             raise
         self._tier.close()
         if clean and self.options.drop_on_clean_exit:
-            # The next job waits for the lock of the root, which rank 0 has until all have left this session.
+            # Rank 0 holds the lock of the root until all ranks have left this session, so the next job waits for it.
             with open_session("drop the memory of", self._root, **self._session):
                 if self._tier.topology.leads(self._rank) and self._folder.is_dir():
                     remove_run(self._folder)
@@ -370,7 +370,7 @@ class MemoryRun:
             self.persist_found(found.generation).wait(None)
 
     def _newest_stored(self) -> int:
-        """Find the newest step in the store that counts; 0 where there is none."""
+        """Return the newest step in the store that counts; 0 if there is none."""
         for step in reversed(find_steps(self._storage)[0]):
             with open_storage(self._path(step)) as storage:
                 if not self._lineage.is_superseded(stored_save_id(storage)):

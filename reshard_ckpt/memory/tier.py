@@ -1,12 +1,12 @@
 """Saves into the memory of nodes: slots, images, copies on other nodes, and the commit of a generation.
 
-1. Before the state is staged, ranks tell each other the sizes of their images. Each takes slots for its own images and for the
-   copies that it holds. Where one of them has room for fewer generations, all keep fewer; where for none beside the newest, all
-   leave the tier out, and the save goes to the store.
+1. Before staging, ranks exchange the sizes of their images. Each rank takes slots for its own images and for the copies that it
+   holds. If some rank has room for fewer generations, all ranks keep fewer. If some rank has no room beside the newest
+   generation, all ranks skip the tier, and the save goes to the store.
 2. Staging copies the state straight into the slot, which is the staging ring. A thread hashes the blocks and seals the slot.
-3. The slot goes to the ranks that hold its copies. They verify each block before they seal theirs.
-4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation; when
-   all have said so, the save is committed, and the oldest generation is free.
+3. The slot is sent to the ranks that hold its copies. They verify each block, and then seal their copies.
+4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation. Once
+   all nodes have acknowledged it, the save is committed, and the oldest generation is freed.
 
 A slot is refilled only if no kept generation has its images in it; so at every instant a whole generation is in memory.
 """
@@ -45,7 +45,7 @@ from .slots import HEADER_BYTES, Slot, SlotRange, SlotTable, decode_table, slot_
 from .topology import Topology
 
 MIN_SPARE_BYTES = 1 << 20
-"""Reserved for the catalog of a save; more where that of the one before needs more."""
+"""Bytes reserved for the catalog of a save, or twice the size of the previous catalog if that is more."""
 
 
 class Tier:
@@ -54,7 +54,7 @@ class Tier:
     Parameters
     ----------
     options
-        What the user chose.
+        The user's `Memory`.
     root
         The root of the run.
     topology
@@ -62,16 +62,16 @@ class Tier:
     rank
         This rank.
     named_store
-        Returns keys of the job's store that nobody else uses, by a name; None where this process is alone.
+        Returns the part of the job's store below a new name; None if this process is on its own.
     due
-        Whether the generation of a step goes to the store; asked on rank 0 at its commit.
+        Called on rank 0 at the commit of a step; returns whether its generation goes to the store.
 
     Attributes
     ----------
     run, attempt
-        The run's id, and the number of this attempt of it.
+        The run's id, and the number of this attempt.
     num_skipped
-        How many saves went to the store because memory had no room.
+        Number of saves that went to the store because memory was full.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Tier:
     ) -> None:
         self.folder, self.topology, self.rank = run_path(options.folder, root), topology, rank
         self.pool, self._root = SlotPool(options, self.folder, timeout_s=timeout_s), root
-        with suppress(NoRoom):  # then each save tries again, and says so
+        with suppress(NoRoom):  # each save tries again, and warns
             self.pool.enter(root)
         self.run, self.attempt, self.num_skipped = "", 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
@@ -96,14 +96,14 @@ class Tier:
         self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
-        """Take slots for a save on all ranks, or on none: then None, and a warning the first time. Collective."""
+        """Take slots for a save on all ranks. If some rank has no room, take none, warn once, and return None. Collective."""
         layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
         gathered = job.comm.gather(msgpack.packb((used, self._links is not None)))
         message = None if gathered is None else msgpack.packb([msgpack.unpackb(one) for one in gathered])
         pairs = msgpack.unpackb(job.comm.broadcast(message))
         sizes = [int(size) for size, _ in pairs]
-        # A group of which some rank has lost its links makes new ones, all of it.
+        # If one rank of a group has lost its links, all ranks of the group make new ones.
         if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
             self._links = None
         taken: dict[int, HeldSlot] = {}
@@ -111,7 +111,7 @@ class Tier:
         try:
             self._fit_budget(sizes)
             self.pool.enter(self._root)
-            if self.topology.leads(self.rank):  # else a tmpfs that is full by then would fail the commit
+            if self.topology.leads(self.rank):  # reserved now: a tmpfs that is full at the commit would fail it
                 reserve_generation(self.folder, self._spare_bytes)
             for source in (self.rank, *self.topology.sources(self.rank)):
                 taken[source] = self.pool.take(source, sizes[source], job.save_id)
@@ -128,7 +128,13 @@ class Tier:
         return None
 
     def _agreed(self, job: SaveJob, refused: str) -> tuple[str, str]:
-        """Agree on how many generations are kept; returns why this save is none of them, and why they are fewer. Collective."""
+        """Agree on the number of generations to keep. Collective.
+
+        Returns
+        -------
+        tuple of str
+            The reason why this save cannot go to memory, and the reason why fewer generations are kept; empty if there is none.
+        """
         votes = job.comm.gather(msgpack.packb((refused, self.pool.short, self.pool.generations, self.pool.given_up())))
         message = None
         if votes is not None:
@@ -147,7 +153,7 @@ class Tier:
             warnings.warn(f"{what}: {why}", stacklevel=6)
 
     def _fit_budget(self, sizes: Sequence[int]) -> None:
-        """Keep no more generations than the user's budget for this node has room for, beside the one that is being filled."""
+        """Lower the number of generations to keep to the user's budget for this node, which also covers the one being filled."""
         most = self._options.max_bytes
         if most is None:
             return
@@ -162,7 +168,7 @@ class Tier:
             self.pool.generations, self.pool.short = fits, short
 
     def close(self) -> None:
-        """Let go of the slots, which stay in memory with what they hold, and of the links."""
+        """Close the slots and the links. The slots stay in memory with their images."""
         self.pool.close()
         self._links = None
         if self.topology.leads(self.rank):
@@ -176,13 +182,13 @@ class Tier:
         Returns
         -------
         list of int
-            The ranks whose copies are here, every block verified. Where copying failed, none, with a warning.
+            The ranks whose copies are here, with every block verified; empty, with a warning, if copying failed.
         """
         sources = self.topology.sources(self.rank)
         targets = self.topology.targets[self.rank]
         if not sources and not targets:
             return []
-        # One time for all of it, half of a session's: ranks that wait at the commit for this one must not give up before it does.
+        # One deadline for the whole copy, half of the session's: the ranks that wait at the commit must not give up before it.
         timeout_s = self._timeout_s / 2
         ends = time.monotonic() + timeout_s
         try:
@@ -221,14 +227,14 @@ class Tier:
         Returns
         -------
         Generation
-            What is to be acknowledged.
+            The generation, to be acknowledged.
         int
-            How many copies each image has at least.
+            The least number of copies that an image has.
         bool
-            Whether it goes to the store.
+            Whether the generation goes to the store.
         """
         comm = job.comm
-        # By a counter, since clocks and random ids are no order: above all that any node knows.
+        # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all nodes.
         gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held), next_number(self.folder))))
         message = None
         if gathered is not None:
@@ -245,7 +251,7 @@ class Tier:
         return generation, int(fields["copies"]), bool(fields["persist"])
 
     def adopt(self, generation: Generation) -> None:
-        """Keep a generation that is loaded on this node, too, if it is not known here. The load needs nothing of it."""
+        """Note a generation that is being loaded on this node too, if it is not known here. The load does not depend on it."""
         if not self.topology.leads(self.rank):
             return
         if not any(one.save_id == generation.save_id and not one.is_damaged for one in find_generations(self.folder)):
@@ -255,8 +261,9 @@ class Tier:
                 warnings.warn(f"the checkpoint that is loaded is not noted in this node's memory: {error}", stacklevel=6)
 
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
-        """Say that this node has the generation; once all have said so it is committed, and older ones may go. Collective."""
-        # Unless it is known that no rank let an older one go, the images stay: they may be all that is whole.
+        """Acknowledge a generation. Once all ranks have, it is committed, and older ones may be freed. Collective."""
+        # If the gather fails, the images are freed only if surely no rank has freed an older generation: they may be the only
+        # whole one.
         comm.undo_unless_gathered(partial(self._undo, generation))
         comm.gather(b"")
         self.pool.keep(generation.save_id, pin=pin)
@@ -288,7 +295,7 @@ class Tier:
         }
 
     def _forget_older(self, generation: Generation) -> None:
-        """Forget what a generation replaces, and the oldest: own slots are free, those of dead processes go."""
+        """Forget the generations that a new one replaces, and the oldest; remove unused slots of dead processes."""
         if not self.topology.leads(self.rank):
             return
         found = [one for one in find_generations(self.folder) if one.run == self.run]
@@ -327,7 +334,7 @@ def seal_copy(slot: Slot, head: bytes) -> None:
 
 
 class MemoryTarget:
-    """Where the images of one save go: into slots of this rank and of those that hold its copies."""
+    """The destination of the images of one save: slots of this rank, and of the ranks that hold its copies."""
 
     def __init__(self, tier: Tier, step: int, taken: Mapping[int, HeldSlot], sizes: Sequence[int]) -> None:
         self._tier, self._step, self._taken, self._sizes = tier, step, taken, sizes

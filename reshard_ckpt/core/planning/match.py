@@ -20,7 +20,7 @@ from .local_metadata import PieceColumns
 MISSING = "not in the checkpoint"
 
 LEAVES_OUT = "ignore= of this name leaves it out"
-"""The advice for what a checkpoint has and the state has no place for."""
+"""The advice for names that the checkpoint has and the state has no place for."""
 
 OTHER_NDIM = "of another number of dims"
 """In the line of a tensor that no allow_resize= can load."""

@@ -77,9 +77,9 @@ def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent)
 
 
 def _common(a: str, b: str) -> str:
-    """Choose a dtype that holds the numbers of both.
+    """Return a dtype that holds the numbers of both.
 
-    As in numpy, not as in torch, which compares int64 with float32 in float32, and drops what that rounds off.
+    It is that of numpy. torch would compare int64 with float32 in float32, and so round.
     """
     both = np.promote_types(NUMPY_DTYPES.get(a, np.float32), NUMPY_DTYPES.get(b, np.float32))
     codes = {np.dtype(dtype): code for code, dtype in NUMPY_DTYPES.items()}

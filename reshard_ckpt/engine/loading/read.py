@@ -112,7 +112,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     CorruptError
         A block is damaged; the message names it, the tensors that need it, and the tensors that already have new values.
     """
-    # What is not hashed after the read need not be in the processor's cache then.
+    # Windows that are hashed right after the read are kept small, so that they are still in the processor's cache.
     joins = getattr(task.storage, "joins_windows", True) or not task.blocks
     reads = reads_of(task, join=JOIN_WINDOWS if joins else 1)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
@@ -416,7 +416,7 @@ class Reader:
         high = min(low + damage.size, entry.size)
         holds = few(self._names(self._targets_near(damage.window, low, high))) or "nothing that this rank wants"
         parts = [f"{self.task.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}"]
-        if not all(target.is_buffer for target in self.task.targets):  # else nothing is read into what a user has
+        if not all(target.is_buffer for target in self.task.targets):  # else only buffers of the library were written
             parts.append(overwritten or overwritten_text(self.changed()))
             if parts[-1] != NOTHING_CHANGED:
                 parts.append("verify_first=True would have changed none")
