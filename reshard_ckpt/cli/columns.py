@@ -85,18 +85,14 @@ def _words(cell: str) -> Iterator[str]:
     yield from (cell[a:b] for a, b in pairwise(ends))
 
 
-def _on_one_line(cell: str) -> str:
-    """Escape a cell, with its newlines and tabs."""
-    return type(cell)(visible(cell).replace("\n", "\\n").replace("\t", "\\t"))
-
-
 class Columns:
     """A table: rows under headings. A heading that begins with ``>`` stands over numbers, aligned right. All may be empty."""
 
     def __init__(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.headings = [heading.removeprefix(">") for heading in headings]
         self.right = [heading.startswith(">") for heading in headings]
-        self.rows = [[_on_one_line(cell) for cell in row] for row in rows]
+        # Each cell on one line: newlines and tabs are escaped.
+        self.rows = [[type(cell)(visible(cell).replace("\n", "\\n").replace("\t", "\\t")) for cell in row] for row in rows]
 
     @property
     def is_drawn(self) -> bool:

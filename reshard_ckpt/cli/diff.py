@@ -53,7 +53,7 @@ def _print(found: Diff, values: bool) -> None:
         *_changed("kind", found.kind, str),
         *_changed("shape", found.shape, shape),
         *_changed("dtype", found.dtype, str),
-        *_values(found.values),
+        *(("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in found.values),
         *_changed("placement", found.placement, _placement),
     ]
     if rows:
@@ -92,11 +92,6 @@ def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) 
         a, b = sides[leaves[0]]
         rows.append((what, f"{label}{_count_suffix(leaves)}", a, "→", b, "", ""))
     return rows
-
-
-def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
-    """Make a row for each part of a value that differs; for numbers it also has the difference."""
-    return [("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in changes]
 
 
 def _by(of: ValueChange) -> str:

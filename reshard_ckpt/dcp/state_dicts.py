@@ -44,11 +44,9 @@ def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[s
     if not isinstance(state_dict, Mapping):
         raise UsageError(f"state_dict: wanted a dict such as {{'model': model.state_dict()}}, got {type(state_dict).__name__}")
     keys = sorted(state_dict) if in_order else list(state_dict)
-    return {key: _state_of(state_dict[key]) for key in keys}
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) and not isinstance(value, type) else value
+    state = {key: state_dict[key] for key in keys}
+    objects = {key: value for key, value in state.items() if isinstance(value, Stateful) and not isinstance(value, type)}
+    return state | {key: value.state_dict() for key, value in objects.items()}
 
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,16 +59,16 @@ def _zone(text: str) -> datetime.tzinfo | None:
     return datetime.datetime.fromisoformat(_DAY + text).tzinfo
 
 
-def _span_parts(value: datetime.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
-
-
 # class: (its module in the documentation, function to a plain value, function back)
 _CLASSES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime.datetime: ("datetime", _datetime_text, datetime.datetime.fromisoformat),
     datetime.date: ("datetime", datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.time: ("datetime", _datetime_text, datetime.time.fromisoformat),
-    datetime.timedelta: ("datetime", _span_parts, lambda parts: datetime.timedelta(*parts)),
+    datetime.timedelta: (
+        "datetime",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
     datetime.timezone: ("datetime", _zone_text, _zone),
     io.BytesIO: ("io", io.BytesIO.getvalue, io.BytesIO),
     argparse.Namespace: ("argparse", vars, lambda parts: argparse.Namespace(**parts)),

@@ -98,12 +98,6 @@ def _check_hashes(keys: list[Any]) -> None:
         raise CorruptError(f"more than {MAX_ALIKE} keys have the same hash, which no writer lets happen")
 
 
-def _checked_lengths(shape: list[Any]) -> list[int]:
-    if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
-        raise CorruptError(f"shape {shape!r:.80} is no shape")
-    return shape
-
-
 def _decode_size(body: Any, depth: int) -> torch.Size:
     """Decode a size. It need not be the shape of a tensor: a size for `view` may have a -1."""
     sizes = _one(body, list)
@@ -113,7 +107,8 @@ def _decode_size(body: Any, depth: int) -> torch.Size:
 
 
 def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
-    _checked_lengths(shape)
+    if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
+        raise CorruptError(f"shape {shape!r:.80} is no shape")
     if prod(shape) * item_bytes != len(data):
         raise CorruptError(f"shape {shape!r:.80} does not describe {len(data)} bytes")
     return tuple(shape)
@@ -133,10 +128,6 @@ def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, An
     if dtype.kind == "U" and np.frombuffer(data, dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
         raise CorruptError("text holds what is no code point")
     return array
-
-
-def _decode_array(body: Any, depth: int) -> np.ndarray[Any, Any]:
-    return _numpy_array(*_typed(body, str, list, bytes))
 
 
 def _decode_numpy_scalar(body: Any, depth: int) -> Any:
@@ -195,7 +186,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "defaultdict": _decode_defaultdict,
     "deque": _decode_deque,
     "object": _decode_object,
-    "numpy.ndarray": _decode_array,
+    "numpy.ndarray": lambda body, depth: _numpy_array(*_typed(body, str, list, bytes)),
     "numpy.scalar": _decode_numpy_scalar,
     "numpy.str": lambda body, depth: np.str_(_one(body, str)),
     "numpy.bytes": lambda body, depth: np.bytes_(_one(body, bytes)),

@@ -232,10 +232,6 @@ def _encode_float(value: float, place: _Place) -> float:
     return _NAN if isnan(value) else value  # all NaNs are one value: their sign and payload depend on the processor
 
 
-def _encode_complex(value: complex, place: _Place) -> Any:
-    return {"complex": [_encode_float(value.real, place), _encode_float(value.imag, place)]}
-
-
 def _encode_str(value: str, place: _Place) -> str:
     if not value.isascii():
         try:
@@ -259,10 +255,6 @@ def _encode_defaultdict(value: collections.defaultdict[Any, Any], place: _Place)
     if label is not None and FACTORIES.get(label) is not factory:
         place.refuse(f"a defaultdict is saved only with a builtin factory ({', '.join(FACTORIES)}); convert it with dict(...)")
     return {"defaultdict": [label, _encode_pairs(value, place)]}
-
-
-def _encode_deque(value: collections.deque[Any], place: _Place) -> Any:
-    return {"deque": [value.maxlen, _encode_items(value, place)]}
 
 
 def _numpy_dtype_code(dtype: np.dtype[Any], place: _Place) -> str:
@@ -342,7 +334,7 @@ _ENCODERS: dict[type, _Encoder] = {
     bytes: lambda value, place: value,
     int: _encode_int,
     float: _encode_float,
-    complex: _encode_complex,
+    complex: lambda value, place: {"complex": [_encode_float(value.real, place), _encode_float(value.imag, place)]},
     str: _encode_str,
     list: _encode_items,
     tuple: lambda value, place: {"tuple": _encode_items(value, place)},
@@ -352,7 +344,7 @@ _ENCODERS: dict[type, _Encoder] = {
     collections.OrderedDict: lambda value, place: {"OrderedDict": _encode_pairs(value, place)},
     collections.Counter: lambda value, place: {"Counter": _encode_pairs(value, place)},
     collections.defaultdict: _encode_defaultdict,
-    collections.deque: _encode_deque,
+    collections.deque: lambda value, place: {"deque": [value.maxlen, _encode_items(value, place)]},
     np.ndarray: _encode_array,
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,

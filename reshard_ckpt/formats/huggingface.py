@@ -40,8 +40,10 @@ def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | N
     """
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
+    if len(indices) > 1 and main + INDEX not in indices:
+        raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
     if indices:
-        return read_index(storage, _one_index(storage, indices, main + INDEX))
+        return read_index(storage, main + INDEX if main + INDEX in indices else indices[0])
     files = [key for key in keys if key.endswith(suffix)]
     _check_parts(storage, files, suffix)
     return dict.fromkeys(files) if files else None
@@ -59,12 +61,6 @@ def is_shard(key: str) -> bool:
 def top_level(storage: Storage) -> list[str]:
     """List the files directly in a folder."""
     return [key for key, _ in storage.list() if "/" not in key]
-
-
-def _one_index(storage: Storage, indices: Sequence[str], main: str) -> str:
-    if len(indices) > 1 and main not in indices:
-        raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
-    return main if main in indices else indices[0]
 
 
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:

@@ -65,14 +65,6 @@ def _is_torch_file(storage: Storage, key: str) -> bool:
     return head.startswith(ZIP_MAGIC)
 
 
-def _local_path(storage: Storage, key: str) -> str:
-    if not isinstance(storage, LocalStorage):
-        raise UnsupportedError(
-            f"{storage.url}: {key} cannot be mapped into memory, as torch files are; copy it to a local folder"
-        )
-    return os.path.join(storage.url, key)
-
-
 def _open_file(storage: Storage, key: str) -> Source:
     loaded, mapped = _load(storage, key)
     try:
@@ -103,9 +95,13 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
+    if not isinstance(storage, LocalStorage):
+        raise UnsupportedError(
+            f"{storage.url}: {key} cannot be mapped into memory, as torch files are; copy it to a local folder"
+        )
     size = storage.size(key)
     assert size is not None
-    return load_archive(_local_path(storage, key), size)
+    return load_archive(os.path.join(storage.url, key), size)
 
 
 def _with_root_key(loaded: Any) -> Mapping[Any, Any]:

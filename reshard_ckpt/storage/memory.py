@@ -54,11 +54,6 @@ def _set(path: str, data: bytes) -> None:
     _FILES[path] = data
 
 
-def _remove(path: str) -> None:
-    if _FILES.pop(path, None) is not None:
-        del _PATHS[bisect_left(_PATHS, path)]
-
-
 def _below(folder: str) -> Sequence[str]:
     """List the files of a folder, whose path ends with a slash. They sort before the path that ends with the next character."""
     return _PATHS[bisect_left(_PATHS, folder) : bisect_left(_PATHS, folder[:-1] + chr(ord("/") + 1))]
@@ -171,7 +166,9 @@ class MemoryStorage(Storage):
         with _LOCK:
             for key in checked:
                 self._refuse_mixed(key)
-                _remove(self._root + key)
+                path = self._root + key
+                if _FILES.pop(path, None) is not None:
+                    del _PATHS[bisect_left(_PATHS, path)]
 
     def close(self) -> None:
         pass

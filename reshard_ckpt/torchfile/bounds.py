@@ -116,7 +116,9 @@ def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> Non
         if missing:
             raise CorruptError(f"{name}: contains itself; use another copy")
         parts[id(node)] = min(1 + sum(parts.get(id(child)) or _text_parts(child) for child in children), most + 1)
-        tensors |= {id(child): child for child in children if _is_dense(child)}
+        # tensors: those that take memory, which are strided and not on the meta device
+        found = [child for child in children if isinstance(child, torch.Tensor) and not child.is_meta]
+        tensors |= {id(child): child for child in found if child.layout == torch.strided}
     if parts[id(top)] > most:
         raise CorruptError(
             f"{name}: its values repeat each other more often than its {pickle_bytes:,} bytes can spell; use another copy"
@@ -139,8 +141,3 @@ def _children(node: Any) -> tuple[Any, ...]:
 
 def _text_parts(leaf: Any) -> int:
     return 1 + (len(leaf) // _TEXT_PART if isinstance(leaf, str | bytes | bytearray) else 0)
-
-
-def _is_dense(leaf: Any) -> bool:
-    """Tell whether an object is a tensor that takes memory: strided, and not on the meta device."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta

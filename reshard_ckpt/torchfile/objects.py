@@ -183,7 +183,9 @@ class _Plain:
         self._left, self._bytes_left = num_bytes + _MIN_NODES, _VIEWS * num_bytes
 
     def of(self, value: Any, depth: int) -> Any:
-        self._spend(1 + (len(value) // 8 if isinstance(value, str | bytes) else 0))
+        self._left -= 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
+        if self._left < 0:
+            raise ValueError("its parts are repeated more often than its bytes can spell")
         if depth < 0:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         # Stand-ins before containers; `torch.Size` before tuple, because it is one.
@@ -206,11 +208,6 @@ class _Plain:
         if isinstance(value, Opaque):
             raise PicklingError(f"calls {value.name}, which such a file does not need")
         return value
-
-    def _spend(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise ValueError("its parts are repeated more often than its bytes can spell")
 
     def _reference(self, value: StandInClass | StandInFunction) -> Named:
         module, colon, name = value.name.partition(":")

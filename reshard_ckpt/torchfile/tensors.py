@@ -104,10 +104,6 @@ def _tensor_v3(
     return _view(storage, offset, size, stride, dtype, metadata)
 
 
-def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
-    return data
-
-
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes in an encoding that pickles do not use")
@@ -139,7 +135,7 @@ TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): SIZE,
     ("torch._utils", "_rebuild_tensor_v2"): StandInFunction("_rebuild_tensor_v2", _tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): StandInFunction("_rebuild_tensor_v3", _tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): StandInFunction("_rebuild_parameter", _parameter),
+    ("torch._utils", "_rebuild_parameter"): StandInFunction("_rebuild_parameter", lambda data, grad, hooks: data),
     ("collections", "OrderedDict"): ORDERED_DICT,
     ("torch.nn.parameter", "Parameter"): StandInClass("Parameter"),
 }

@@ -14,7 +14,7 @@ import torch
 
 from ...core.catalog.specs import Ints
 from ...torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
-from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
+from .metadata import DCP_FILES, DCP_METADATA, Extent, SavedTensor
 from .names import KeyPath
 
 VERSION = "1.0.0"
@@ -65,12 +65,10 @@ def _size(values: Ints) -> FunctionCall:
 
 
 def _tensor(tensor: SavedTensor) -> Instance:
-    chunks = [_chunk(chunk) for chunk in tensor.chunks]
+    chunks = [
+        _dcp("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.lengths)}) for chunk in tensor.chunks
+    ]
     return _dcp("TensorStorageMetadata", {"properties": _properties(tensor.dtype), "size": _size(tensor.shape), "chunks": chunks})
-
-
-def _chunk(chunk: Chunk) -> Instance:
-    return _dcp("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.lengths)})
 
 
 def _properties(dtype: torch.dtype) -> Instance:

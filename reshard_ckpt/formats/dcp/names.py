@@ -69,14 +69,10 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
     # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
-    if any(_is_below_model(path) for path in paths.values()):
+    if any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values()):
         return _names(paths)
     of_model = {fqn: (MODEL, *path) for fqn, path in paths.items() if _is_of_model(fqn, path, fqn in saved.tensors)}
     return _names({**paths, **of_model})
-
-
-def _is_below_model(path: KeyPath) -> bool:
-    return path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}."))
 
 
 def _names(paths: Mapping[str, KeyPath]) -> Names:
