@@ -24,6 +24,8 @@ from ..core.words import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 
 MAX_DIMS = 32
+"""The most dims of a tensor: a matrix of columns may have as many (`columns.MAX_COLUMNS`)."""
+
 MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
 
@@ -33,6 +35,7 @@ A save has fewer than 8: in a large table a row takes at least 4 bytes, and a ru
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _MAX_KEY_CHARS = 1024
+"""The longest key of a file. File systems allow paths of 4,096 bytes, with the folder."""
 
 
 def problems(catalog: Catalog) -> Iterator[str]:

@@ -29,6 +29,7 @@ BLOCK_BYTES = 128 * 1024
 1/16,384 of the data."""
 
 ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
+"""The sizes of a block that a reader takes; a hostile file could ask for blocks of one byte, or of the whole file."""
 
 _MAGIC = b"RSHDIGST"
 _VERSION = 1

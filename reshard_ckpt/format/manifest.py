@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ..errors import CorruptError
 
 MAX_MANIFEST_BYTES = 1 << 30
+"""The largest manifest that is read: some ten million files."""
 
 # A star before the path says "binary", which makes no difference.
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")

@@ -24,6 +24,8 @@ MAX_DEPTH = 64
 """How deep containers may nest. One container takes up to three levels of msgpack, which stops at a few hundred levels."""
 
 _MAX_DIMS = 64
+"""The most dims of an array, as numpy has it."""
+
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)}

@@ -33,6 +33,8 @@ MAX_STEPS = 256
 """The most keys that lead to a value in the state: how deep the dicts of a state may nest."""
 
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
+"""The integers that msgpack has a form for; others are encoded as bytes."""
+
 _NAN = float("nan")
 _LEAVES = frozenset({type(None), bool, bytes})
 _PLAIN_KEYS = _LEAVES | {str, int, float}

@@ -14,6 +14,7 @@ from ..storage.protocol import key_parts, read_parts
 
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
+"""The largest index that is read: over a million tensors."""
 
 WeightFiles = Mapping[str, frozenset[str] | None]
 """Files by key, each with the names of its tensors that count, or None if all count."""
@@ -22,7 +23,10 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
 
 MAX_SIDE_BYTES = 256 << 20
+"""Larger files beside a model are not copied: they are data of another kind."""
+
 _STEP_BYTES = 8 << 20
+"""The memory for copying one of these files."""
 
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")

@@ -25,6 +25,7 @@ from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 STEM = "model"
 MAX_HEADER_BYTES = 48 << 20
+"""A new file is begun before its header has this many bytes: safetensors reads up to 100 MB."""
 
 
 def lay_out(catalog: Catalog, max_shard_bytes: int | None) -> list[FileLayout]:

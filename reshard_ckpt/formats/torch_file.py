@@ -39,6 +39,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 _MAIN = "pytorch_model.bin"
 _MAX_DEPTH = 64
+"""How deep the dicts and lists of a file may nest: as deep as those of a value (`format.value_decode`)."""
 
 
 def open_path(path: str) -> Source | None:

@@ -56,7 +56,10 @@ is short."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
+"""Files that stay open between reads; a process may have 1,024 descriptors in all."""
+
 _TRIES = 10
+"""Attempts to make a file while another rank removes the empty folder for it."""
 
 
 class LocalStorage(Storage):

@@ -17,6 +17,7 @@ from .locks import LocksUnsupported, await_lock
 
 _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 _READ_BYTES = 1 << 20
+"""The step in which a document of unknown size is read, so that its memory grows with its size."""
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

@@ -47,6 +47,8 @@ def _set_of(kind: type[set[Any]] | type[frozenset[Any]]) -> StandInFunction:
 
 _HASHED = (str, bytes, int, float, bool, type(None))
 _MAX_SET = 1 << 20
+"""The most elements of a set, whose hashing could be made slow."""
+
 _BUILTINS = ("builtins", "__builtin__")
 
 TABLE: Table = {

@@ -116,7 +116,7 @@ def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> Non
         if missing:
             raise CorruptError(f"{name}: contains itself; use another copy")
         parts[id(node)] = min(1 + sum(parts.get(id(child)) or _text_parts(child) for child in children), most + 1)
-        # tensors: those that take memory, which are strided and not on the meta device
+        # Only strided tensors that are not on the meta device take memory.
         found = [child for child in children if isinstance(child, torch.Tensor) and not child.is_meta]
         tensors |= {id(child): child for child in found if child.layout == torch.strided}
     if parts[id(top)] > most:

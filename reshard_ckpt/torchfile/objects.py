@@ -34,6 +34,8 @@ _ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|to
 """Modules whose names a pickle may call with one value, because it spells members of enums so. The call is noted, not made."""
 
 _MIN_NODES = 1 << 12
+"""The parts that an object of a small file may have in any case."""
+
 _VIEWS = 4
 """The most bytes of tensors for each byte of a file: several tensors may be views of one storage."""
 

@@ -28,7 +28,11 @@ MAX_ARGUMENTS = 64
 """The most arguments of a call, and the most dims of a size; no tensor has as many."""
 
 _MAX_INT_BYTES = 16
+"""The longest integer. Longer ones take quadratic time to print, and no checkpoint has one."""
+
 _MAX_INT_KEY = 2**60
+"""Integers as keys are below this: larger ones can be chosen to have one hash, which is the integer modulo 2⁶¹ - 1."""
+
 _UINT32 = struct.Struct("<I")
 
 

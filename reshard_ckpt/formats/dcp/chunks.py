@@ -36,11 +36,16 @@ NEAR_BYTES = 4 << 10
 """Heads closer together than this are read in one request."""
 
 WINDOW_BYTES = 1 << 20
+"""The most bytes of a request for several heads."""
+
 BATCH = 256
 """The number of requests that a thread makes before it hands its results over."""
 
 MAX_THREADS = 8
+"""Threads that read heads. They wait for the store more than they compute."""
+
 MAX_SAFETENSORS_HEADER = 100 << 20
+"""The largest header of a safetensors file that is read; safetensors itself refuses larger ones."""
 
 _OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
 

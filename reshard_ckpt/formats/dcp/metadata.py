@@ -28,7 +28,10 @@ from ...torchfile.tensors import DTYPES, ORDERED_DICT, SIZE
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
+"""The largest ``.metadata`` that is read: some ten million chunks."""
+
 MAX_ELEMENTS = 1 << 58
+"""The most elements of a tensor, so that its bytes, and sums of such, fit in an int64."""
 
 Found = TypeVar("Found")
 Key = str | int
