@@ -11,6 +11,7 @@ from .bounded import BoundedStore
 from .calls import call_of
 from .exchange import Exchange, open_exchange
 from .group import Group, Missed, SessionCounter, current_group, launched_group
+from .peers import Ended
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
@@ -132,10 +133,18 @@ def _comm_of(
     return comm_of
 
 
-def shared_store(name: str, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> BoundedStore | None:
-    """Return the part of the job's store below a name that was never used before; None if this process is on its own."""
+def shared_store(
+    name: str, process_group: ProcessGroup | None = None, timeout_s: float = 600
+) -> tuple[BoundedStore, Ended] | None:
+    """Return the part of the job's store below a name that was never used before, and a function that returns the ended ranks.
+
+    The ranks must have met in a session before. Return None if this process is on its own.
+    """
     group = current_group(process_group, timeout_s)
-    return None if group is None else group.named(name, timeout_s)
+    if group is None:
+        return None
+    _, ended = group.home.session(name, title=f"open {name}", timeout_s=timeout_s)
+    return group.named(name, timeout_s), ended
 
 
 def open_stop(

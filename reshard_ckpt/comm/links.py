@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..errors import CorruptError, PeerError, StorageError
 from .bounded import BoundedStore, bounded, named_failure
 from .calls import did_not_arrive
-from .peers import Peers
+from .peers import Ended
 from .wire import name_ranks
 
 CHUNK_BYTES = 2 << 20
@@ -45,8 +45,8 @@ class Links:
 
     Parameters
     ----------
-    store
-        Keys of the job's store that nobody else has used.
+    store, ended
+        As `shared_store` returns them.
     rank, size
         Of this process among them.
     timeout_s
@@ -60,21 +60,19 @@ class Links:
         The others did not come in time, or have ended.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float, members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, store: Any, ended: Ended, rank: int, size: int, *, timeout_s: float, members: Sequence[int] | None = None
+    ) -> None:
         self._members = range(size) if members is None else members
         self.rank, self.size, self.timeout_s, self._timeout = rank, size, timeout_s, timedelta(seconds=timeout_s)
         own = BoundedStore.of(store, timeout_s)
         own.allow(timeout_s)
         what = "the ranks that hold each other's memory did not meet"
         with named_failure(what):
-            peers = Peers(rank, size)
-            peers.arrive(own)
             own.append("came", b"%d " % rank)
             try:
                 with named_failure(what):
-                    self._group = bounded(
-                        lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(peers, own, what)
-                    )
+                    self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(ended, what))
             except PeerError as error:
                 if error.ranks:
                     raise
@@ -87,9 +85,9 @@ class Links:
         # On a connection of its own: whoever waits for another rank's key holds it.
         return group_class(store.clone(self.timeout_s), self.rank, self.size, self._timeout)
 
-    def _refuse_ended(self, peers: Peers, store: BoundedStore, what: str) -> None:
-        if ended := tuple(self._members[number] for number in sorted(peers.ended(store))):
-            raise PeerError(f"{what}: {name_ranks(ended)} ended; their own logs say why", ended)
+    def _refuse_ended(self, ended: Ended, what: str) -> None:
+        if gone := tuple(sorted(ended() & {*self._members})):
+            raise PeerError(f"{what}: {name_ranks(gone)} ended; their own logs say why", gone)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], ends: float) -> None:
         """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.

@@ -293,7 +293,8 @@ class MemoryRun:
 
     def _job_links(self, name: str) -> Links:
         size = len(self._tier.topology.node_of)
-        return Links(self._named(f"load/{name}"), self._rank, size, timeout_s=self._timeout_s)
+        store, ended = self._named(f"load/{name}")
+        return Links(store, ended, self._rank, size, timeout_s=self._timeout_s)
 
     def loaded(self, step: int) -> None:
         """Let the interval of ``persist_every`` begin at the loaded step."""

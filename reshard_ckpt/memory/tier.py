@@ -62,7 +62,7 @@ class Tier:
     rank
         This rank.
     named_store
-        Returns the part of the job's store below a new name; None if this process is on its own.
+        Returns the `shared_store` of a new name; None if this process is on its own.
     due
         Called on rank 0 at the commit of a step; returns whether its generation goes to the store.
 
@@ -215,8 +215,8 @@ class Tier:
     def _open_links(self, save_id: str, timeout_s: float) -> tuple[Links, tuple[int, ...]]:
         number, members = self.topology.group_of(self.rank)
         if self._links is None:
-            name = self._named_store(f"{number}/{save_id}")
-            self._links = Links(name, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
+            store, ended = self._named_store(f"{number}/{save_id}")
+            self._links = Links(store, ended, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
         return self._links, members
 
     # Commit

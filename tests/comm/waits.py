@@ -139,20 +139,20 @@ def stop(rank: int, seconds: float, folder: Path, die: Die) -> None:
 
 def links(rank: int, seconds: float) -> Links:
     """Open links in whatever time that takes; what is done with them has those seconds."""
-    both = Links(shared_store("links"), rank, 2, timeout_s=LONG)
+    both = Links(*shared_store("links"), rank, 2, timeout_s=LONG)
     both.timeout_s, both._timeout = seconds, timedelta(seconds=seconds)
     return both
 
 
 def open_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
     die()
-    Links(shared_store("links"), rank, 2, timeout_s=seconds)
+    Links(*shared_store("links"), rank, 2, timeout_s=seconds)
 
 
 def meet_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
     meet = Links._meet
     with mock.patch.object(Links, "_meet", lambda self, store: (die(), meet(self, store))[1]):
-        Links(shared_store("links"), rank, 2, timeout_s=seconds)
+        Links(*shared_store("links"), rank, 2, timeout_s=seconds)
 
 
 def swap(rank: int, seconds: float, folder: Path, die: Die) -> None:
@@ -202,7 +202,9 @@ def named_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
     while True:  # until rank 0 is gone
         group._GROUPS.clear()
         group._CONNECTIONS.clear()
-        shared_store("a name", timeout_s=seconds)
+        met = group.current_group(None, seconds)
+        assert met is not None
+        met.named("a name", seconds)
 
 
 def join(rank: int, seconds: float, folder: Path, die: Die) -> None:
@@ -280,7 +282,7 @@ TABLE = {
     "the job's store": Row(
         named_store, (0,), says="did not reach the job's|did not answer", killed_s=SOON, names=(), meets=False
     ),
-    "opening links": Row(open_links, says="did not meet", killed_s=SOON, names=(1,)),
+    "opening links": Row(open_links, says="did not meet", names=(1,)),
     "links that met half": Row(meet_links, says="did not meet", names=()),
     "links": Row(swap, says="copying to or from the memory of rank"),
     "a read over links": Row(read, (0,), says="rank 0 did not hand on"),
