@@ -14,7 +14,7 @@ from ..core.report import LoadReport, summarize
 from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
-from ..state.router import Below
+from ..state.targets import Below
 from .arguments import Path, group_of, load_path, named_path, share_errors
 from .metadata import FORMATS_AS_SAVED
 from .state_dicts import call_state_dicts, loading_form, restore

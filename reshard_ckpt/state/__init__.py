@@ -1,4 +1,4 @@
-"""What a user passes, as plain data that the engine can save and load."""
+"""The state that a user passes, as plain data that the engine can save and load."""
 
 from __future__ import annotations
 

@@ -31,23 +31,22 @@ from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
 from .parameters import Owners, optimizer_parameters
 from .paths import Steps, link_in_dict, saved_path
-from .router import Below, Router, ValueTarget
+from .targets import Below, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import check_writable, memory_of
-from .tree_target import TreeTarget, ValueOrigin
 from .walk import Tree, is_stateful, state_of, steps, walk
 
 
 def capture(
     state: Mapping[Any, Any], *, mesh: DeviceMesh | Mapping[str, int] | None = None, process_group: Any = None
 ) -> Captured:
-    """Describe what this rank has to save. No collective is called, and no tensor is copied.
+    """Describe the tensors and values that this rank has to save. No collective is called, and no tensor is copied.
 
     Parameters
     ----------
     state
         As for `checkpoint.save`.
     mesh
-        The mesh of the job, where the state does not show it.
+        The mesh of the job, if the state does not show it.
     process_group
         The ranks that take part; None for all.
 
@@ -114,7 +113,7 @@ class OpenedState:
     unnamed
         Names of the optimizers' state dicts whose numbers nothing in the state names.
     warnings
-        What the user should know about the way in which it is saved.
+        Messages for the user about the way in which it is saved.
     """
 
     trees: Sequence[Tree]
@@ -149,16 +148,16 @@ def open_state(state: Mapping[Any, Any]) -> OpenedState:
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
-    """Describe what this rank wants of a checkpoint. Nothing in the state changes, and no collective is called.
+    """Describe the tensors and values that this rank wants from a checkpoint, without a change or a collective.
 
     Parameters
     ----------
     state
         As for `checkpoint.load`.
     catalog
-        What the checkpoint holds, under the names that the target knows.
+        The catalog of the checkpoint, with the names that the state has.
     rank, size
-        Of the loading job.
+        The rank in the loading job, and the number of its ranks.
     adds
         Whether saved values that a dict lacks are added to it.
 

@@ -117,10 +117,14 @@ class Describer:
         return tensor
 
     def _knows_axes_of(self, placement: Placement) -> bool:
+        """Tell whether a placement names axes of the job's mesh."""
         # By identity: few placements, each shared by many tensors.
         known = self._known_axes.get(id(placement))
         if known is None:
-            known = self._known_axes[id(placement)] = _is_in_terms_of(self.mesh, placement), placement
+            axes, mesh = tuple(p.axis for p in placement), self.mesh
+            unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
+            fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
+            known = self._known_axes[id(placement)] = not axes or fits, placement
         return known[0]
 
     def _first_at(self, place: _Place, name: str) -> str:
@@ -153,15 +157,6 @@ class Describer:
                 f"{name}: both the item {other} and the item {source} have an entry of this name; rename one of the keys"
             )
         return self._by_name.get(name)
-
-
-def _is_in_terms_of(mesh: Mesh | None, placement: Placement) -> bool:
-    """Tell whether a placement names axes of the job's mesh."""
-    axes = tuple(p.axis for p in placement)
-    if not axes:
-        return True
-    unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
-    return mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
 
 
 def _kind(place: Any) -> str:

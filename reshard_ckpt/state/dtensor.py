@@ -1,16 +1,16 @@
-"""The layout of a DTensor: which boxes of the global tensor its local tensor holds.
+"""The layout of a DTensor: the boxes of the global tensor that its local tensor holds.
 
-torch's own helpers answer this wrongly where FSDP2 meets tensor parallelism on sizes that do not divide, so the answer is worked
-out here, and checked against the local tensor's shape:
+torch's own helpers are wrong if FSDP2 meets tensor parallelism on sizes that do not divide, so the boxes are computed here, and
+checked against the local tensor's shape:
 
-1. Each placement of a mesh axis is recognized, by torch's kinds here or by one of `core.catalog.placements` that another
-   package added.
-2. Axes that shard one dim get their *turns* from torch's split factors: ``_StridedShard(dim, split_factor)`` on an axis means
-   that later axes, whose sizes multiply to the split factor, cut before it. FSDP2 over tp 2 is ``_StridedShard(0, 2), Shard(0)``:
-   tp cuts first.
-3. Where no order explains the split factors (a flattened view can make such), the axes cut left to right, each of them in as many
-   *sections* as its split factor says.
-4. `local_region` cuts the tensor, axis by axis; what is left are the boxes.
+1. Recognize the placement on each mesh axis: one of torch's kinds, or a kind that another package added to
+   `core.catalog.placements`.
+2. Find the *turn* of each axis among the axes that shard one dim, from torch's split factors: ``_StridedShard(dim,
+   split_factor)`` on an axis means that later axes, whose sizes multiply to the split factor, cut before it. FSDP2 over tp 2 is
+   ``_StridedShard(0, 2), Shard(0)``: tp cuts first.
+3. If no order explains the split factors (a flattened view can cause this), the axes cut left to right, and the split factor of
+   each is its number of *sections*.
+4. Cut the tensor, axis by axis (`local_region`). The boxes remain.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class AxisCut:
 
 
 def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
-    """The layout of a DTensor whose local tensor has shape `local_shape`; ranks outside its mesh hold nothing.
+    """Return the layout of a DTensor whose local tensor has shape `local_shape`; ranks outside its mesh hold nothing.
 
-    It may be of another class than torch's that has `shape`, `placements` and `device_mesh`.
+    Another class than torch's will do, if it has `shape`, `placements` and `device_mesh`.
 
     Raises
     ------
@@ -97,9 +97,9 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
 
 
 class _Known:
-    """Layouts that follow from one mesh and one tuple of placements, by the tensor's shape and the local one.
+    """The layouts of tensors on one mesh with one tuple of placements, by the tensor's shape and the local shape.
 
-    It holds both, so that no other object can have their identity while it is known. Neither ever changes, nor do the layouts.
+    It holds the mesh and the placements, so that no other object can get their ids. None of these objects ever changes.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
@@ -113,10 +113,10 @@ _MAX_KNOWN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RecognizedPlacements:
-    """The placements of a DTensor as `recognize` knows them, on a mesh of `sizes`; a rank outside of it has no coordinate.
+    """The placements of a DTensor in this library's own classes, on a mesh of `sizes`; `coordinate` is None outside of it.
 
-    All that a layout follows from, in this library's own classes: a user's placement may call itself equal to another one that
-    cuts otherwise, so `placements` are for messages alone.
+    A layout follows from these fields. `placements` are for messages alone: a user's placement may call itself equal to another
+    one that cuts differently.
     """
 
     axes: tuple[AxisPlacement, ...]
@@ -150,9 +150,9 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> Layout:
-    """The layout, worked out once for all tensors alike: a model's layers are, and a save should not wait for each."""
+    """Return the layout. It is computed once for equal tensors, as the layers of a model have, to keep saves fast."""
     sizes, coordinate, placements = found.sizes, found.coordinate, found.placements
-    # A rank outside of the mesh declares what the first one inside does, so that all ranks declare the same.
+    # A rank outside of the mesh declares the placement of the first rank inside, so that all ranks declare the same.
     where = coordinate if coordinate is not None else (0,) * len(sizes)
     placement = _placement(shape, found, where)
     nothing = Layout(shape, local_shape, (), Replication.DECLARED, placement)
@@ -176,7 +176,7 @@ def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> La
 def _flat_layout(
     shape: Ints, local_shape: Ints, boxes: Sequence[tuple[Ints, Ints]], flat: Range, placement: tuple[AxisPlacement, ...]
 ) -> Layout:
-    """The layout of a tensor that an axis cuts flattened."""
+    """Return the layout of a tensor that an axis cuts in its flattened form."""
     if prod(local_shape) != flat[1]:
         raise LayoutError(
             f"placements {placement} give it {flat[1]} elements of {shape}, but the local tensor has {local_shape}; pass a "
@@ -187,7 +187,7 @@ def _flat_layout(
 
 
 def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlacements, num_elements: int) -> None:
-    """Refuse what cuts a flattened tensor in a way that is not known to be the one here."""
+    """Refuse placements that may cut a flattened tensor in another way than this module does."""
     placements, sizes = found.placements, found.sizes
     flattening = [i for i, p in enumerate(placement) if KINDS[p.kind].flattens]
     if len(flattening) > 1:
@@ -196,7 +196,7 @@ def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlac
         p, units = placement[i], sum(placement[i].coords)
         if p.kind == "ragged" and num_elements % units and max(p.coords) < units:
             raise LayoutError(f"{placements[i]} divides {num_elements} elements by {units} units; give it units that divide them")
-        # What `_StridedRaggedShard` says besides: that axes after it, of so many coordinates, cut a dim of it first. All do.
+        # The split factor of `_StridedRaggedShard` says how many coordinates later axes have that cut a dim of it first. All do.
         factor = found.split_factors[i]
         later = [(sizes[j], placement[j].dim) for j in range(i + 1, len(sizes)) if placement[j].kind == "shard"]
         possible = {prod(n for n, dim in later if dim == 0), prod(n for n, dim in later if (dim or 0) <= (p.dim or 0))}
@@ -208,7 +208,7 @@ def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlac
 
 
 def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tuple[AxisPlacement, ...]:
-    """What the placements of a DTensor declare, with the turn of each axis that shards a dim."""
+    """Return the declared placement of a DTensor, with the turn of each axis that shards a dim."""
     found, placements, sizes = list(recognized.axes), recognized.placements, recognized.sizes
     for dim, size in enumerate(shape):
         cutting = [i for i, p in enumerate(found) if p.dim == dim and not KINDS[p.kind].flattens]
@@ -228,7 +228,7 @@ def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tu
 
 
 def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
-    """The turn of each axis that shards a dim, and the sections that it cuts each on its own; axes come in the mesh's order.
+    """Return the turn of each axis that shards a dim, in the mesh's order, and the sections that it cuts each on its own.
 
     >>> dim_cuts(13, [AxisCut(3, 2, split_factor=2), AxisCut(2, 0)])  # FSDP2 over tp: the inner axis cuts first
     [(1, ()), (0, ())]
@@ -250,10 +250,10 @@ def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
 
 
 def shard_order(cuts: Sequence[AxisCut]) -> list[int] | None:
-    """The order in which the axes cut, first to last, or None where no order explains the split factors.
+    """Return the order in which the axes cut, first to last; None if no order explains the split factors.
 
-    Read from the last axis to the first, each axis goes in where the axes before it multiply to its split factor. Inner axes of
-    size 1 change nothing, and count as first: on another mesh, FSDP2 over tensor parallelism has them so.
+    Axes are inserted from the last to the first, each after axes whose sizes multiply to its split factor. Axes of size 1 change
+    no product; they count as first, as in FSDP2 over tensor parallelism on another mesh.
 
     >>> shard_order([AxisCut(3, 0, split_factor=2), AxisCut(2, 0)])
     [1, 0]
@@ -279,13 +279,13 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
 
 
 def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlacement:
-    """What a placement of torch, or of a package that added a kind, is here."""
-    # Only these two: a subclass of Shard may cut otherwise. `_StridedShard` is told by its name, for it is no public one, and
-    # by torch 2.13 no subclass of Shard any more.
+    """Return the placement on one axis, of torch or of a package that added a kind, in this library's own class."""
+    # Only these two: a subclass of Shard may cut differently. `_StridedShard` is told by its name, because it is not public, and
+    # does not derive from Shard in torch 2.13.
     if is_shard(placement, exactly=True) or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
         return AxisPlacement(axis, "shard", dim % len(shape))
-    # Before any of its methods is called: torch 2.13's base class is one of C++, and crashes where a subclass did not set it up.
+    # Before any of its methods is called: torch 2.13's base class is in C++, and crashes if a subclass did not initialize it.
     added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)
     found = next((p for p in added if p is not None), None) or recognized(axis, placement, shape)
     if found is not None:
@@ -301,7 +301,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor, without autograd and without a collective still under way."""
+    """Return the local tensor, without autograd, after any collective that still computes it."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             local = tensor.to_local()

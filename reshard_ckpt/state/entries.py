@@ -1,6 +1,6 @@
 """The rows that a state becomes, and the result for the engine: one rank's tensors and values, for a save and for a load.
 
-Each part of a state is one `Entry`. The passes run in this order, and each fills in what the passes before it left open:
+Each part of a state is one `Entry`. The passes run in this order, and each works on the rows of the passes before it:
 
 1. `walk` lists the tensors and values of dicts and lists, and one row for each module, optimizer and object in them.
 2. `modules` reads a row of modules: its tensors and values become rows.
@@ -79,10 +79,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """All that one rank has to save.
+    """All tensors and values that one rank has to save.
 
-    Two tensors may have one name: two stages on this rank hold the same tensor. `warnings` say what the user should know of how
-    it is saved.
+    Two tensors may have one name, if two stages on this rank hold the same tensor. `warnings` are messages for the user about the
+    way in which the state is saved.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -93,30 +93,31 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """All that one rank wants to load.
+    """All tensors and values that one rank wants to load.
 
     Attributes
     ----------
     tensors
-        To be written in place.
+        The tensors that a load writes in place.
     values
         The names of values that must be in the checkpoint.
     unplaced
-        Names of saved tensors that are wanted too, but for which there is no place on this rank: `check` says why.
+        Names of saved tensors that are wanted too, but have no place on this rank: `check` says why.
     prefixes
-        The top-level keys: what the checkpoint holds below them and no rank wants is unexpected.
+        The top-level keys. A saved name below one of them that no rank wants is unexpected.
     check
         Takes ``{name: value}`` for every value of the checkpoint below the prefixes, wanted or not; a per-rank one as
-        `PerRankValues`. Returns what disagrees, one line for each. To be called once, before any tensor changes.
+        `PerRankValues`. Returns one line for each problem. It must be called once, before any tensor changes.
     finish
-        Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). To be called once, after
-        `check` and after all tensors are in place and verified. Until then the objects of the state are as they were.
+        Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). It must be called once,
+        after `check` and after all tensors are in place and verified. Until then the objects of the state do not change.
     mesh
-        The mesh of the job, where the state shows it.
+        The mesh of the job, if the state shows it.
     hints
-        Takes the values as `check` does; says what else may help where something disagrees.
+        Takes the values as `check` does, and returns further advice for values that do not fit.
     dtensors
-        Which of the tensors are DTensors, by name: these count changes apart from their local tensors, which are written.
+        The wanted DTensors, with their names. A DTensor has a version of its own beside that of its local tensor, which is
+        written.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -130,7 +131,7 @@ class Target:
     dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def count_up(self, written: Iterable[str]) -> None:
-        """Count up the versions of the DTensors whose local tensors have been written, under these names or tied to them."""
+        """Count up the versions of DTensors whose local tensors were written under one of these names, or under a tied name."""
         first = {tensor.spec.name: tensor.spec.first_name for tensor in self.tensors}
         done = {first[name] for name in written}
         for name, dtensor in self.dtensors:

@@ -1,13 +1,13 @@
-"""Layouts: where the elements of a local tensor belong in the global one, whatever its memory looks like.
+"""Layouts: the places of a local tensor's elements in the global tensor, whatever strides its memory has.
 
-A `Layout` is geometry only, so that optimizer state with other strides than its parameter can share the parameter's. Together
-with a tensor it gives the pieces of `core.catalog.specs`:
+A `Layout` is geometry only, so optimizer state can share the layout of its parameter even if its strides differ. Together with a
+tensor it gives the pieces of `core.catalog.specs`:
 
-1. a layout of boxes: each box of the local tensor is one whole-box piece with the tensor's own strides;
-2. a flat layout: the local tensor is a run of the concatenated boxes; each box it touches gives one piece whose strides are
-   the box's own, so that its base may lie before the first element;
-3. a flat layout of a cut tensor: the local tensor is a run of a flattened one, in which the boxes lie. What a run and a box have
-   in common is one run of the box too, as both go through the elements in the same order.
+1. A layout of boxes: each box of the local tensor is one whole-box piece with the tensor's own strides.
+2. A flat layout: the local tensor is a run of the concatenated boxes. Each box that the run touches gives one piece with the
+   strides of the whole box, so its base may lie before the first element.
+3. A flat layout of a cut tensor: the local tensor is a run of a flattened tensor, in which the boxes lie. The elements that a run
+   and a box share are one run of the box too, because both go through the elements in the same order.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LocalBox:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a local tensor of shape `local_shape` holds of a global one of shape `shape`.
+    """The part of a global tensor of shape `shape` that a local tensor of shape `local_shape` holds.
 
     With `flat_start` the local tensor is flat: its element ``k`` is element ``flat_start + k`` of the row-major concatenation of
-    `boxes`, whose `local_offsets` then mean nothing; or, with `flat_shape`, of a flattened tensor of that shape, in which the
-    boxes begin at their `local_offsets`.
+    `boxes`, and their `local_offsets` have no meaning. With `flat_shape` too, it is that element of a flattened tensor of this
+    shape, in which the boxes begin at their `local_offsets`.
     """
 
     shape: Ints
@@ -51,13 +51,13 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the local tensor simply is the global one."""
+        """Whether the local tensor is the whole global tensor."""
         if self.flat_start is not None or self.local_shape != self.shape:
             return False
         return prod(self.shape) == 0 or (len(self.boxes) == 1 and self.boxes[0].lengths == self.shape)
 
     def pieces(self, memory: torch.Tensor) -> tuple[Piece, ...]:
-        """The pieces that `memory`, a tensor of shape `local_shape`, holds; empty ones are left out."""
+        """Return the pieces that `memory`, a tensor of shape `local_shape`, holds. Empty pieces are left out."""
         assert tuple(memory.shape) == self.local_shape, (memory.shape, self.local_shape)
         if self.flat_start is None:
             strides = tuple(memory.stride())
@@ -90,7 +90,7 @@ def _box(box: LocalBox, strides: Ints) -> Piece:
 
 
 def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Iterator[Piece]:
-    """The pieces of the run ``[first, first + count)`` of the concatenated boxes, elements `step` apart in memory."""
+    """Yield the pieces of the run ``[first, first + count)`` of the concatenated boxes, elements `step` apart in memory."""
     box_first = 0
     for box in boxes:
         size = prod(box.lengths)
@@ -102,7 +102,7 @@ def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Ite
 
 
 def _cut_run(box: LocalBox, shape: Ints, first: int, count: int, step: int) -> Piece:
-    """The piece of a box that the run ``[first, first + count)`` of a flattened tensor of this shape holds; it may be empty."""
+    """Return the piece of a box, possibly empty, in the run ``[first, first + count)`` of a flattened tensor of this shape."""
     strides = row_major_strides(shape)
     start = _num_before(box, strides, shape, first)
     stop = _num_before(box, strides, shape, first + count)
@@ -111,7 +111,7 @@ def _cut_run(box: LocalBox, shape: Ints, first: int, count: int, step: int) -> P
 
 
 def _num_before(box: LocalBox, strides: Ints, shape: Ints, index: int) -> int:
-    """Count the elements of a box that come before a flat index of the tensor of this shape that it lies in."""
+    """Count the elements of a box before a flat index of the tensor around it, whose shape is `shape`."""
     if index >= prod(shape):
         return prod(box.lengths)
     before = 0

@@ -1,7 +1,7 @@
 """The mesh of the job.
 
-It is, in this order: what the caller says; the mesh of a DTensor that spans all ranks, or that such a mesh was cut from; one axis
-``dp`` where DDP is used; nothing that anyone knows.
+It is the first of these that exists: the mesh that the caller passes; the mesh of a DTensor that spans all ranks, or the mesh
+that it was sliced from; one axis ``dp``, if DDP is used. Otherwise the mesh is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class RankSet:
-    """Which ranks take part: their global ranks in order, and the place of this one among them."""
+    """The ranks that take part: their global ranks in order, and the index of this process among them."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -34,7 +34,7 @@ class RankSet:
 
 
 def group_of(process_group: Any) -> RankSet:
-    """The ranks of a process group, of the default one for None, or of a single process: `ALONE`, or without any."""
+    """Return the ranks of a process group, or of the default group for None; this process alone for `ALONE` or no group."""
     if process_group is ALONE or not (dist.is_available() and dist.is_initialized()):
         return RankSet((0,), 0)
     group = dist.group.WORLD if process_group is None else process_group  # torch 2.6 has no ranks for None
@@ -42,12 +42,12 @@ def group_of(process_group: Any) -> RankSet:
 
 
 def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
-    """The mesh that the caller gives.
+    """Return the mesh that the caller passes.
 
     Raises
     ------
     UsageError
-        It does not have the ranks that take part, in row-major order.
+        Its ranks are not the ranks that take part, in row-major order.
     """
     if isinstance(mesh, Mapping):
         out = Mesh(tuple(mesh), tuple(int(size) for size in mesh.values()))
@@ -70,7 +70,7 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
 
 
 def found_mesh(meshes: Iterable[DeviceMesh], group: RankSet, *, ddp_groups: Sequence[tuple[int, ...]]) -> Mesh | None:
-    """The mesh that the state shows, or None; `ddp_groups` are the ranks of the process groups that DDP uses."""
+    """Return the mesh that the state shows, or None; `ddp_groups` are the ranks of each process group that DDP uses."""
     best: DeviceMesh | None = None
     sees_part = False
     for mesh in dict.fromkeys(m for one in meshes for m in (one, root_mesh(one))):
@@ -87,13 +87,13 @@ def found_mesh(meshes: Iterable[DeviceMesh], group: RankSet, *, ddp_groups: Sequ
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes, made up where it has none."""
+    """Return the names of a mesh's axes; ``axis0``, ``axis1`` and so on if it has no names."""
     return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from, or itself."""
-    # torch has no public name for it. Without it, only placements go unrecorded where the state shows slices alone.
+    """Return the mesh that a mesh was sliced from, or the mesh itself."""
+    # torch has no public name for it. Without it, placements are not recorded if the state shows slices alone.
     root = getattr(mesh, "_get_root_mesh", None)
     found = root() if callable(root) else mesh
     return found if isinstance(found, DeviceMesh) else mesh
@@ -101,7 +101,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @lru_cache(maxsize=64)
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    # What a mesh holds never changes, and torch takes a tenth of a millisecond to say it.
+    # The ranks of a mesh never change, and torch takes a tenth of a millisecond to list them.
     ranks: list[int] = mesh.mesh.flatten().tolist()
     assert len(ranks) == prod(mesh.shape)
     return tuple(ranks)

@@ -1,11 +1,11 @@
-"""The tensors and values of a module, under the names that they have without its wrappers.
+"""The tensors and values of a module as rows, under the names that they have without its wrappers.
 
-1. ``state_dict(keep_vars=True)`` says what belongs to the module. It also puts an FSDP2 module that an eval forward left
-   unsharded back to its shards, so it is called before any optimizer is looked at.
-2. Each key is walked down from the root. Steps that only lead through a wrapper (DDP, ``torch.compile``, activation
-   checkpointing, ``AveragedModel``) are dropped; a user's submodule that happens to be called ``module`` stays.
-3. Loading writes into the module's own tensors. Only where ``state_dict`` hands out others, made by a hook, is
-   ``load_state_dict`` called at the end; extra state goes to ``set_extra_state`` of the module that gave it.
+1. ``state_dict(keep_vars=True)`` gives the tensors and values of the module. It also puts an FSDP2 module that an eval forward
+   left unsharded back to its shards, so it must be called before any optimizer is looked at.
+2. Each key is followed down from the root. A step that only leads through a wrapper (DDP, ``torch.compile``, activation
+   checkpointing, ``AveragedModel``) is dropped; a user's submodule that happens to be called ``module`` stays.
+3. A load writes into the module's own tensors. If ``state_dict`` returns other tensors, made by a hook, ``load_state_dict`` is
+   called at the end. Extra state goes to ``set_extra_state`` of the module that gave it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """Where a state dict key leads: its clean name, the module that has it, and whether DDP or FSDP holds that module."""
+    """The end of a state dict key: its name without wrappers, the module there, and whether DDP or FSDP holds that module."""
 
     fqn: str
     owner: nn.Module
@@ -83,7 +83,12 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
                 f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
                 "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
             )
-    raw = dict(_state_dict(module))
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+        keeps_vars = True
+    except TypeError:  # a class's own `state_dict`, without torch's arguments
+        keeps_vars = False
+    raw = dict(module.state_dict(keep_vars=True) if keeps_vars else module.state_dict())
     _refuse_meta(module, raw, name)
     # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
     own = {id(t) for m in module.modules() for of in (m._parameters, m._buffers, vars(m)) for t in of.values()}
@@ -109,11 +114,13 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
     """Refuse a module that has no memory yet.
 
-    Only the program can give it some: it knows the device, what its buffers outside of the state dict are, and which optimizers
-    hold the parameters that ``to_empty`` replaces.
+    Only the program can give it memory: it knows the device, the values of buffers outside of the state dict, and the optimizers
+    that hold the parameters that ``to_empty`` replaces.
     """
     tensors = [key for key, value in raw.items() if is_tensor_like(value)]
-    meta = [key for key in tensors if isinstance(raw[key], torch.Tensor) and _is_meta(raw[key])]
+    # A `ShardedTensor` of several local shards cannot be asked; if its shards are on the meta device, they are refused later.
+    plain = [key for key in tensors if isinstance(raw[key], torch.Tensor) and not hasattr(raw[key], "local_shards")]
+    meta = [key for key in plain if raw[key].is_meta]
     if not meta:
         return
     unsaved = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in raw]
@@ -127,30 +134,17 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
     )
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    # A `ShardedTensor` of several local shards answers for none; where these are on the meta device, they are refused later.
-    return not hasattr(tensor, "local_shards") and tensor.is_meta
-
-
 def _replication(value: TensorLike, at: ModulePlace) -> Replication:
     if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
         return Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
     return Replication.DECLARED if at.under_ddp else Replication.PLAIN
 
 
-def _state_dict(module: nn.Module) -> Mapping[str, Any]:
-    """Return its state dict, with its parameters themselves where it can give them."""
-    try:
-        inspect.signature(module.state_dict).bind(keep_vars=True)
-    except TypeError:  # a class's own, without torch's arguments
-        return module.state_dict()
-    return module.state_dict(keep_vars=True)
-
-
 def locate(root: nn.Module, key: str) -> ModulePlace:
     """Follow a state dict key down the modules.
 
-    Some wrappers' hooks have dropped their own step from the key already, so a wrapper that is not named is entered all the same.
+    The hooks of some wrappers have dropped their own step from the key already, so a wrapper that the key does not name is
+    entered too.
     """
     module, under_ddp, under_fsdp = root, False, _is_fsdp(root)
     clean: list[str] = []
@@ -171,24 +165,25 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
-    """Return the module past all wrappers up to one that the step names, whether the step named one, and whether one was DDP."""
+    """Enter wrappers until one is found that the step names, or none is left.
+
+    Returns
+    -------
+    The module inside of them, whether the step names a wrapper, and whether one of them was DDP.
+    """
     ddp = False
-    while (inner := _inner(module)) is not None and (step == inner or not _has(module, step)):
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
+            inner: str | None = MODULE
+        else:
+            inner = next((name for name in WRAPPED if name in module._modules), None)
+        own = module._modules, module._parameters, module._buffers
+        if inner is None or (step != inner and any(step in names for names in own)):
+            return module, False, ddp
         ddp = ddp or isinstance(module, DistributedDataParallel)
         module = module.get_submodule(inner)
         if step == inner:
             return module, True, ddp
-    return module, False, ddp
-
-
-def _has(module: nn.Module, step: str) -> bool:
-    return step in module._modules or step in module._parameters or step in module._buffers
-
-
-def _inner(module: nn.Module) -> str | None:
-    if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
-        return MODULE
-    return next((name for name in WRAPPED if name in module._modules), None)
 
 
 class ModulesTarget:

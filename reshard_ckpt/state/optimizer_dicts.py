@@ -26,8 +26,8 @@ Form = Literal["by number", "by FQN", "flattened"]
 
 def form_of(value: Mapping[Any, Any]) -> Form | None:
     """Tell the form of an optimizer's state dict; None for any other dict."""
-    if is_flattened(value):
-        return "flattened"
+    if value.get(GROUPS) is None:
+        return "flattened" if is_flattened(value) else None
     if is_numbered(value):
         return "by number"
     return "by FQN" if is_optimizer_tree(value) else None
@@ -62,7 +62,7 @@ def are_numbered_groups(value: Any) -> bool:
 
 
 def beside_numbers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a numbered state dict holds besides its groups and the state of their parameters."""
+    """Return the entries of a numbered state dict besides its groups and the state of their parameters."""
     numbers = {number for group in tree["param_groups"] for number in group["params"]}
     state = {k: v for k, v in tree["state"].items() if type(k) is not int or k not in numbers or not isinstance(v, Mapping)}
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
@@ -170,7 +170,7 @@ def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Flattened:
-    """A flattened state dict as an object whose state is the nested one; what is loaded goes back into the flattened one."""
+    """A flattened state dict as an object whose state is the nested one; a load updates the flattened one."""
 
     def __init__(self, flat: MutableMapping[str, Any]) -> None:
         self._flat = flat
@@ -183,7 +183,7 @@ class Flattened:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Make an optimizer's state dict by FQN, each parameter of which is a group, from a flattened one."""
+    """Make an optimizer's state dict by FQN from a flattened one; each parameter is a group of its own."""
     groups = _groups(flat)
     state: dict[str, dict[str, Any]] = {}
     for fqn, key, name in _states(flat, groups):
@@ -209,7 +209,7 @@ def flat_hyperparameter(name: str) -> tuple[str, str] | None:
 
 
 def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a loaded state dict by FQN holds for each key of the flattened one that it was made of."""
+    """Return the values of a loaded state dict by FQN under the keys of the flattened one that it was made of."""
     groups = _groups(flat)
     home = {fqn: group for group in tree[GROUPS] for fqn in group["params"]}
     out = {f"{GROUPS}.{fqn}.{key}": home[fqn][key] for fqn, group in groups.items() for key in group}

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
     Raises
     ------
     UnsupportedError
-        A key of the state is no plain name, or nobody knows the place of a tensor.
+        A key of the state is not a plain name, or the place of a tensor is unknown.
     """
     name, path = row.name, row.path
     views: Sequence[OptimizerView] = row.value
@@ -68,7 +68,13 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
                         _check_value(value, owner, full)
                         yield Entry(full, below, Kind.VALUE, value, name, link)
     groups = groups_name(name)
-    named = [(view.name, [_named(group, members) for group, members in view.groups]) for view in views]
+    named = [
+        (
+            view.name,
+            [{**hyperparameters(group), "params": [f for o in members for f in o.fqns]} for group, members in view.groups],
+        )
+        for view in views
+    ]
     yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
 
 
@@ -78,7 +84,7 @@ def state_memory(value: TensorLike, owner: Owner, name: str) -> LocalMemory:
     Raises
     ------
     UnsupportedError
-        Its shape is not the parameter's, which is sharded, so nobody knows which part of what it is.
+        The parameter is sharded, and the tensor has another shape, so its place in a global tensor is unknown.
     """
     value, *more = parts_of(value, name)
     if more:
@@ -116,13 +122,9 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
         )
 
 
-def _named(group: Mapping[str, Any], members: Iterable[Owner]) -> dict[str, Any]:
-    return {**hyperparameters(group), "params": [fqn for owner in members for fqn in owner.fqns]}
-
-
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """What becomes of one parameter's state: `tensors` and `values` by state key, under every name that they are saved as."""
+    """The state of one parameter, being loaded: `tensors` and `values` by state key, under each name that they are saved as."""
 
     view: OptimizerView
     slot: ParamSlot
@@ -135,7 +137,7 @@ class ParamPlan:
 def saved_keys(name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> dict[str, dict[str, bool]]:
     """List by FQN which state keys of one optimizer the checkpoint holds, and whether each is a tensor.
 
-    Torch's optimizers have no keys with dots; such a one is left, and unexpected.
+    A key with dots is left out, so it is unexpected: torch's optimizers have no such keys.
     """
     keys: dict[str, dict[str, bool]] = {}
     for full, link in links.items():
@@ -154,7 +156,7 @@ class OptimizersTarget:
     values
         The names of values that must be there.
     unplaced
-        Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
+        Saved tensors whose place on this rank is unknown, each with the reason.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class OptimizersTarget:
         owner, existing = slot.owner, view.state.get(slot.key, {})
         fqns = [fqn for fqn in owner.fqns if fqn in saved]
         is_tensor = {key: kind for fqn in fqns for key, kind in saved[fqn].items()}
-        if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
+        if fqns:  # other state of the optimizer is wanted too, so that its absence is found and named
             is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
         tensors: dict[str, tuple[Entry, ...]] = {}
         values: dict[str, tuple[str, ...]] = {}
@@ -212,7 +214,7 @@ class OptimizersTarget:
         return ParamPlan(view, slot, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
-        """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
+        """Allocate a saved state tensor that the optimizer lacks. If its place is unknown, note why, and return None."""
         index = self._catalog.index(name)
         shape, dtype = self._catalog.shape(index), TORCH_DTYPES[self._catalog.dtype(index)]
         if owner.param is None or owner.layout is None:
@@ -252,7 +254,7 @@ class OptimizersTarget:
         return "." in below and not any(below == key or below.startswith(f"{key}.") for key in self._beside)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """What the values disagree with; to be called before any tensor changes."""
+        """Return a line for each problem of the values. It must be called before any tensor changes."""
         problems = list(dict.fromkeys(self.unplaced.values()))
         groups = values.get(self.groups_name) or []
         if not are_groups(groups):
@@ -275,12 +277,12 @@ class OptimizersTarget:
         return problems
 
     def _of_other_rank(self, name: str) -> bool:
-        """Whether a value is the state of a parameter that is not on this rank, so that others judge it."""
+        """Tell whether a value is the state of a parameter on another rank, which judges it."""
         link = self._links.get(name)
         return link is not None and link.optimizer == self.name and link.fqn in self._groups
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        """Put what was loaded into the optimizers; `skipped` are tensors that were not loaded."""
+        """Put the loaded state into the optimizers; `skipped` are tensors that were not loaded."""
         for plan in self._plans:
             self._put(plan, values, skipped)
         for view, group, selection in self._selections:

@@ -144,7 +144,7 @@ Numbers = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """A parameter whose state this rank may have: what the state is kept under, the parameter's owner, and its group."""
+    """A parameter whose state this rank may have: the key of that state, the parameter's owner, and its group."""
 
     key: Any
     owner: Owner
@@ -153,7 +153,7 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """An optimizer, or its state dict by number, as saving and loading see it.
+    """An optimizer, or its state dict by number, with the owners of its parameters.
 
     Attributes
     ----------
@@ -316,7 +316,7 @@ def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -
 
 
 def _source(watched: Watched, tree: Mapping[str, Any]) -> Optimizer | None:
-    """Find the optimizer that a state dict by number is of: it gave the dict, or the dict's state is its own state."""
+    """Find the optimizer of a state dict by number: it gave the dict, or the dict's state is its own state."""
     for optimizer, given in watched.given:
         if tree is given or tree["param_groups"] is given["param_groups"] or tree["state"] is given["state"]:
             return optimizer
@@ -346,7 +346,7 @@ def _tensors(entry: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Numbers | None:
-    """Return the parameters that an optimizer numbers in its groups; None where they are not as many."""
+    """Return the parameter of each number in an optimizer's groups; None if the groups have other sizes."""
     own = optimizer.param_groups
     if [len(group["params"]) for group in own] != [len(group["params"]) for group in groups]:
         return None
@@ -361,7 +361,7 @@ def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, Owner] | None:
 
 
 def _left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each inner optimizer that has state which torch's own ``state_dict()`` of the outer one does not hold."""
+    """Yield a line for each inner optimizer whose state is missing in the outer optimizer's ``state_dict()``."""
     inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
     if not inside or hasattr(optimizer, "consolidate_state_dict"):
         return
@@ -376,7 +376,7 @@ def _left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
 
 
 def keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
-    """Give an optimizer that has taken a state dict back what it rounded: torch casts state to the dtype of its parameter."""
+    """Undo the rounding of an optimizer that has taken a state dict: torch casts state to the dtype of its parameter."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
     for number, param in (_numbers_of(optimizer, given_out["param_groups"]) or {}).items():

@@ -1,8 +1,8 @@
-"""Paths in the state: the names that they give, and how they are saved.
+"""Paths in the state, and the form in which they are saved.
 
-A dict is saved as its values, each with the keys that lead to it, so its class shows only there. Where the dict is no plain one,
-the step is a dict of that class with this one key: ``OrderedDict({"a": 2})`` is the third key of an `OrderedDict`. A load that
-finds no dict in its place makes one of that class, with its keys in their order.
+A dict is saved as its values, each with the keys that lead to it, so only these keys can show the class of the dict. A key of a
+plain dict is saved as it is. A key of another dict is saved as a dict of that class with one entry: ``OrderedDict({"a": 2})`` is
+the third key of an `OrderedDict`. A load that finds no dict in its place makes one of that class, with its keys in their order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _KINDS = (OrderedDict, Counter, defaultdict)
 
 
 class Index(int):
-    """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
+    """A step of a path into a list or tuple. (A key of a dict that is an int is a plain int.)"""
 
 
 class Unwrapped(str):
-    """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
+    """A step of a path into a dict of tensors: the key without the parts of wrappers. `key` is the dict's own key."""
 
     key: str
 
@@ -38,29 +38,30 @@ class Unwrapped(str):
 
 
 def path_keys(path: Path) -> list[Any]:
-    """Return a path as it is saved: a step into a list is a tuple of its index; a key that looks like one is put in a tuple.
+    """Return a path in its saved form: an index of a list is put in a tuple, and so is a key that looks like such a tuple.
 
     >>> path_keys(("extra", 7, Index(0), (0,)))
     ['extra', 7, (0,), ((0,),)]
     """
-    return [_saved_step(step) for step in path]
-
-
-def _saved_step(step: Any) -> Any:
-    if isinstance(step, Index):
-        return (int(step),)
-    if isinstance(step, Unwrapped):
-        return str(step)
-    return (step,) if _is_wrapped(step) else step
+    saved: list[Any] = []
+    for step in path:
+        kind = type(step)
+        if kind is Index:
+            saved.append((int(step),))
+        elif kind is Unwrapped:
+            saved.append(str(step))
+        else:
+            saved.append((step,) if kind is tuple and _is_wrapped(step) else step)
+    return saved
 
 
 def _is_wrapped(key: Any) -> bool:
-    """Tell whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
+    """Tell whether a saved key is the tuple of an index, or a key that was put in a tuple because it looks like one."""
     return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
 
 
 def own_key(step: Any) -> Any:
-    """Return what a container itself calls a step of a path."""
+    """Return the key that a container itself has for a step of a path."""
     return step.key if isinstance(step, Unwrapped) else step
 
 
@@ -76,7 +77,7 @@ def paths_of_values(catalog: Catalog) -> dict[str, Path]:
 
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
-    """Link what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
+    """Return the link of an entry in one of `optimizers`, dicts of the form of an optimizer's ``state_dict()``."""
     for i in range(len(path) - 3, -1, -1) if optimizers else ():
         if path[i] == STATE and name_of(path[:i]) in optimizers:
             return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
@@ -84,14 +85,14 @@ def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
 
 
 class Steps:
-    """The steps of one tree of the state that is being saved."""
+    """Gives paths of one tree of the state in their saved form."""
 
     def __init__(self, path: Path, root: Any) -> None:
         self._above, self._root = len(path), root
         self._positions: dict[int, dict[Any, int]] = {}
 
     def __call__(self, path: Path) -> list[Any]:
-        """What is saved of a path; the tree's own root is never made again, so its class does not matter."""
+        """Return the saved form of a path. The class of the tree's root does not matter, because no load makes a root."""
         steps, node = path_keys(path), self._root
         for at in range(self._above, len(path)):
             if at > self._above and type(node) in _KINDS:
@@ -113,12 +114,12 @@ class Steps:
 def _child(node: Any, key: Any) -> Any:
     if isinstance(node, Mapping):
         return node.get(key)
-    # What is below a module or an optimizer of a list has steps that no container knows.
+    # Below a module or an optimizer in a list, the path has steps that no container knows.
     return node[key] if isinstance(node, list | tuple) and isinstance(key, Index) else None
 
 
 def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
-    """Order values that are added, by their steps: each dict gets its keys as they come, an `OrderedDict` as its steps say.
+    """Return the order in which to add values: each dict gets its keys as they come, an `OrderedDict` in the order of its steps.
 
     >>> in_order([["b", "x"], ["a"], ["b", "y"]])
     [0, 2, 1]
@@ -138,7 +139,7 @@ def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def new_dict(step: Any) -> dict[Any, Any]:
-    """An empty dict of the class that a step is into."""
+    """Return an empty dict of the class that a saved step shows."""
     if type(step) is defaultdict:
         return defaultdict(step.default_factory)
     return type(step)() if type(step) in _KINDS else {}

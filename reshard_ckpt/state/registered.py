@@ -1,8 +1,8 @@
-"""Placements of other packages: what a DTensor with such a placement holds, told to this library by two functions.
+"""Placements of other packages: two functions tell this library the part that a DTensor with such a placement holds.
 
-1. `recognize` says what a placement is: the dim that it cuts, and its numbers, which the catalog keeps.
-2. `cut` says which ranges each coordinate keeps of that dim, or of the flattened rest.
-3. Both become a kind in the table of `core.catalog.placements`: capture, catalogs, offline resharding and pictures go by that.
+1. `recognize` returns the dim that a placement cuts, and its numbers, which the catalog keeps.
+2. `cut` returns the ranges that each coordinate keeps of that dim, or of the flattened rest.
+3. Both become a kind in the table of `core.catalog.placements`, which saves, catalogs, offline resharding and pictures use.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
         Its word in catalogs, in rules of `checkpoint.reshard` and in reports: an identifier, such as ``"blocks"``. Rules write
         the dim, unless it flattens, and then the numbers: ``blocks(0, 2, 1, 1)``.
     recognize
-        From ``(placement, shape)``, the placement on one mesh axis of a DTensor and the DTensor's global shape: None if it is not
-        of this kind, else ``(dim, numbers)``. ``dim`` counts from 0, and is None if `flattens`. ``numbers`` are integers from
-        which, with the size of the axis, `cut` knows everything.
+        From ``(placement, shape)``, the placement on one mesh axis of a DTensor and the DTensor's global shape: None if the
+        placement has another kind, else ``(dim, numbers)``. ``dim`` counts from 0, and is None if `flattens`. ``numbers`` are
+        integers from which, with the size of the axis, `cut` knows everything.
     cut
-        From ``(ranges, numbers, num, index)``: the part that coordinate ``index`` of ``num`` keeps of what it is given. Both are
+        From ``(ranges, numbers, num, index)``: the part of ``ranges`` that coordinate ``index`` of ``num`` keeps. Both are
         lists of ``(first, length)`` in order: elements of the dim, or of the row-major flattening. All coordinates together keep
         all of it.
     flattens
-        Whether it cuts the flattened rest, after all axes that cut dims. ``ranges`` is then one range, and so is what it keeps;
-        the local tensor is contiguous, of any shape with so many elements. Otherwise the local tensor has the kept ranges of the
-        dim in order.
+        Whether it cuts the flattened rest, after all axes that cut dims. ``ranges`` is then one range, and the kept part is one
+        range; the local tensor is contiguous, of any shape with so many elements. Otherwise the local tensor has the kept ranges
+        of the dim in order.
 
     Raises
     ------
     UsageError
-        The name is no identifier, or is taken by another kind.
+        The name is not an identifier, or another kind has it.
 
     Notes
     -----
-    Call it on every rank, before the first save or load. veScale's ``RaggedShard`` is known without. A checkpoint can be loaded
-    without registering what it was saved with: only to say how it was laid out takes it. On an axis of another size, an offline
-    reshard replicates what was saved so, unless a rule says otherwise.
+    Call it on every rank, before the first save or load. veScale's ``RaggedShard`` is known without it. A checkpoint can be
+    loaded without the placements that it was saved with: only a report about its layout needs them. On an axis of another size,
+    an offline reshard replicates tensors with such a placement, unless a rule says otherwise.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Registered:
-    """The functions of a kind in the table, from those that were registered."""
+    """A registered kind: makes the functions of the table from the two functions of the user."""
 
     name: str
     recognize: Recognize
@@ -81,7 +81,7 @@ class _Registered:
     flattens: bool
 
     def is_as(self, other: _Registered) -> bool:
-        """Tell whether it is the same registration again: of these very functions, whatever a user's class calls equal."""
+        """Tell whether another registration has these very functions, whatever equality a user's class defines."""
         pairs = (self.recognize, other.recognize), (self.cut, other.cut)
         # Python makes a method anew each time it is asked for, and compares methods by the object that they are of.
         same = all(one is two or (isinstance(one, MethodType) and one == two) for one, two in pairs)
@@ -108,7 +108,7 @@ class _Registered:
         return replace(region, ranges=(*region.ranges[:dim], tuple(ranges), *region.ranges[dim + 1 :]))
 
     def _kept(self, ranges: Sequence[Range], placement: AxisPlacement, num: int, index: int) -> list[Range]:
-        """The ranges that a coordinate keeps, which are within those that it was given."""
+        """Return the ranges that a coordinate keeps, once they are known to lie within the given ranges."""
         kept = [(int(first), int(length)) for first, length in self.cut(list(ranges), placement.coords, num, index)]
         inside = all(
             length >= 0 and (not length or any(low <= first and first + length <= low + size for low, size in ranges))

@@ -1,7 +1,8 @@
-"""What a framework of its own declares of its tensors and values.
+"""Declarations of frameworks about their tensors and values.
 
-`LocalShard` and `FlatShard` declare which part of a global tensor a local one is, `Shards` that several local ones are parts of
-the same; `PerRank` a value that each rank has of its own. All stand in the state wherever a tensor or a value could.
+`LocalShard` and `FlatShard` declare the part of a global tensor that a local tensor is. `Shards` declares that several local
+tensors are parts of one global tensor. `PerRank` declares that each rank has a value of its own. Each may stand in the state in
+place of a tensor or a value.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _inside(what: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
 
 
 def _disjoint(what: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
-    """Refuse boxes that overlap: of two elements in one place, one would be lost."""
+    """Refuse boxes that overlap: if two elements have one place, one of them would be lost."""
     boxes = [b for b in boxes if prod(b[1])]
     if len(boxes) < 2 or not boxes[0][0]:
         if len(boxes) > 1:
@@ -82,7 +83,7 @@ class LocalShard:
     Parameters
     ----------
     tensor
-        What this rank holds. It is read when saving and written in place when loading.
+        The local tensor of this rank. It is read when saving and written in place when loading.
     global_shape
         The shape of the whole tensor.
     offsets
@@ -164,7 +165,7 @@ class FlatShard:
     Parameters
     ----------
     tensor
-        What this rank holds: 1-D, or contiguous. It is read when saving and written in place when loading.
+        The local tensor of this rank: 1-D, or contiguous. It is read when saving and written in place when loading.
     global_shape
         The shape of the whole tensor.
     start
@@ -312,7 +313,7 @@ class PerRank:
         self._takes_rank = combine is not None and _takes_rank(combine)
 
     def combined(self, values: Sequence[Any], rank: int, size: int) -> Any:
-        """What `combine` makes of all saved values for this rank."""
+        """Return the value that `combine` makes of all saved values for this rank."""
         assert self.combine is not None
         return self.combine(list(values), rank, size) if self._takes_rank else self.combine(list(values))
 
@@ -338,6 +339,6 @@ def _takes_rank(combine: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PerRankValues:
-    """What each rank saved under one name, in order of rank; `values` may decode lazily: only what is needed is indexed."""
+    """The saved values of all ranks under one name, in order of rank. `values` may decode each value only when it is indexed."""
 
     values: Sequence[Any]

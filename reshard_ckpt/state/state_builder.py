@@ -1,4 +1,4 @@
-"""Describing what one rank saves or loads of a state, tensor by tensor and value by value, for calls of other libraries."""
+"""The part of a state that one rank saves or loads, added tensor by tensor and value by value, for calls of other libraries."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether none of the refusals can apply: a short way for nearly all tensors."""
+    """Tell whether a tensor passes all tests of `plain_memory`: a short way for nearly all tensors."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -124,7 +124,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
-    """Refuse what cannot be loaded into in place: a lazily conjugated view, or several elements in one place of memory."""
+    """Refuse a tensor that a load cannot write in place: a lazily conjugated view, or several elements in one place of memory."""
     tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
     tensor = local_tensor(tensor) if is_dtensor(tensor) else tensor
     if tensor.is_conj() or tensor.is_neg():
@@ -170,9 +170,9 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
 
 
 def _declared(value: Any) -> Iterable[_Declared]:
-    """Return the parts that a tensor says it is made of; none for one that says nothing."""
+    """Return the parts that a tensor says it is made of; an empty result if it says nothing."""
     if is_dtensor(value):
-        # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
+        # Private, but `to_local` makes an autograd node and waits for collectives, for every tensor of every save.
         local: Any = getattr(value, "_local_tensor", None)
         local = value.to_local() if local is None else local
         if hasattr(local, "local_shards"):
@@ -189,7 +189,7 @@ def _declared(value: Any) -> Iterable[_Declared]:
 
 
 def _listed(local: Any, shape: Ints) -> _Declared:
-    """The part of a DTensor of Megatron-FSDP: ranks hold uneven ones, and each has noted its own at its local tensor."""
+    """Return the part of a DTensor of Megatron-FSDP. Parts are uneven, and each rank has noted its own at its local tensor."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         sizes = [tuple(chunk.sizes) for chunk in chunks]
@@ -224,7 +224,7 @@ def _checkpointable(tensor: Any) -> Iterator[_Declared]:
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-    """Rows of a tensor whose first dim is several leading dims, merged, as a view that has them all."""
+    """Return rows of a tensor whose first dim is several leading dims, merged, as a view that has all dims."""
     num_merged = len(size) - tensor.ndim + 1
     rows = prod(size[:num_merged])
     fits = 0 < tensor.ndim < len(size) and len(first) == tensor.ndim and not any(first[1:])
@@ -243,5 +243,5 @@ def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dt
 
 
 def _one_box(local: torch.Tensor, shape: Ints, offsets: Iterable[int]) -> _Declared:
-    """The part of a tensor whose local one is one box of it, which begins at `offsets`."""
+    """Return the part of a tensor whose local tensor is one box, which begins at `offsets`."""
     return local, shape, [((0,) * local.ndim, tuple(offsets), tuple(local.shape))]

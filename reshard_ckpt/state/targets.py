@@ -1,15 +1,20 @@
-"""Loading values into dicts, lists and objects with a state of their own.
+"""The values of a checkpoint, given to the parts of the state that want them.
 
-A *slot* is a place of the target tree that wants a value. Values that the checkpoint has and the tree lacks are added to the
-dict that they were saved in; everything that fits nowhere is a problem, found before anything changes.
+*Router*: a value goes to the part with the longest name that leads to its own name. So a value below an object's own tree goes to
+that object, and not to the dict around it.
+
+*TreeTarget*: values go into dicts, lists and objects with a state of their own. A value that the checkpoint has and the tree
+lacks is added to the dict that it was saved in. A value that fits nowhere is a problem, found before anything changes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 from ..core.catalog.param_groups import SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
@@ -29,9 +34,91 @@ from .walk import Tree, give_state, is_stateful
 _MISSING = object()
 
 
+class ValueTarget(Protocol):
+    """A part of the state that takes values: modules, optimizers, or a tree of containers."""
+
+    name: str
+
+    @property
+    def values(self) -> Sequence[str]:
+        """The names of values that the checkpoint must have."""
+        ...
+
+    def takes(self, name: str, /) -> bool:
+        """Tell whether a value below its name belongs to it, and not to the container around it."""
+        ...
+
+    def check(self, values: Mapping[str, Any], /) -> list[str]:
+        """Judge the saved values below its name, before anything changes, and return one line for each problem."""
+        ...
+
+    def finish(self, values: Mapping[str, Any], skipped: frozenset[str], /) -> None:
+        """Take these values, after all tensors are in place; `skipped` are the names of tensors that were not loaded."""
+        ...
+
+
+class Router:
+    """The parts of a state, and the values under its top-level keys, the `prefixes`."""
+
+    def __init__(self, parts: Sequence[ValueTarget], prefixes: tuple[str, ...]) -> None:
+        self.prefixes = prefixes
+        self._parts = parts
+        self._by_name: dict[str, list[ValueTarget]] = {}
+        for part in parts:
+            # Parts come inner before outer; of two with one name, the module or object inside takes the values.
+            self._by_name.setdefault(part.name, []).append(part)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The names of all required values."""
+        return tuple(dict.fromkeys(name for part in self._parts for name in part.values))
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """Let each part judge its values; return all problems."""
+        routed = self._route(values)
+        return [problem for part in self._parts for problem in part.check(routed.get(id(part), {}))]
+
+    def finish(self, values: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
+        """Let each part take its values."""
+        routed, missed = self._route(values), frozenset(skipped)
+        for part in self._parts:
+            part.finish(routed.get(id(part), {}), missed)
+
+    def _route(self, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the values of each part, by the part's id."""
+        routed: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            if not any(name == p or name.startswith(f"{p}.") for p in self.prefixes):
+                continue
+            at = name
+            part = None
+            while part is None:
+                part = next((each for each in self._by_name.get(at, ()) if each.takes(name)), None)
+                if not at:
+                    break
+                at = at.rpartition(".")[0]
+            routed.setdefault(id(part), {})[name] = value
+        return routed
+
+
+class Below:
+    """Tells whether a checkpoint has any name below a given name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._names)
+
+    def __call__(self, name: str) -> bool:
+        at = bisect_left(self._sorted, f"{name}.")
+        return at < len(self._sorted) and self._sorted[at].startswith(f"{name}.")
+
+
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """What the catalog says of a value: its path in the saved state, whether it is per rank, and the steps of the path."""
+    """A value in the catalog: its path in the saved state, its kind, and the saved steps of the path."""
 
     path: Path
     kind: ValueKind
@@ -90,7 +177,7 @@ class TreeTarget:
             node = node[own_key(key)]
 
     def _check_kept(self, name: str, path: Path) -> None:
-        """Refuse a tensor of a mapping that gives another memory each time it is asked: what is loaded would be lost."""
+        """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
         nodes = [self._root]
         for key in self._relative(path):
             nodes.append(nodes[-1][own_key(key)])
@@ -110,7 +197,7 @@ class TreeTarget:
         return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Work out every change that the values make to the tree; what stands in the way is returned, and left out."""
+        """Collect every change that the values make to the tree. Return one line for each value that cannot be taken."""
         self._updates, self._added, self._per_rank = [], [], []
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
@@ -123,7 +210,7 @@ class TreeTarget:
         elif row is not None:
             problem = self._take(row.path, name, value)
         elif is_nothing(value) and self._has_below(name):
-            return []  # some rank had nothing of what others saved below this name
+            return []  # some rank had nothing here, and others saved something below this name
         else:
             problem = self._add(name, value)
         return [] if problem is None else [problem]
@@ -183,7 +270,7 @@ class TreeTarget:
         return None
 
     def _is_elsewhere(self, path: Path) -> bool:
-        """Whether a path leads through None or an empty list, with which a rank says that it has no such stage or optimizer."""
+        """Tell whether a path leads through None or an empty list, in place of a stage or optimizer of another rank."""
         node = self._root
         for key in self._relative(path):
             if isinstance(node, Mapping):
@@ -193,7 +280,7 @@ class TreeTarget:
         return False
 
     def _fits(self, path: Path) -> bool:
-        """Whether a path leads through dicts that are there, or that can be made; a list cannot."""
+        """Tell whether a path leads through dicts that exist, or that can be made; a list cannot be made."""
         if name_of(path[: len(self._tree.path)]) != self.name:
             return False
         node = self._root
@@ -234,9 +321,9 @@ def _address(value: TensorLike, name: str) -> int:
 
 
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
-    """Set what lies at a path; the node itself is changed, except a tuple, of which a changed copy is returned.
+    """Set the value at a path, and return the node, which is changed itself; of a tuple, return a changed copy.
 
-    Dicts that are not there are made, of the class that the steps into them tell.
+    Missing dicts are made, of the class that the saved steps show.
     """
     if not path:
         return value
