@@ -77,12 +77,11 @@ class Describer:
     def add(self, row: Entry, keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
         """Add a row; `keys_of` gives the path of a value as it is saved."""
         if row.kind is Kind.TENSOR:
-            self.add_tensor(row)
+            self._add_tensor(row)
         else:
             self._add_value(row, keys_of)
 
-    def add_tensor(self, row: Entry) -> LocalTensor:
-        """Add a tensor, and return its description."""
+    def _add_tensor(self, row: Entry) -> None:
         name, (memory, layout) = row.name, memory_of(row)
         dtype, strides = memory.dtype, memory.stride()
         last = _SPECS.get(name)
@@ -111,10 +110,8 @@ class Describer:
             if len(_SPECS) >= _MAX_SPECS:
                 _SPECS.clear()
             _SPECS[name] = _Known(layout, dtype, strides, spec)
-        tensor = LocalTensor(spec, memory)
         if known != place:
-            self.tensors.append(tensor)
-        return tensor
+            self.tensors.append(LocalTensor(spec, memory))
 
     def _knows_axes_of(self, placement: Placement) -> bool:
         """Tell whether a placement names axes of the job's mesh."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..core.catalog.links import GROUPS, STATE
-from ..core.catalog.param_groups import comparable, hyperparameters
+from ..core.catalog.param_groups import comparable, named_group
 from ..core.catalog.wrappers import unwrapped
 
 Form = Literal["by number", "by FQN", "flattened"]
@@ -140,7 +140,7 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
             return None
         if names is not None:
             named.update({str(p): unwrapped(name) for p, name in zip(params, names, strict=True) if isinstance(p, int)})
-        groups.append({**hyperparameters(group), "params": [named.get(str(p), str(p)) for p in params]})
+        groups.append(named_group(group, (named.get(str(p), str(p)) for p in params)))
     by_number = any(isinstance(param, int) for group in found for param in group["params"])
     return OptimizerGroups(groups, named, by_number)
 

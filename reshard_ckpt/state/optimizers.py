@@ -26,7 +26,7 @@ import torch
 
 from ..core.catalog.links import GROUPS, STATE, groups_name
 from ..core.catalog.model import Catalog
-from ..core.catalog.param_groups import SWITCHES, Groups, Selection, are_groups, hyperparameters, merge
+from ..core.catalog.param_groups import Groups, Selection, are_groups, merge, named_group
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT
 from ..core.trees import leaves, map_tree
@@ -69,10 +69,7 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
                         yield Entry(full, below, Kind.VALUE, value, name, link)
     groups = groups_name(name)
     named = [
-        (
-            view.name,
-            [{**hyperparameters(group), "params": [f for o in members for f in o.fqns]} for group, members in view.groups],
-        )
+        (view.name, [named_group(group, (fqn for owner in owners for fqn in owner.fqns)) for group, owners in view.groups])
         for view in views
     ]
     yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
@@ -318,8 +315,6 @@ class OptimizersTarget:
 
 def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        if key in SWITCHES and key in group:
-            continue
         mine = group.get(key)
         if isinstance(mine, torch.Tensor):  # a captured graph may hold on to it
             mine.copy_(torch.as_tensor(value))

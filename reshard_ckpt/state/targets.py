@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from ..core.catalog.param_groups import SWITCHES, Groups
+from ..core.catalog.param_groups import Groups
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import LEAVES_OUT
 from ..core.trees import Path, name_of
@@ -249,8 +249,7 @@ class TreeTarget:
             selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
             problems += selection.problems
             for key, hyperparameter in selection.hyperparameters.items():
-                if not (key in SWITCHES and key in group):
-                    self._updates.append((self._relative((*row.path, i, key)), copy.deepcopy(hyperparameter)))
+                self._updates.append((self._relative((*row.path, i, key)), copy.deepcopy(hyperparameter)))
         return problems
 
     def _add(self, name: str, value: Any) -> str | None:

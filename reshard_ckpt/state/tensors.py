@@ -35,6 +35,9 @@ from .shards import FlatShard, LocalShard, Shards
 
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
+_TORCH_CLASSES = (torch.Tensor, torch.nn.Parameter)
+"""Classes that leave torch's dispatch alone, and have no layout of their own."""
+
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
@@ -49,8 +52,7 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
 
 def is_plain_tensor(value: Any) -> bool:
     """Tell whether a value is a tensor that cannot say which part it is, as nearly all tensors are."""
-    kind = type(value)
-    return (kind is torch.Tensor or kind is torch.nn.Parameter) and not vars(value)
+    return type(value) in _TORCH_CLASSES and not vars(value)
 
 
 def memory_of(row: Entry) -> LocalMemory:
@@ -77,22 +79,21 @@ def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints],
     LayoutError
         A DTensor's local tensor has another shape than its placements say.
     """
-    if is_dtensor(value):
-        local = local_tensor(value)
-        layout = dtensor_layout(value, tuple(local.shape), name)
-        if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
-            raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
-        return LocalMemory(plain_memory(local, name), layout)
     if isinstance(value, LocalShard | FlatShard):
         return LocalMemory(plain_memory(value.tensor, name), value.layout)
-    memory = plain_memory(value, name)
-    return LocalMemory(memory, layout_of_plain(tuple(memory.shape)))
+    if type(value) in _TORCH_CLASSES or not is_dtensor(value):
+        memory = plain_memory(value, name)
+        return LocalMemory(memory, layout_of_plain(tuple(memory.shape)))
+    local = local_tensor(value)
+    layout = dtensor_layout(value, tuple(local.shape), name)
+    if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
+        raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
+    return LocalMemory(plain_memory(local, name), layout)
 
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the tensor without autograd, once it is known to be plain strided memory."""
-    kind = type(tensor)
-    if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_plain(tensor):
+    if type(tensor) in _TORCH_CLASSES and _is_plain(tensor):
         return tensor.detach()
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")

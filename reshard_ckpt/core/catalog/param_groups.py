@@ -133,7 +133,8 @@ class Groups:
     def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
         """Choose the hyperparameters for a target group that holds the parameters `fqns`; messages call it `name`.
 
-        With `target`, the target group itself, also check that it is from the same kind of optimizer.
+        With `target`, the target group itself, also check that it is from the same kind of optimizer, and leave out its own
+        `SWITCHES`.
         """
         # sources: each saved group that holds a wanted parameter, with the first such parameter.
         sources: dict[int, str] = {}
@@ -158,7 +159,9 @@ class Groups:
         ]
         if target is not None:
             conflicts += _other_kind(self._saved[first], target, name)
-        return Selection({} if conflicts else hyperparameters(self._saved[first]), (*problems, *conflicts))
+        chosen = {} if conflicts else hyperparameters(self._saved[first])
+        kept = {key: value for key, value in chosen.items() if not (target and key in target and key in SWITCHES)}
+        return Selection(kept, (*problems, *conflicts))
 
 
 def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
@@ -216,6 +219,15 @@ def comparable(value: Any) -> Any:
     except TypeError:
         return (type(value).__name__, repr(value))
     return value
+
+
+def named_group(group: Group, fqns: Iterable[str]) -> dict[str, Any]:
+    """Return a group with these FQNs as its parameters.
+
+    >>> named_group({"lr": 0.1, "params": [0, 1]}, ["a", "b"])
+    {'lr': 0.1, 'params': ['a', 'b']}
+    """
+    return {**hyperparameters(group), "params": list(fqns)}
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
