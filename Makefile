@@ -46,6 +46,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.plain_english
 
 # Coverage-guided fuzzing of the decoders; what it finds, and the inputs that reach new code, are kept in fuzz_out.
 FUZZ_SECONDS ?= 30

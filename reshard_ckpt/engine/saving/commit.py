@@ -112,7 +112,7 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> tu
 def commit(job: SaveJob, receipt: Receipt) -> int | None:
     """Gather the receipts, check on rank 0 that all files are there and replicas are alike, and publish the catalog.
 
-    Collective: one gather of receipts to rank 0. `write_and_commit` calls it, and undoes what it leaves behind.
+    Collective: one gather of receipts to rank 0. `write_and_commit` calls it, and deletes the files if it fails.
 
     Returns
     -------

@@ -109,7 +109,7 @@ class PreviousCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveContents:
-    """The part of a save that only rank 0 has before any file is written: its catalog without the files, and what it replaces.
+    """The part of a save that rank 0 has before any file is written: the catalog without files, and the checkpoint to replace.
 
     Attributes
     ----------
