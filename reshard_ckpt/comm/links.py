@@ -27,7 +27,7 @@ from .peers import Ended
 from .wire import name_ranks
 
 CHUNK_BYTES = 2 << 20
-"""Small enough that what the one copies into a socket the other copies out of the processor's cache."""
+"""Bytes of a chunk: small enough that the receiver copies it out of a socket while it is still in the processor's cache."""
 
 AHEAD = 32
 """Chunks of one buffer that are under way at once."""
@@ -142,7 +142,7 @@ class Links:
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
         """Fill a buffer from whichever rank sends first, whenever that is: others may have nothing to ask for long."""
-        # A deadline would be the end of the whole group, also for what this rank itself asks others meanwhile.
+        # A deadline that passes would end the whole group, and with it the requests of this rank to others.
         self._group.recv_anysource([data], tag).wait(_NO_DEADLINE)
 
 
