@@ -114,7 +114,7 @@ def _placement(of: Any) -> str:
 
 
 def _verdict(found: Diff, values: bool) -> str:
-    """Make the sentence of the result."""
+    """Return the summary line of a diff: the checkpoints are equal, or so many names differ in each respect."""
     if found.equal:
         layout = " under different layouts" if found.placement else ""
         if values:

@@ -175,7 +175,7 @@ class StoreComm:
         return self.late or set(calls) == {before}
 
     def _others_calls(self) -> list[bytes]:
-        """Return the calls of the other ranks that came to this session in time, from the inbox of step 0."""
+        """Return the encoded call of each other rank that came to this session in time: the messages of its first step."""
         inbox = "0/in"
         if not self._store.check([inbox]):
             return []

@@ -54,7 +54,7 @@ def _member(catalog: Catalog, index: int) -> Member:
 
 
 def _divide(members: Sequence[Member], max_bytes: int | None) -> Iterator[list[Member]]:
-    """Yield the members of each file; if there are no tensors, yield one empty file."""
+    """Yield the members of each file: at most `max_bytes` of data, or one larger tensor. Without tensors, yield an empty file."""
     group: list[Member] = []
     data_bytes = header_bytes = 0
     for member in members:

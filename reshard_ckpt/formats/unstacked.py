@@ -42,7 +42,10 @@ def unstack(catalog: Catalog, where: str) -> Unstacked:
 
 
 def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator[tuple[str, Run]]:
-    """Add the single tensors of a tensor, and yield the name and the run of each."""
+    """Add the tensor of each layer or expert of one stacked tensor to a catalog builder; other tensors are added as they are.
+
+    Yields the name of each added tensor, and its run in the stacked one.
+    """
     index = catalog.index(name)
     whole, shape, dtype = whole_run(catalog, index), catalog.shape(index), catalog.dtype(index)
     source = catalog.source(index)

@@ -79,7 +79,10 @@ class Shown:
     tips: list[str]
 
     def size(self, ndim: int) -> tuple[float, float]:
-        """Return width and height in points: in proportion, within a range of ratios and sizes; vectors are small."""
+        """Return the width and height in points at which to draw a tensor of `ndim` dims.
+
+        They follow the tensor's own ratio, within limits, and leave room for each cell. A vector or a scalar gets a low strip.
+        """
         rows, columns = (min(len(edges) - 1, MAX_GROUPS) for edges in (self.table.rows, self.table.columns))
         if ndim < 2:
             return max(min(SMALL_WIDTH * columns, MAX_WIDTH), CELL_WIDTH * columns), SMALL_HEIGHT

@@ -274,7 +274,10 @@ class OptimizersTarget:
         return problems
 
     def _of_other_rank(self, name: str) -> bool:
-        """Tell whether a value is the state of a parameter on another rank, which judges it."""
+        """Whether a saved value without a place here is state of a parameter in the optimizer's saved groups.
+
+        Its parameter is taken to be on another rank, and that rank reports problems with the value.
+        """
         link = self._links.get(name)
         return link is not None and link.optimizer == self.name and link.fqn in self._groups
 

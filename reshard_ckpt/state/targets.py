@@ -322,7 +322,7 @@ def _address(value: TensorLike, name: str) -> int:
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
     """Set the value at a path, and return the node, which is changed itself; of a tuple, return a changed copy.
 
-    Missing dicts are made, of the class that the saved steps show.
+    Missing dicts are made. Their class is the one that the steps of the saved path show.
     """
     if not path:
         return value

@@ -288,7 +288,13 @@ def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
 
 
 def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...]) -> Entry:
-    """Return the row of a list of optimizers, or that of an object if its only optimizer has a ``state_dict()`` of its own."""
+    """Return the row of a list of optimizers. One optimizer with a ``state_dict()`` of its own becomes the row of an object.
+
+    Raises
+    ------
+    UsageError
+        The list has such an optimizer beside others.
+    """
     own = next((optimizer for optimizer in optimizers if has_own_state_dict(optimizer)), None)
     if own is None:
         return Entry(name, path, Kind.OPTIMIZERS, optimizers)

@@ -35,7 +35,7 @@ def refuse_hash_collisions(pickled: bytes, name: str) -> None:
 
 
 def _large(pickled: bytes) -> list[int]:
-    """List the distinct integers of 61 bits and more; empty if there are too few to do harm."""
+    """List the distinct integers of 61 bits and more in a pickle; empty if they are too few to do harm."""
     if pickled.count(_LONG1) <= MAX_ALIKE:
         return []
     found = (argument for code, argument, _ in pickletools.genops(pickled) if code.code == _LONG1.decode("latin-1"))

@@ -153,7 +153,7 @@ def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLi
 
 
 def _only(ways: Sequence[StateLink]) -> StateLink | None:
-    """Return the only way, or None if there are none or several."""
+    """Return the link if `ways` has exactly one; None if it has none or several."""
     return ways[0] if len(ways) == 1 else None
 
 

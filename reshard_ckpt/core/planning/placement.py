@@ -132,9 +132,10 @@ def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
 
 
 def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> NDArray[np.bool_]:
-    """Tell for each tensor whether all coordinates that hold something of it have the same numbers.
+    """Tell for each tensor whether every coordinate of an axis that holds a part of it holds the same parts.
 
-    They do if each has all numbers: then there are as many pairs of coordinate and number as coordinates times numbers.
+    Entry i of the columns says that ``coordinate[i]`` holds the part ``number[i]`` (a run, or an offset) of ``tensor[i]``. All
+    hold the same if there are as many distinct pairs of coordinate and number as coordinates times numbers.
     """
     if not len(tensor):
         return np.ones(num_tensors, bool)

@@ -98,7 +98,7 @@ class SavedPlacements:
         return saved
 
     def _divided_on(self) -> dict[str | None, str]:
-        """Map each optimizer to the axis over which its state is divided: most of its tensors are flat or resident there."""
+        """Map each optimizer to the axis over which its state is flat or resident most often; a flat tensor counts twice."""
         counts: dict[str | None, Counter[str]] = {}
         for name in self.placements:
             optimizer = self.optimizer(name)
@@ -133,7 +133,7 @@ class SavedPlacements:
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 
     def shared(self, param: str) -> object:
-        """Return a key that tied tensors share; a parameter that was not chosen is its own key."""
+        """Return a key for a parameter that is equal for tied ones; a name that is not among the chosen tensors is its own."""
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
     def unit(self, name: str) -> Unit:

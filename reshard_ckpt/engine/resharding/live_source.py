@@ -130,7 +130,10 @@ def _catalog(holders: HeldRows) -> Catalog:
 
 
 def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
-    """Make the table of all runs in the memory of ranks; `devices` has an array of 0 or 1 for each rank, one entry a row."""
+    """Make the table of the runs that ranks hold in memory.
+
+    ``devices[r][i]`` is 1 if row i of rank r can be sent from device memory without a copy in host memory, else 0.
+    """
     # run[i]: the distinct run that held row i is a copy of. first[r]: rows of all ranks before r. device[j]: flag of j-th row.
     run = holders.run
     tensor, box = holders.tensor[run], holders.box[run]

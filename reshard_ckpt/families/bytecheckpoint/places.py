@@ -70,12 +70,12 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
 
 
 def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
-    """Replace flat parameters, and their state, by the parameters in them.
+    """Return metadata in which each flat parameter of FSDP1, and its optimizer state, is replaced by the parameters in it.
 
     Raises
     ------
     CorruptError
-        The notes do not fit the vectors.
+        A tensor that `flats` lists is not a vector, or two flat parameters hold the same parameter.
     """
     tensors, paths = dict(saved.tensors), dict(saved.paths)
     for fqn, tensor in saved.tensors.items():

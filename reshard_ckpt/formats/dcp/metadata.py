@@ -68,7 +68,8 @@ class Chunk:
 
     If `head` is None, the bytes begin with a head of their own. If it is empty, the bytes are the box's elements in row-major
     order. Otherwise it is the pickle of a tensor whose storage the bytes are, because the writer keeps pickles in the metadata.
-    If `run` is set, the box is one of the tensor as it was saved, and the tensor that is wanted has elements of it as this run.
+    If `run` is set, the tensor was saved inside another one, such as a flat parameter: the box is of that saved tensor, and `run`
+    says which elements of the box belong to this tensor, and where in it.
     """
 
     offsets: Ints
@@ -297,7 +298,10 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Key, ...]]]:
-    """Yield the paths of DCP's own planner; skip the data of other planners."""
+    """Yield each FQN and its path in the state dict from the ``planner_data`` of DCP's default planner.
+
+    Entries of any other form, which other planners write, are skipped.
+    """
     if not isinstance(planner_data, dict):
         return
     for fqn, path in planner_data.items():

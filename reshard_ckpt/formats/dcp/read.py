@@ -93,12 +93,15 @@ def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str,
 
 
 def add_folder(builder: CatalogBuilder, storage: Storage, folder: FolderMetadata, *, parameters: Sequence[str] = ()) -> None:
-    """Add the tensors and values of another library's metadata, whose paths are already those of this library.
+    """Add the tensors and values of a folder that another library wrote to a catalog builder.
+
+    The paths in its metadata have been converted to those of this library.
 
     Parameters
     ----------
     parameters
-        The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
+        The names of all parameters of the optimizer, in any order. If its state has one group, which lists as many parameters by
+        number, these names take the place of the numbers.
     """
     _Folder(builder, storage, folder, names_of(folder.saved, as_saved=True), parameters=parameters).add(by_number=True)
 
