@@ -27,7 +27,7 @@ def times(number: int) -> int:
 
 
 def examples(number: int, **others: Any) -> settings:
-    """Return the settings of a test that draws `number` examples, of which `make test` tries the first 60."""
+    """Return the settings of a test that draws `number` examples. `make test` tries at most 60."""
     return settings(max_examples=min(number, USUAL) if PROFILE == "fixed" else times(number), **others)
 
 
