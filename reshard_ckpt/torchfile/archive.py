@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import CorruptError
 from ..format.checksums import digest128
 from ..storage.protocol import Storage
@@ -65,9 +67,9 @@ TABLE: Table = {
 class TorchFile:
     """One file; `content` is the saved object, with tensors as `PickledTensor`."""
 
-    def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
+    def __init__(self, key: str, stored: StoredFile, zipped: ZipRecords, content: Any, name: str) -> None:
         self.key, self.size, self.content = key, zipped.num_bytes, content
-        self._zipped, self._name = zipped, name
+        self._stored, self._zipped, self._name = stored, zipped, name
         self._values = PlainValues(lambda key: zipped.read(f"data/{key}"), self.size, name)
 
     def at(self, tensor: PickledTensor) -> int:
@@ -84,6 +86,13 @@ class TorchFile:
                 f"{self._name} has a tensor of shape {tensor.shape} that reaches beyond its data; use another copy"
             )
         return self._zipped.begin(record) + tensor.offset * tensor.dtype.itemsize
+
+    def elements(self, tensor: PickledTensor, first: int, count: int) -> torch.Tensor:
+        """Read `count` elements of a row-major tensor, from element `first` on."""
+        data = bytearray(count * tensor.dtype.itemsize)
+        self._stored.seek(self.at(tensor) + first * tensor.dtype.itemsize)
+        self._stored.readinto(data)
+        return torch.frombuffer(data, dtype=tensor.dtype)
 
     def plain(self, made: Any) -> Any:
         """Convert an object of the content to a plain or tagged value.
@@ -143,11 +152,12 @@ class FileReader:
         name, size = f"{self._storage.url}: {key}", self._storage.size(key)
         if size is None:
             raise CorruptError(f"{name} is missing; copy it, or use another checkpoint")
-        zipped = ZipRecords(StoredFile(self._storage, key, size), name)
+        stored = StoredFile(self._storage, key, size)
+        zipped = ZipRecords(stored, name)
         data = zipped.read_pickle()
         digest = digest128(data)
         if digest not in self._known:
             content = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
             refuse_bombs(content, len(data), size, name)
             self._known[digest] = content
-        return TorchFile(key, zipped, self._known[digest], name)
+        return TorchFile(key, stored, zipped, self._known[digest], name)

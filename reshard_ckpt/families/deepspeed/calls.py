@@ -1,48 +1,110 @@
 """DeepSpeed's engine saves and loads through this library: `attach` it to one engine, or `install` it for all that configure it.
 
 ``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, with global named tensors, in the
-background:
+background (`engine`). ``engine.load_checkpoint`` loads a checkpoint of this library or of DeepSpeed, from any number of ranks,
+ZeRO stage and precision (`loading`).
 
-1. DeepSpeed calls `Engine.create`, and then `Engine.save` for each file that it would write. The last of these calls on a rank
-   begins one save of the engine's whole state (`saving`). The other calls write nothing.
-2. Training goes on. A step of the optimizer waits until the tensors that it changes are copied.
-3. After the commit, rank 0 replaces the file ``latest``. If a save is killed before that, ``latest`` still has the old tag.
-
-``engine.load_checkpoint`` loads a checkpoint of this library or of DeepSpeed, from any number of ranks, ZeRO stage and precision
-(`loading`).
+The blocks ``datastates_ckpt`` and ``nebula`` of a DeepSpeed config choose this library, too. They are read as DeepSpeed reads
+them for its own engines of these names, so configs need not change. The newest releases of DeepSpeed ignore ``nebula``; here it
+keeps its meaning.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import re
-import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+from ...plugins.errors import UsageError
+from .engine import REPLACED, Engine, OldMethods, tells_tag_alone
+from .loading import load_checkpoint
+from .nebula import NebulaBlock, NebulaRun
 
-from ...plugins import checkpoint
-from ...plugins.errors import CheckpointError, UnsupportedError, UsageError
-from .config import BLOCKS, Chosen, chosen_by, config_of
-from .engine_state import base_optimizer, refuse_unsupported
-from .live import write_latest
-from .loading import find_saved, load_checkpoint
-from .nebula import NebulaRun
-from .releases import REPLACED, OldMethods, tells_tag_alone
-from .saving import copied, state_of
-from .values import NOT_VALUES
+BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
+"""The blocks that choose this library, each with its attribute in DeepSpeed's config object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The options that the blocks of a config set; None for options that they leave open."""
+
+    host_buffer_bytes: int | None = None
+    nebula: NebulaBlock | None = None
+
+
+def config_of(engine: Any) -> Mapping[str, Any]:
+    """Return the config of an engine, as the user gave it."""
+    found = engine.config if isinstance(engine.config, dict) else getattr(engine._config, "_param_dict", {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
+    """Read the blocks of a config; return None if it has neither block, or none of them is enabled.
+
+    Raises
+    ------
+    UsageError
+        An option of a block has an impossible value, or both blocks are enabled.
+    """
+    blocks = {key: block for key in BLOCKS if (block := _enabled(config.get(key), by_default=key != "nebula")) is not None}
+    if len(blocks) > 1:
+        raise UsageError("the config has datastates_ckpt and nebula, and each says where checkpoints go; leave one of them out")
+    if "datastates_ckpt" in blocks:
+        return Chosen(host_buffer_bytes=_host_buffer_bytes(blocks["datastates_ckpt"]))
+    return Chosen(nebula=_nebula(blocks["nebula"])) if blocks else None
+
+
+def _enabled(block: Any, *, by_default: bool) -> Mapping[str, Any] | None:
+    """Return an enabled block; None for a disabled or missing one. In DeepSpeed, only ``nebula`` must say ``enabled``."""
+    if block is None or block is False:
+        return None
+    if block is True:
+        return {}
+    return block if block.get("enabled", by_default) else None
+
+
+def _host_buffer_bytes(block: Mapping[str, Any]) -> int | None:
+    threads = block.get("parser_threads")
+    if threads is not None:
+        warnings.warn(
+            f"datastates_ckpt: parser_threads={threads!r} changes nothing here: one thread writes the files of a rank, and the "
+            "system's page cache takes them at the speed of memory; leave it out",
+            stacklevel=5,
+        )
+    size = block.get("host_cache_size")
+    if size is None:
+        return None
+    _check("datastates_ckpt", "host_cache_size", size, _is_positive(size), "gigabytes of host memory, such as 16")
+    return int(size * 2**30)
+
+
+def _nebula(block: Mapping[str, Any]) -> NebulaBlock:
+    path, load_path = block.get("persistent_storage_path"), block.get("nebula_load_path", block.get("load_path"))
+    interval = block.get("persistent_time_interval", 100)
+    versions, loads = block.get("num_of_version_in_retention", 2), block.get("enable_nebula_load", True)
+    wanted = "the folder of the run's checkpoints, which all ranks share"
+    _check("nebula", "persistent_storage_path", path, bool(path) and isinstance(path, str), wanted)
+    _check("nebula", "nebula_load_path", load_path, load_path is None or isinstance(load_path, str), "the folder of another run")
+    _check("nebula", "persistent_time_interval", interval, _is_positive(interval), "a number of seconds, such as 100")
+    is_count = isinstance(versions, int) and _is_positive(versions)
+    _check("nebula", "num_of_version_in_retention", versions, is_count, "a number of checkpoints, 1 or more")
+    _check("nebula", "enable_nebula_load", loads, isinstance(loads, bool), "true or false")
+    return NebulaBlock(path, interval, versions, loads, load_path or None)  # type: ignore[arg-type]
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _check(block: str, option: str, value: Any, is_right: bool, wanted: str) -> None:
+    if not is_right:
+        raise UsageError(f"{block}: {option} is {value!r}, and should be {wanted}")
+
 
 __all__ = ["attach", "detach", "install"]
-
-_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
-_OPTIMIZER = re.compile(r".*optim_states\.pt")
-_LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: float = 600.0) -> Any:
@@ -141,220 +203,3 @@ class _Loading:
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn")
         options |= dict(zip(names, arguments, strict=False))
         return load_checkpoint(engine, load_dir, tag, timeout_s=ours.timeout_s, find=ours.find, **options)
-
-
-class Engine:
-    """A checkpoint engine with the methods that DeepSpeed calls, for one DeepSpeed engine.
-
-    Parameters
-    ----------
-    engine
-        The engine whose checkpoints these are.
-    stock
-        The checkpoint engine that it replaces. It still handles files that are not a checkpoint, such as ``save_16bit_model``.
-    host_buffer_bytes, timeout_s
-        As for `checkpoint.async_save`.
-    nebula
-        The run to save to. Without one, each checkpoint is a folder below the folder that a save is given.
-    """
-
-    def __init__(
-        self, engine: Any, stock: Any, host_buffer_bytes: int | None, timeout_s: float, nebula: NebulaRun | None = None
-    ) -> None:
-        self.name, self.stock, self.timeout_s = "ReshardCheckpointEngine", stock, timeout_s
-        self._engine = weakref.ref(engine)
-        self._host_buffer_bytes, self._nebula = host_buffer_bytes, nebula
-        self.find = partial(find_saved, timeout_s=timeout_s) if nebula is None else nebula.find
-        self._info: Any = None
-        self._values: dict[str, Any] = {}
-        self._kept: frozenset[str] | None = None
-        self._changed: dict[str, Any] = {}
-        self._running: _Running | None = None
-        self.old: OldMethods | None = None
-        _AT_EXIT.add(self)
-
-    def create(self, info: Any) -> None:
-        """Begin a checkpoint: wait for the commit of the last one, and have DeepSpeed call `save` on every rank."""
-        self._set_back()
-        if self.old is not None:
-            info = self.old.info or info
-        if not self._is_checkpoint(info):
-            self.stock.create(info)
-            return
-        engine = self._of()
-        refuse_unsupported(engine)
-        self.finish()
-        self._info, self._values, self._kept = info, {}, None
-        self._change(engine, save_non_zero_checkpoint=True)
-        # DeepSpeed would copy all experts, to write them to files of their own.
-        self._change(engine, has_moe_layers=False)
-        # DeepSpeed would copy all frozen parameters; this library saves the live ones.
-        self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Receive the content of one file. The call for the last file of a rank begins the save of the whole state."""
-        folder, name = os.path.split(path)
-        # Not a file of the checkpoint that was begun, such as one of ``save_16bit_model``: DeepSpeed's own engine writes it.
-        if self._info is None or os.path.abspath(folder) != os.path.abspath(self._path()):
-            self.stock.save(state_dict, path)
-            return
-        engine = self._of()
-        if _LAYER.fullmatch(name):
-            return
-        # The optimizer's file, if this rank writes one, comes after the model's.
-        if _MODEL.fullmatch(name):
-            self._values = {key: copied(value) for key, value in state_dict.items() if key not in NOT_VALUES}
-            module = state_dict.get("module")
-            self._kept = frozenset(module) if isinstance(module, dict) else None
-            if engine.save_zero_checkpoint:
-                return
-        elif not _OPTIMIZER.fullmatch(name):
-            raise UnsupportedError(f"{path}: DeepSpeed saves a file of this name in a way that is not known here")
-        self._begin(engine)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Load one file, as DeepSpeed's own engine does."""
-        return self.stock.load(path, map_location=map_location)
-
-    def commit(self, info: Any) -> bool:
-        """Wait until the checkpoint is committed and ``latest`` names it; return True."""
-        if self._running is None or info != self._running.info:
-            return bool(self.stock.commit(info))
-        self.finish()
-        return True
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
-        os.makedirs(path, exist_ok=exist_ok)
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether a data-parallel rank writes replicated content, as DeepSpeed expects; here, every rank writes a part."""
-        return dp_rank == 0
-
-    def is_decoupled(self) -> bool:
-        """Return True: the commit comes some time after `save`, and only then is ``latest`` written."""
-        return True
-
-    def set_commit_info(self, info: Any) -> None:
-        """Do nothing: see `get_commit_info`."""
-
-    def get_commit_info(self) -> None:
-        """Return None: DeepSpeed need not commit anything, because each save commits by itself."""
-
-    def preserves_storage_sharing(self) -> bool:
-        """Return False, so that DeepSpeed does not clone tensors to shrink them."""
-        return False
-
-    def cleanup(self) -> None:
-        """Wait for a save that is under way; DeepSpeed calls this at the end."""
-        self._set_back()
-        self.finish()
-        if self._nebula is not None:
-            self._nebula.close()
-
-    def finish(self) -> None:
-        """Wait until the last save is committed and ``latest`` names it; raise the error of a save that failed."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
-
-    def _is_checkpoint(self, info: Any) -> bool:
-        """Tell a checkpoint from the one file of ``save_16bit_model``, whose name DeepSpeed passes in the place of a tag."""
-        return hasattr(info, "save_dir") and not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
-
-    def _of(self) -> Any:
-        engine = self._engine()
-        assert engine is not None
-        return engine
-
-    def _path(self) -> str:
-        return os.path.join(self._info.save_dir, str(self._info.tag))
-
-    def _change(self, engine: Any, **attributes: Any) -> None:
-        """Set attributes of the engine; `_set_back` restores them."""
-        for key, value in attributes.items():
-            self._changed[key] = vars(engine).get(key, _NOTHING)
-            setattr(engine, key, value)
-
-    def _set_back(self) -> None:
-        engine = self._engine()
-        for key, value in self._changed.items() if engine is not None else ():
-            if value is _NOTHING:
-                vars(engine).pop(key, None)
-            else:
-                setattr(engine, key, value)
-        self._changed = {}
-        self._info = None
-
-    def _begin(self, engine: Any) -> None:
-        info, path = self._info, self._path()
-        self._set_back()
-        state = state_of(engine, self._values, self._kept)
-        hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
-        options = {"timeout_s": self.timeout_s, **(_LAZY if hooks is not None or engine.optimizer is None else {})}
-        if self._nebula is None:
-            handle = checkpoint.async_save(path, state, host_buffer_bytes=self._host_buffer_bytes, **options)
-        else:
-            handle = self._nebula.save(str(info.tag), state, **options)
-        writes_latest = info.save_latest and dist.get_rank() == 0
-        self._running = _Running(info, handle, writes_latest=writes_latest, timeout_s=self.timeout_s)
-        if hooks is not None:
-            self._running.hold(hooks)
-
-
-_NOTHING = object()
-_AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-_LOGGER = logging.getLogger("reshard_ckpt")
-
-_LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
-"""The hook on the base optimizer's step waits for `staged`, so a save returns before anything is copied."""
-
-
-@atexit.register
-def _finish_all() -> None:
-    for engine in list(_AT_EXIT):
-        try:
-            engine.finish()
-        except CheckpointError:
-            _LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
-
-
-class _Running:
-    """A save that is under way, and the steps that follow its commit."""
-
-    def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool, timeout_s: float) -> None:
-        self.info, self._handle, self._timeout_s = info, handle, timeout_s
-        self._hook: Any = None
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._writes_latest = writes_latest
-        handle.add_done_callback(self._after)
-
-    def hold(self, register: Callable[..., Any]) -> None:
-        """Make the next step of the optimizer wait until all tensors are copied."""
-
-        def wait(*_: Any) -> None:
-            self._handle.staged()
-
-        self._hook = register(wait)
-
-    def _after(self, handle: checkpoint.SaveHandle) -> None:
-        try:
-            if self._writes_latest and not handle.failed():
-                write_latest(self.info.save_dir, str(self.info.tag), timeout_s=self._timeout_s)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._over.set()
-
-    def result(self) -> None:
-        """Wait for the commit and for the new ``latest``; raise the error of either."""
-        try:
-            self._handle.result()
-        finally:
-            self._over.wait()
-            if self._hook is not None:
-                self._hook.remove()
-        if self._error is not None:
-            raise self._error

@@ -1,8 +1,8 @@
 """The state of a DeepSpeed engine on this rank, as parts of global tensors, under the same names in saves and loads.
 
 1. The optimizer's own ``state_dict()`` has the live flat tensors, and `places` tells the runs of parameters in them.
-   Each run becomes a `FlatShard` over that memory. If tensor-parallel ranks divide the parameter, `parallel` tells which shard of
-   it the run belongs to.
+   Each run becomes a `FlatShard` over that memory. If tensor-parallel ranks divide the parameter, `model_parallel` tells which
+   shard of it the run belongs to.
 2. Parameters and buffers without master weights are taken from the module.
 3. For a load, state that the checkpoint has and the optimizer lacks is allocated first.
 """
@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ...plugins.errors import UnsupportedError
-from ...plugins.groups import hyperparameters
-from .experts import global_name, is_expert, num_local_experts
-from .names import MASTER
-from .parallel import Parallel
+from ...plugins.groups import named_group
+from .model_parallel import Parallel
+from .names import MASTER, global_name, is_expert, num_local_experts
 from .places import Params, RankState, named_runs, open_state, striped_runs
 
 FLAT_OWNERS = (
@@ -161,7 +160,7 @@ class EngineState:
     def groups(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of the optimizer's groups, with the names of their parameters under ``params``."""
         found = base_optimizer(self._engine).param_groups
-        return [{**hyperparameters(group), "params": names} for group, names in zip(found, self.group_names(), strict=True)]
+        return [named_group(group, names) for group, names in zip(found, self.group_names(), strict=True)]
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters in each group of torch's optimizer."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +18,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...plugins import Catalog, checkpoint, values_of_all
-from ...plugins.errors import UsageError
+from ...plugins import TORCH_DTYPES, Catalog, checkpoint, open_storage, values_of_all
+from ...plugins.errors import MismatchError, UsageError
+from ...plugins.groups import SWITCHES, Groups
+from ...plugins.names import paths_of_values
 from ...plugins.states import open_session
 from ...plugins.trees import unflatten
 from .engine_state import EngineState, Shared, base_optimizer, refuse_unsupported
-from .live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
-from .names import OPTIMIZER, ROOT
+from .names import GROUPS, LATEST, OPTIMIZER, ROOT
 from .values import NOT_VALUES
+
+GROUPS_NAME = f"{OPTIMIZER}.{GROUPS}"
+Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
+
+
+def kinds_of_state(saved: Catalog) -> Kinds:
+    """Return for each parameter and key of the saved state whether it has the parameter's shape, and its dtype."""
+    found: Kinds = {}
+    for name, link in saved.links().items():
+        if link.optimizer != OPTIMIZER:
+            continue
+        if name in saved:
+            index = saved.index(name)
+            dtype = TORCH_DTYPES[saved.dtype(index)]
+            found.setdefault(link.fqn, {})[link.key] = (bool(saved.shape(index)), dtype)
+        else:
+            found.setdefault(link.fqn, {})[link.key] = (False, torch.float32)
+    return found
+
+
+def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
+    """Return the path of every readable tensor and value below `ROOT`, by its name."""
+    found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
+    return found | {name: path for name, path in paths_of_values(saved).items() if name.startswith(f"{ROOT}.")}
+
+
+def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return for each group the hyperparameters that were saved for its parameters.
+
+    Raises
+    ------
+    MismatchError
+        The parameters of a group were saved with different hyperparameters, or a parameter was in no group.
+    """
+    known = Groups(saved)
+    found = [known.select(names, name=f"group {i} of the optimizer") for i, names in enumerate(groups)]
+    problems = [line for one in found for line in one.problems]
+    if problems:
+        raise MismatchError("\n".join(problems), problems)
+    return [{key: value for key, value in one.hyperparameters.items() if key not in SWITCHES} for one in found]
+
+
+def read_latest(root: str) -> str | None:
+    """Read the tag that the file ``latest`` of a root names; None without such a file."""
+    with open_storage(root) as storage:
+        key = next((key for key in LATEST if storage.size(key) is not None), None)
+        return None if key is None else storage.read(key, limit=4096).decode().strip()
 
 
 @dataclass(frozen=True, slots=True)

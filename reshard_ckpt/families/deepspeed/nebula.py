@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,34 @@ import torch.distributed as dist
 from ...plugins import checkpoint, values_of_all
 from ...plugins.errors import CheckpointNotFound, CorruptError
 from ...plugins.runs import TAG, close_run, look_at, open_run, run_at, tags_of
-from .config import NebulaBlock
 from .loading import Saved, find_saved, latest_of, saved_at
 from .names import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class NebulaBlock:
+    """The options of the block ``nebula``.
+
+    Attributes
+    ----------
+    path
+        ``persistent_storage_path``: the folder to which checkpoints are copied from memory.
+    interval_s
+        ``persistent_time_interval``: the time between two such copies, in seconds.
+    num_versions
+        ``num_of_version_in_retention``: the number of checkpoints to keep there.
+    loads
+        ``enable_nebula_load``: whether a load looks into the run before the folder that it is given.
+    load_path
+        ``nebula_load_path``: the storage path of another run to start from.
+    """
+
+    path: str
+    interval_s: float = 100
+    num_versions: int = 2
+    loads: bool = True
+    load_path: str | None = None
+
 
 _LOGGER = logging.getLogger("reshard_ckpt")
 _GONE = CheckpointNotFound, CorruptError

@@ -2,39 +2,105 @@
 
 1. Open the file of model states of each model-parallel rank: names, shapes, buffers, values (`torchfile.archive`).
 2. For each data-parallel rank, find the runs of parameters in its optimizer's flat tensors (`places`), and add them as rows:
-   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``. `state` adds other state, groups and values. A
-   universal folder has files for each parameter instead (`universal`).
+   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``. `values` adds other state, groups and values. A
+   universal folder has files for each parameter instead (`universal`); without ZeRO, names are proved first (`without_zero`).
 3. Take parameters without master weights from the module. Frozen parameters of ZeRO-3 lie in stripes beside it.
-4. If several stages of a pipeline have a parameter, the first stage counts (`parts`). Tensor-parallel shards are boxes of the
-   whole tensor (`shards`).
+4. If several stages of a pipeline have a parameter, the first stage counts. Tensor-parallel shards are boxes of the
+   whole tensor (`model_parallel`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage, open_located
 from ...plugins.errors import CorruptError, UnsupportedError
-from ...plugins.groups import hyperparameters
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFile
-from .columns import FlatNames, KnownNames, add_runs, add_shard, add_whole, place_of
-from .experts import module_files, named_globally, placed_groups, refuse_other_order
-from .folder import LATEST, TagFiles, latest_tag, tag_files
-from .names import MASTER, MODEL, NAME, OPTIMIZER, ROOT, parameter_name, state_link
-from .parts import ModelParallelParts
-from .pipeline import TIED, open_layers, params_of_fragments, tied_names
-from .places import FlatGroup, Params, RankState, Runs, num_ranks_of, open_state, striped_runs
-from .shapes import shapes_in, shapes_of
-from .shards import Shard, TensorParallel
-from .state import StateAdder
+from .model_parallel import ModelParallelParts, Shard, TensorParallel
+from .names import (
+    LATEST,
+    MASTER,
+    MODEL,
+    NAME,
+    OPTIMIZER,
+    ROOT,
+    TagFiles,
+    latest_tag,
+    parameter_name,
+    tag_files,
+)
+from .pipeline import TIED, is_cast, open_layers, params_of_fragments, tied_names
+from .places import (
+    Params,
+    RankState,
+    Runs,
+    named_globally,
+    num_ranks_of,
+    open_state,
+    placed_groups,
+    shapes_in,
+    shapes_of,
+    striped_runs,
+)
 from .universal import add_universal
-from .unpartitioned import SAMPLE, apart, by_shapes, flat_groups, numbers_of
-from .values import CLASSES, NOT_VALUES, plain
+from .values import (
+    CLASSES,
+    NOT_VALUES,
+    FlatNames,
+    KnownNames,
+    StateAdder,
+    add_group,
+    add_runs,
+    add_shard,
+    add_whole,
+    plain,
+)
+from .without_zero import add_without_zero
+
+_MODULE_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+
+
+def module_files(files: TagFiles, where: str, content: Mapping[str, Any]) -> list[str]:
+    """List the files of experts that hold tensors of the module, under their names in the whole model.
+
+    Parameters
+    ----------
+    content
+        The content of the first file of model states.
+
+    Raises
+    ------
+    UnsupportedError
+        The experts are divided in a way that cannot be read.
+    """
+    if not files.experts:
+        return []
+    how = "save with reshard_ckpt.integrations.deepspeed attached to the engine, or the module's state dict"
+    if content.get("ds_autoep_layers"):
+        raise UnsupportedError(
+            f"{where}: has experts that AutoEP divides among ranks, which are not read; save the module's state dict"
+        )
+    if files.num_models > 1 or files.layers or files.universal is not None:
+        raise UnsupportedError(
+            f"{where}: has {files.experts[0]} beside model parallelism or universal files: experts are read of data-parallel "
+            f"jobs; {how}"
+        )
+    return [key for key in files.experts if _MODULE_FILE.fullmatch(key)]
+
+
+def refuse_other_order(config: Any, where: str) -> None:
+    """Refuse experts whose ranks are not consecutive; the config of the job tells."""
+    if isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism"):
+        raise UnsupportedError(
+            f"{where}: use_data_before_expert_parallelism numbers the ranks of experts otherwise, which is not read; save the "
+            "module's state dict"
+        )
 
 
 def open_path(path: str) -> Source | None:
@@ -110,7 +176,8 @@ class _Tag:
             if self._files.optimizers:
                 self._add_zero(mp, model)
             elif isinstance(model.content.get("optimizer"), dict):
-                self._add_unpartitioned(mp, model, model.content["optimizer"])
+                state, module = model.content["optimizer"], self._candidates(model)
+                add_without_zero(mp, model, state, module, self._parts, self._state, in_order=bool(self._layers))
         self._masters = set(self._builder.tensors)
         for mp, model in enumerate(self._models):
             self._add_module(mp, model)
@@ -135,7 +202,7 @@ class _Tag:
                 at = i, places[i].expert_rank if places else 0
                 is_first = at not in kept
                 shards = kept[at] if at in kept else kept.setdefault(at, self._parts.shards(mp, group.params))
-                self._add_group(file, at, group, shards, names)
+                add_group(self._builder, file, group, shards, names, at)
                 if is_first:
                     self._state.shared(file, group, shards)
             if dp == 0 or any(place.rank == 0 for place in places):
@@ -152,43 +219,12 @@ class _Tag:
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
-    def _add_group(self, file: TorchFile, which: Any, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
-        """Add the flat tensors of one rank's group; `names` caches the tensors' numbers, which are the same for all ranks."""
-        for key, tensor in group.tensors.items():
-            at = which, key, tensor.dtype
-            if at not in names:
-                names[at] = FlatNames(self._builder, group.params, shards, key, at[2])
-            add_runs(self._builder, file, names[at], tensor, group.runs)
-
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
             raise CorruptError(
                 f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of "
                 f"{self._num_dp}: one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
             )
-
-    def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
-        """Add the optimizer of a job without ZeRO: find its parameters' names by comparing, or refuse it."""
-        where = f"{self._where}: {model.key}"
-        module = self._candidates(model)
-        if "fp32_groups_flat" in state:
-            params = flat_groups(state["fp32_groups_flat"], model, module, self._read)
-            if params is not None:
-                opened = open_state(params, state, 0, where)
-                for i, group in enumerate(opened.groups):
-                    shards = self._parts.shards(mp, params[i])
-                    self._add_group(model, i, group, shards, {})
-                    self._state.shared(model, group, shards)
-                self._state.groups(model, opened.param_groups)
-                if mp == 0:
-                    self._state.tree(model, (ROOT, OPTIMIZER), opened.values)
-                return
-        else:
-            names = self._names_apart(model, state, module, where)
-            if names is not None:
-                self._add_apart(mp, model, state, names)
-                return
-        self._state.refuse(where)
 
     def _candidates(self, model: TorchFile) -> list[FileTensor]:
         """List the tensors that may be parameters. In a pipeline, tensors that no earlier stage has had come first."""
@@ -202,65 +238,6 @@ class _Tag:
         skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
         return [one for one in found if one.fqn not in skipped]
 
-    def _names_apart(
-        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[FileTensor], where: str
-    ) -> list[list[str]] | None:
-        if "fp32_groups" in state:
-            return apart(state["fp32_groups"], model, module, self._read)
-        base, numbers = state.get("state"), numbers_of(state, where)
-        if self._layers:  # a stage has the layers that follow those of the stage before
-            module = [one for one in module if not self._parts.has_home(one.fqn)][: sum(map(len, numbers))]
-        return by_shapes(numbers, base, module) if isinstance(base, dict) else None
-
-    def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
-        """Add an optimizer that has a tensor for each parameter."""
-        base = state.get("optimizer_state_dict", state)
-        numbers = numbers_of(base, model.key)
-        # fqns: the name of each parameter by its number; mine: the part of each that this model-parallel rank holds
-        fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
-        shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
-        params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
-        mine = dict(zip(params.names, self._parts.shards(mp, params), strict=True))
-        for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
-            if mine[fqn].readable:
-                add_shard(self._builder, model, parameter_name(fqn), master, mine[fqn])
-        # State in the shape of its parameter is a shard of the global state; any other is an entry for the whole parameter.
-        for number, entries in base["state"].items():
-            fqn = fqns[number]
-            for key, value in entries.items() if mine[fqn].readable else ():
-                if isinstance(value, PickledTensor) and value.shape == shapes[fqn]:
-                    add_shard(self._builder, model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
-                else:
-                    self._state.entry(model, state_link(fqn, key), value)
-        groups = zip(base["param_groups"], names, strict=True)
-        self._state.groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
-        known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
-        values = {key: value for key, value in state.items() if key not in known}
-        if values and mp == 0:
-            self._state.tree(model, (ROOT, OPTIMIZER), values)
-
-    def _read(self, file: TorchFile, view: PickledTensor, first: int, count: int) -> torch.Tensor:
-        """Read `count` elements of a file's tensor, from element `first` on."""
-        data = bytearray(count * view.dtype.itemsize)
-        self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
-        return torch.frombuffer(data, dtype=view.dtype)
-
-    def _is_cast(self, layer: FileTensor, name: str) -> bool:
-        """Tell whether a layer's tensor is the catalog's tensor `name`, cast to the layer's dtype; a sample is compared."""
-        size = prod(layer.view.shape)
-        if not size or not layer.view.is_row_major:
-            return False
-        for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
-            place, data, dtype = place_of(self._builder, name, i), bytearray(8), self._builder.tensors[name].torch_dtype
-            if place is None:
-                return False
-            key, offset = place
-            self._storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
-            cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
-            if not torch.equal(cast.view(torch.uint8), self._read(layer.file, layer.view, i, 1).view(torch.uint8)):
-                return False
-        return True
-
     def _add_layers(self) -> None:
         """Add the tensors of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
         buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
@@ -271,7 +248,11 @@ class _Tag:
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
         # Skip layers that have master weights. A layer of a tied module becomes an alias; any other is added whole.
-        tied = tied_names(self._layers, {name: one.shape for name, one in self._builder.tensors.items()}, self._is_cast)
+        tied = tied_names(
+            self._layers,
+            {name: one.shape for name, one in self._builder.tensors.items()},
+            partial(is_cast, self._builder, self._storage),
+        )
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
             if name in self._masters:

@@ -7,14 +7,18 @@ optimizers of all stages with one of these places; the first stage counts. The n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
-from ...plugins import Ints
+import torch
+
+from ...plugins import CatalogBuilder, Ints, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, attributes_of
-from .folder import Rank
-from .names import MODEL
+from .names import MODEL, Rank
 from .places import Params
+from .values import place_of
+from .without_zero import SAMPLE
 
 TIED = "tied_modules."
 """The beginning of the names of tied modules."""
@@ -75,6 +79,23 @@ def tied_names(
         if len(same) == 1:
             found[fqn] = same[0]
     return found
+
+
+def is_cast(builder: CatalogBuilder, storage: Storage, layer: FileTensor, name: str) -> bool:
+    """Tell whether a layer's tensor is the catalog's tensor `name`, cast to the layer's dtype; a sample is compared."""
+    size = prod(layer.view.shape)
+    if not size or not layer.view.is_row_major:
+        return False
+    for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
+        place, data, dtype = place_of(builder, name, i), bytearray(8), builder.tensors[name].torch_dtype
+        if place is None:
+            return False
+        key, offset = place
+        storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
+        cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
+        if not torch.equal(cast.view(torch.uint8), layer.file.elements(layer.view, i, 1).view(torch.uint8)):
+            return False
+    return True
 
 
 def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor], where: str) -> list[Params]:

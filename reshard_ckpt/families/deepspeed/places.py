@@ -10,7 +10,7 @@ parameter.
 *Striped* (ZeRO-3): each parameter is cut into stripes of equal length, one for each rank; the last stripe is padded. A rank's
 stripes lie back to back.
 
-Without a wrapper, or with the wrapper that does not flatten, each parameter is a tensor of its own (`unpartitioned`).
+Without a wrapper, or with the wrapper that does not flatten, each parameter is a tensor of its own (`without_zero`).
 
 The same description serves to read files (where `FlatGroup.tensors` are views of a file), and to save and load (where they are
 live).
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from ...plugins import Ints
 from ...plugins.errors import CorruptError, UnsupportedError
-from ...plugins.groups import hyperparameters
-from .names import MASTER
+from ...plugins.groups import named_group
+from ...plugins.torchfile import PickledTensor, TorchFile
+from .names import MASTER, global_name, num_local_experts
 
 I64 = NDArray[np.int64]
 
@@ -216,9 +217,9 @@ def _packed(
         runs, length = packed_runs(group, ranks, place), packed_length(group, ranks)
         own = base[i] if is_elastic else _state_of(base, i)
         groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
-    found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]
+    found = [{}] * num if is_elastic else base["param_groups"]
     _check_lengths(where, num, param_groups=found)
-    param_groups = [{**group, "params": list(of.names)} for group, of in zip(found, params, strict=True)]
+    param_groups = [named_group(group, of.names) for group, of in zip(found, params, strict=True)]
     return RankState(tuple(groups), param_groups, values, num_ranks)
 
 
@@ -239,8 +240,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
     if listed != list(range(len(groups))):
         raise CorruptError(f"{where}: its param_groups list the flat groups {listed}, of {len(groups)}; use another copy")
     param_groups = [
-        {**hyperparameters(group), "params": [name for i in group["params"] for name in groups[i].params.names]}
-        for group in base["param_groups"]
+        named_group(group, (name for i in group["params"] for name in groups[i].params.names)) for group in base["param_groups"]
     ]
     return RankState(tuple(groups), param_groups, values, (num_ranks,) * len(groups))
 
@@ -293,3 +293,75 @@ def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int
         for param, at, start, count in columns:
             for key, tensor in group.tensors.items():
                 yield group.params.names[param], key, group.params.shapes[param], tensor, at, start, count
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """The part of an optimizer group that a rank has: part number `rank`, of the experts with the number `expert_rank`."""
+
+    rank: int
+    expert_rank: int = 0
+
+
+def placed_groups(num_ranks: Sequence[int], num_dp: int, dp: int) -> tuple[GroupPlace, ...]:
+    """Return the place of data-parallel rank `dp` in each group; `num_ranks` is the number of ranks that share each group.
+
+    An optimizer group with experts is divided only among the ranks that have the same experts, so its ``partition_count`` is
+    smaller than that of other groups. Therefore ``partition_count`` and the rank tell which experts a rank has, and which part of
+    their state:
+
+    >>> placed_groups([4, 2], 4, 3)
+    (GroupPlace(rank=3, expert_rank=0), GroupPlace(rank=1, expert_rank=1))
+
+    Raises
+    ------
+    CorruptError
+        The ranks cannot be divided into groups of equal size.
+    """
+    wrong = next((num for num in num_ranks if type(num) is not int or num < 1 or num_dp % num), None)
+    if wrong is not None:
+        raise CorruptError(
+            f"a group of the optimizer is divided among {wrong!r} of {num_dp} data-parallel ranks; use another copy"
+        )
+    return tuple(GroupPlace(dp // (num_dp // num), dp % (num_dp // num)) for num in num_ranks)
+
+
+def named_globally(groups: Sequence[Params], places: Sequence[GroupPlace]) -> list[Params]:
+    """Return the groups of a rank under the names that their parameters have in the whole model."""
+    if not any(place.expert_rank for place in places):
+        return list(groups)
+    num_local = num_local_experts(name for group in groups for name in group.names)
+    return [
+        replace(group, names=tuple(global_name(name, num_local, place.expert_rank) for name in group.names))
+        for group, place in zip(groups, places, strict=True)
+    ]
+
+
+def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
+    """Return the shapes of the parameters in each flat group, by name."""
+    found = model.content.get("param_shapes")
+    if not isinstance(found, list | tuple | None):
+        raise CorruptError(f"{model.key}: its param_shapes are no list; use another copy")
+    return [shapes_of(shapes, model.key) for shapes in found or ()]
+
+
+def local_shapes(model: TorchFile) -> dict[str, Ints]:
+    """Return the shapes of all tensors of a tensor-parallel rank, by name."""
+    module = model.content["module"]
+    found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, PickledTensor)}
+    found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)
+    for shapes in shapes_in(model):
+        found |= shapes
+    return found
+
+
+def shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
+    """Return a mapping of names to shapes, after checking that it is one; empty if it is None."""
+    if shapes is None:
+        return {}
+    if not isinstance(shapes, dict) or not all(
+        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
+        for name, shape in shapes.items()
+    ):
+        raise CorruptError(f"{where}: its shapes of parameters are none; use another copy")
+    return shapes

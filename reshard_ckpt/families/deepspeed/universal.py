@@ -12,15 +12,12 @@ from math import prod
 
 from ...plugins import Ints
 from ...plugins.errors import CorruptError
-from ...plugins.groups import hyperparameters
+from ...plugins.groups import named_group
 from ...plugins.torchfile import FileReader, PickledTensor, TorchFile
-from .columns import add_whole
-from .folder import UNIVERSAL_STATE
-from .names import MASTER, OPTIMIZER, ROOT, parameter_name, state_link
-from .places import NOT_SHARED
-from .shapes import shapes_in
-from .state import StateAdder
-from .unpartitioned import numbers_of
+from .names import MASTER, OPTIMIZER, ROOT, UNIVERSAL_STATE, parameter_name, state_link
+from .places import NOT_SHARED, shapes_in
+from .values import StateAdder, add_whole
+from .without_zero import numbers_of
 
 
 def add_universal(
@@ -69,7 +66,7 @@ def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: 
     if not all(0 <= number < len(names) for group in numbers for number in group):
         raise CorruptError(f"{where} has groups {numbers} of {len(names)}; use another copy")
     listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
-    state.groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
+    state.groups(common, list(map(named_group, groups, listed)))
     held = (common.content.get("optimizer_state_dict") or {}).get("state", {})
     for number, entries in held.items():  # only with ZeRO-3, whose step is not in the files of parameters
         for key, value in entries.items():

@@ -1,16 +1,32 @@
-"""Converting DeepSpeed's values and the user's from a pickle: tensors are separated, and some objects become dicts."""
+"""Adding the content of files to a catalog: runs in flat tensors, shards, state of parameters, groups, and values from pickles.
+
+1. Tensors are separated from values, and some objects of DeepSpeed become dicts (`leaves`, `plain`).
+2. A part of a parameter is a shard of a tensor-parallel rank, or runs in flat tensors (`add_shard`, `add_runs`).
+3. `StateAdder` adds an entry of the state, such as the step, once for each parameter, because all ranks have the same. Groups are
+   collected from all files, and merged at the end. Other content is a tree; its tensors and values are added by their paths.
+   Unreadable ones are listed with their errors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
-from ...plugins.errors import UnsupportedError
-from ...plugins.torchfile import PickledTensor, attributes_of, class_of
+import numpy as np
+import torch
+
+from ...plugins import CatalogBuilder, ValueKind
+from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.groups import merge
+from ...plugins.names import StateLink, name_of
+from ...plugins.torchfile import PickledTensor, TorchFile, attributes_of, class_of
 from ...plugins.trees import flatten
+from .model_parallel import Shard
+from .names import GROUPS, MASTER, OPTIMIZER, STATE, parameter_name, state_link
+from .places import FlatGroup, Params, Runs
 
 MAX_DEPTH = 64
-
 _LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 CLASSES = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): False,
@@ -20,13 +36,11 @@ CLASSES = {
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): True,
 }
 """DeepSpeed's classes in its files; see `plugins.torchfile.FileReader`."""
-
 NOT_VALUES = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "universal_checkpoint_info",
 })  # fmt: skip
 """Keys of model states that describe tensors; all other keys are values, of DeepSpeed or of ``client_state``."""
-
 Path = tuple[Any, ...]
 
 
@@ -80,3 +94,154 @@ def plain(value: Any, depth: int = 0) -> Any:
             "it again as a plain value"
         )
     return value
+
+
+def add_whole(builder: CatalogBuilder, file: TorchFile, name: str, view: PickledTensor, link: StateLink | None = None) -> None:
+    """Add a tensor that one file holds whole, with any strides."""
+    add_shard(builder, file, name, view, Shard.whole(view.shape), link)
+
+
+def add_shard(
+    builder: CatalogBuilder, file: TorchFile, name: str, view: PickledTensor, shard: Shard, link: StateLink | None = None
+) -> None:
+    """Add the part of a tensor that one file holds."""
+    builder.tensor(name, view.dtype, shard.shape, link=link, again=True)
+    first = shard.segments[0] if len(shard.segments) == 1 else None
+    if first is not None and first.lengths == view.shape:
+        builder.view(name, file, view, first.offsets)
+    elif shard.segments and not view.is_row_major:
+        raise UnsupportedError(f"{name}: lies in {file.key} with strides {view.strides}; save it contiguous")
+    elif shard.segments and 0 not in view.shape:
+        at, number = file.at(view), builder.file(file.key, file.size)
+        for segment in shard.segments:
+            offset = at + segment.at * view.dtype.itemsize
+            builder.piece(name, file=number, offset=offset, offsets=segment.offsets, lengths=segment.lengths)
+
+
+def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor: PickledTensor, runs: Runs) -> None:
+    """Add the runs of parameters that a flat tensor in a file holds."""
+    if not tensor.is_row_major:
+        raise CorruptError(f"{builder.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
+    if not len(runs.param):
+        return
+    number, at, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+    box = names.box[runs.param]
+    # plain_ones[r]: whether the parameter of run r is one box, so that the run is a row as it is
+    plain_ones = box >= 0
+    builder.rows(
+        names.tensor[runs.param][plain_ones],
+        box[plain_ones],
+        runs.start[plain_ones],
+        runs.count[plain_ones],
+        number,
+        at + runs.at[plain_ones] * each,
+    )
+    others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
+    # The others have several boxes: cut each run where a box ends.
+    for param, start, count, place in zip(*others, strict=True):
+        for segment in names.shards[param].segments:
+            low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
+            if low < high:
+                inside = builder.box(segment.offsets, segment.lengths)
+                offset = at + (place + low - start) * each
+                builder.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
+
+
+def place_of(builder: CatalogBuilder, name: str, element: int) -> tuple[str, int] | None:
+    """Return the file and the byte of an element of a tensor; None unless it lies in a run of the whole tensor."""
+    itemsize = builder.tensors[name].torch_dtype.itemsize
+    for part in builder.parts(name):
+        if part.lengths == builder.tensors[name].shape and part.start <= element < part.start + part.num_elements:
+            return builder.files[part.file].key, part.offset + (element - part.start) * itemsize
+    return None
+
+
+class FlatNames:
+    """The tensors of one key of a flat group: for each parameter its tensor's number, and the number of its box, or -1.
+
+    A tensor's number is -1 if the parameter is unreadable. A box's number is -1 if the parameter has several boxes, or no box.
+    """
+
+    def __init__(self, builder: CatalogBuilder, params: Params, shards: Sequence[Shard], key: str, dtype: torch.dtype) -> None:
+        self.shards = shards
+        numbers, boxes = [], []
+        for fqn, shard in zip(params.names, shards, strict=True):
+            link = None if key == MASTER else state_link(fqn, key)
+            name = parameter_name(fqn) if link is None else link.name
+            numbers.append(builder.tensor(name, dtype, shard.shape, link=link, again=True) if shard.readable else -1)
+            one = shard.segments[0] if len(shard.segments) == 1 else None
+            boxes.append(-1 if one is None else builder.box(one.offsets, one.lengths))
+        self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
+
+
+KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
+"""The names of tensors by group, key and dtype: they are the same for all ranks."""
+
+
+def add_group(
+    builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, which: Any = None
+) -> None:
+    """Add the flat tensors of one rank's group `which`; `names` caches the tensors' numbers, which are the same for all ranks."""
+    for key, tensor in group.tensors.items():
+        at = which, key, tensor.dtype
+        if at not in names:
+            names[at] = FlatNames(builder, group.params, shards, key, at[2])
+        add_runs(builder, file, names[at], tensor, group.runs)
+
+
+class StateAdder:
+    """Adds state, groups and values to a catalog."""
+
+    def __init__(self, builder: CatalogBuilder) -> None:
+        self.builder = builder
+        self._groups: list[tuple[str, list[dict[str, Any]]]] = []
+        self._known: set[str] = set()
+
+    def shared(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
+        """Add the values that all parameters of a group share, such as the step, for each of them."""
+        for fqn, shard in zip(group.params.names, shards, strict=True):
+            for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
+                self.entry(file, state_link(fqn, key), value)
+
+    def entry(self, file: TorchFile, link: StateLink, value: Any) -> None:
+        """Add an entry of a parameter's state outside of the flat tensors, unless another rank's file had it."""
+        if link.name in self._known:
+            return
+        self._known.add(link.name)
+        if isinstance(value, PickledTensor):
+            add_whole(self.builder, file, link.name, value, link)
+        else:
+            self.builder.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+
+    def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Collect the groups of a file, with the names of their parameters; `merged_groups` adds them."""
+        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
+
+    def merged_groups(self) -> None:
+        """Add the groups of all files as one value."""
+        if self._groups:
+            groups = merge(self._groups, name=f"{OPTIMIZER}.{GROUPS}")
+            self.builder.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+
+    def refuse(self, where: str) -> None:
+        """Make the optimizer unreadable, because nothing names its parameters."""
+        error = UnsupportedError(
+            f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
+            "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
+        )
+        for name in (STATE, GROUPS):
+            self.builder.unreadable(f"{OPTIMIZER}.{name}", error)
+
+    def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
+        """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
+        for at, leaf in leaves(value, path):
+            name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
+            try:
+                if isinstance(leaf, PickledTensor):
+                    add_whole(self.builder, file, name, leaf)
+                elif isinstance(leaf, CheckpointError):
+                    raise UnsupportedError(f"{self.builder.where}: {name} {leaf}")
+                else:
+                    self.builder.value(at, leaf)
+            except CheckpointError as error:
+                self.builder.unreadable(name, error)

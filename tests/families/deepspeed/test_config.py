@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from reshard_ckpt.errors import UsageError
-from reshard_ckpt.families.deepspeed.config import Chosen, NebulaBlock, chosen_by, config_of
+from reshard_ckpt.families.deepspeed.calls import Chosen, chosen_by, config_of
+from reshard_ckpt.families.deepspeed.nebula import NebulaBlock
 
 PATH = {"enabled": True, "persistent_storage_path": "/runs/a"}
 

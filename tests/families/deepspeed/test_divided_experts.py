@@ -9,8 +9,9 @@ import pytest
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CorruptError, UnsupportedError
-from reshard_ckpt.families.deepspeed.experts import GroupPlace, global_name, named_globally, placed_groups, refuse_other_order
-from reshard_ckpt.families.deepspeed.places import Params
+from reshard_ckpt.families.deepspeed.names import global_name
+from reshard_ckpt.families.deepspeed.open import refuse_other_order
+from reshard_ckpt.families.deepspeed.places import GroupPlace, Params, named_globally, placed_groups
 from tests.families.deepspeed.test_folders import Unpack, _model_file, _rewrite
 from tests.families.deepspeed.test_folders import unpack as unpack  # a fixture
 

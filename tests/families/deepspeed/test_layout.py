@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
+from reshard_ckpt.families.deepspeed.model_parallel import FlatBox, Shard, TensorParallel
 from reshard_ckpt.families.deepspeed.places import Params, Runs, open_state, packed_length, packed_runs, striped_runs
-from reshard_ckpt.families.deepspeed.shards import FlatBox, Shard, TensorParallel
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=6)
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Memory
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.families.deepspeed.config import NebulaBlock
-from reshard_ckpt.families.deepspeed.live import write_latest
-from reshard_ckpt.families.deepspeed.nebula import NebulaRun
+from reshard_ckpt.families.deepspeed.engine import write_latest
+from reshard_ckpt.families.deepspeed.nebula import NebulaBlock, NebulaRun
 from reshard_ckpt.manager import open_runs
 from tests.launch import run_ranks
 from tests.layouts import values_of

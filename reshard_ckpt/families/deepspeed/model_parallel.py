@@ -1,10 +1,11 @@
-"""The part of a parameter that one tensor-parallel rank holds, as segments: boxes of the whole tensor, one after the other.
+"""The part of each parameter that one model-parallel rank holds, as segments: boxes of the whole tensor, one after the other.
 
-AutoTP saves maps of some parameters, and patterns that describe the kinds of others. A map lists each rank's pieces; a piece
-is a strided view of the whole tensor and one of the shard. Each piece is cut into segments whose elements are consecutive in the
-shard.
-
-The patterns apply if a parameter has no map. A parameter that neither describes is refused by name.
+1. *Tensor-parallel* ranks hold shards, which follow from the shapes on all of them (`TensorParallel`). AutoTP saves maps of some
+   parameters, and patterns that describe the kinds of others. A map lists each rank's pieces; a piece is a strided view of the
+   whole tensor and one of the shard. Each piece is cut into segments whose elements are consecutive in the shard. The patterns
+   apply if a parameter has no map. A parameter that neither describes is refused by name.
+2. If several *stages* of a pipeline have a parameter, the first stage has all of it, and the later ones do not count.
+3. `ModelParallelParts` are the parts in files, and `Parallel` the parts of a live engine, declared over its memory.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from ...plugins import Ints
+from ...plugins import CatalogBuilder, FlatShard, Ints, LocalShard, values_of_all
 from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.torchfile import TorchFile
+from .names import parameter_name
+from .places import Params, local_shapes
 
 MAX_SEGMENTS = 1 << 20
 
@@ -168,3 +174,115 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
         )
         for corner in np.ndindex(*lengths[:outer])
     ]
+
+
+class ModelParallelParts:
+    """The parts of parameters that model-parallel ranks hold.
+
+    Parameters
+    ----------
+    builder
+        The catalog to which errors of unreadable parameters are added.
+    models
+        The file of model states of each model-parallel rank.
+    parallel
+        The description of tensor-parallel shards; None if the ranks are stages, or there is just one rank.
+    """
+
+    def __init__(self, builder: CatalogBuilder, models: Sequence[TorchFile], parallel: TensorParallel | None) -> None:
+        self._builder, self._parallel = builder, parallel
+        self._local_shapes = [local_shapes(model) for model in models] if parallel else []
+        self._home: dict[str, int] = {}  # the first stage that has each parameter of a pipeline
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks hold shards, rather than stages."""
+        return self._parallel is not None
+
+    def has_home(self, fqn: str) -> bool:
+        """Tell whether an earlier stage has a parameter."""
+        return fqn in self._home
+
+    def counts(self, mp: int, fqn: str) -> bool:
+        """Tell whether a stage is the first that has a parameter: call it for the stages in order."""
+        return self._home.setdefault(fqn, mp) == mp
+
+    def shards(self, mp: int, params: Params) -> list[Shard]:
+        """Return the part of each parameter of a group that a rank holds; without segments if another rank's part counts."""
+        if self._parallel is not None:
+            return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
+        return [
+            Shard.whole(shape) if self.counts(mp, fqn) else Shard(shape, ())
+            for fqn, shape in zip(params.names, params.shapes, strict=True)
+        ]
+
+    def tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
+        """Return the part of a parameter that a tensor-parallel rank holds; not `readable` if the division is unknown."""
+        assert self._parallel is not None
+        shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
+        try:
+            if any(shape is None for shape in shapes):
+                raise CorruptError(
+                    f"{self._builder.where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
+                )
+            return self._parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
+        except UnsupportedError as error:
+            self._builder.unreadable(parameter_name(fqn), UnsupportedError(f"{self._builder.where}: {error}"))
+            return Shard((), (), readable=False)
+
+
+def declared(tensor: torch.Tensor, shard: Shard, start: int) -> FlatShard:
+    """Return a `FlatShard` over a run of a shard of a parameter; `start` counts elements of the flattened shard."""
+    pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
+    return FlatShard(tensor, shard.shape, start, pieces=pieces)
+
+
+def declared_whole(tensor: torch.Tensor) -> LocalShard:
+    """Return a `LocalShard` over a tensor that this rank holds whole, with any strides."""
+    return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+class Parallel:
+    """How tensor-parallel ranks and the stages of a pipeline divide parameters. Its construction is collective with AutoTP."""
+
+    def __init__(self, engine: Any, *, loading: bool) -> None:
+        # DeepSpeed marks parameters that an earlier stage also has, because a gradient norm must count them once.
+        later = (name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False))
+        self._elsewhere = set() if loading else set(later)
+        self._map: TensorParallel | None = None
+        self._known: dict[str, Shard] = {}
+        info = getattr(engine.module, "universal_checkpoint_info", None)
+        size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+        if size and size > 1:
+            from deepspeed.utils import groups
+
+            group = groups.get_tensor_model_parallel_group()
+            self._rank = dist.get_rank(group=group)
+            self._map = TensorParallel(info or {})
+            mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
+            self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", mine, process_group=group)
+
+    def counts(self, fqn: str) -> bool:
+        """Tell whether this rank saves its part of a parameter. For tied modules of a pipeline, the first stage does."""
+        return fqn not in self._elsewhere
+
+    def shard(self, fqn: str, local: Ints) -> Shard:
+        """Return the part of a parameter that this rank holds, given the shape of its local tensor."""
+        if self._map is None:
+            return Shard.whole(local)
+        if fqn not in self._known:
+            shapes: list[Ints] = [tuple(of_rank[fqn]) for of_rank in self._shapes]
+            found = self._map.shard(fqn, self._rank, shapes)
+            # A parameter that all ranks hold whole: each of them is a replica of rank 0, and they share the writing.
+            self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
+        return self._known[fqn]
+
+    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
+        """Return a `FlatShard` over `tensor`: a run of a flattened local tensor of shape `local`, from element `start` on."""
+        return declared(tensor, self.shard(fqn, local), start)
+
+    def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
+        """Return a shard over a whole local tensor: a `FlatShard`, or a `LocalShard` if it is not row-major."""
+        if tensor.is_contiguous() or self._map is not None:
+            return self.part(fqn, tuple(tensor.shape), tensor, 0)
+        return declared_whole(tensor)
