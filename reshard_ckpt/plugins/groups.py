@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..core.catalog.param_groups import SWITCHES, Groups, comparable, hyperparameters, merge, named_group
+from ..core.catalog.param_groups import SWITCHES, Groups, comparable, merge, named_group
 
-__all__ = ["SWITCHES", "Groups", "comparable", "hyperparameters", "merge", "named_group"]
+__all__ = ["SWITCHES", "Groups", "comparable", "merge", "named_group"]

@@ -19,7 +19,7 @@ from typing import Any
 from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind, open_located
 from ...plugins.dcp import Extent, KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
-from ...plugins.groups import comparable, merge
+from ...plugins.groups import comparable, merge, named_group
 from .names import GROUP_META, GROUPS, MASTER, MASTERED, MODEL, NAME, OPTIMIZER, STATE
 
 _MODULE = "vescale.checkpoint.storage.filesystem"
@@ -93,7 +93,7 @@ class _Folder:
         name, found = f"{OPTIMIZER}.{GROUPS}", []
         try:
             for number, (saved, members) in enumerate(zip(self.stages, self.members, strict=True)):
-                found.append((f"stage {number}", [{**self._hyperparameters(saved, number), "params": members}]))
+                found.append((f"stage {number}", [named_group(self._hyperparameters(saved, number), members)]))
             if found:
                 builder.value([OPTIMIZER, GROUPS], merge(found, name=name), ValueKind.PARAM_GROUPS)
         except CheckpointError as error:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...plugins import FlatShard
 from ...plugins.errors import LayoutError, UnsupportedError, UsageError
+from ...plugins.groups import named_group
 from .names import GROUP_META, GROUPS, MODEL, OPTIMIZER, STATE
 
 _SPEC = ("global_shape", "local_shape", "global_offset", "local_tensor", "dp_ranks_ranges")
@@ -81,11 +82,7 @@ class DistributedState:
             if name in state:
                 raise UnsupportedError(f"optimizer: two model chunks have a parameter {name}; give them distinct names")
             state[name] = {key: self._part(name, key, value, loading) for key, value in entry.items()}
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": members}
-            for group, members in zip(self._saved[GROUP_META], self._members(), strict=True)
-        ]
-        return {STATE: state, GROUPS: groups}
+        return {STATE: state, GROUPS: list(map(named_group, self._saved[GROUP_META], self._members()))}
 
     def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
         """Convert a state entry: a spec becomes a run of a box, and any other value stays."""
