@@ -19,7 +19,7 @@ from tests.launch import ROOT, project_table
 PACKAGE = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
     "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep", "Manager",
-    "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Sizes", "Timeline", "VerifyReport", "async_save",
+    "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Sizes", "Timeline", "Value", "VerifyReport", "async_save",
     "catalog", "compact", "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "reshard_live",
     "save", "sizes", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
@@ -38,8 +38,9 @@ MAX_PLUGIN_NAMES = 35
 """More than that is a sign that plugins reach into the core."""
 
 OPTIONS = {
-    "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "progress", "timeout_s"],
+    "save": ["exclude", "mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "progress", "timeout_s"],
     "async_save": [
+        "exclude",
         "staging",
         "hold",
         "host_buffer_bytes",

@@ -11,7 +11,7 @@ from ..manager.manager import Manager
 from ..manager.restoring import LoadedStep
 from ..manager.sizes import Sizes, sizes
 from ..memory.options import Memory
-from ..state.shards import PerRank
+from ..state.shards import PerRank, Value
 from .compacting import compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
@@ -41,6 +41,7 @@ __all__ = [
     "SaveReport",
     "Sizes",
     "Timeline",
+    "Value",
     "VerifyReport",
     "async_save",
     "catalog",

@@ -4,7 +4,7 @@
 
 1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so.
 2. Wait for the previous save of this process.
-3. Capture the state on this rank.
+3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast).
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
    compare replicas (a gather and a broadcast), and if some differ, capture and agree again.
 5. Write this rank's files: from the tensors, or from a copy that a thread makes (`async_save`). A save to memory has collectives
@@ -15,13 +15,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ..comm import open_session
+from ..comm.protocol import merge_of_all
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
@@ -58,6 +59,7 @@ def save(
     path: Path,
     state: Mapping[str, Any],
     *,
+    exclude: Sequence[str] = (),
     mesh: Any = None,
     process_group: Any = None,
     metadata: Any = None,
@@ -77,6 +79,9 @@ def save(
         A folder that all ranks share, or ``memory://name``.
     state
         Modules, optimizers, objects with ``state_dict``, tensors, shards and plain values, by name; see the guide.
+    exclude
+        Names to leave out, given as for ``ignore=`` of `load`: a list of names, which also stand for everything below them, and
+        of shell-style patterns; the same on all ranks. A pattern that fits no name on any rank gives a warning.
     mesh
         A ``DeviceMesh``, or axis names and sizes, outermost first; needed if the state alone does not show the job's mesh.
     process_group
@@ -111,8 +116,10 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s, replicas=replicas)
-    return _save(path, lambda: capture(state, mesh=mesh, process_group=process_group), options)
+    options = SaveOptions(
+        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, replicas=replicas, exclude=exclude
+    )
+    return _save(path, _capture_of(state, options), options)
 
 
 def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Result]) -> tuple[SaveJob, Result]:
@@ -122,7 +129,10 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
     does so.
     """
     recorder = Recorder()
-    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in it get an error that says so
+    # Ranks that differ in these options get an error that says so.
+    shown = ["replicas='sample'"] if options.samples_replicas else []
+    shown += [f"exclude={list(options.exclude)}"] if options.exclude else []
+    call = f"save({', '.join(shown)})" if shown else "save"
     with outside_inference_mode(), ExitStack() as session:
         # 1. Meet.
         opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
@@ -134,7 +144,11 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
         with recorder.step("turn"):
             SAVES.wait_turn(when_busy=options.when_busy)
         # 3. Capture.
-        local_shards = _captured(capture, comm.rank, recorder)
+        local_shards, unused = _captured(capture, comm.rank, recorder)
+        if options.exclude:
+            unused_everywhere = merge_of_all(comm, unused, lambda lists: sorted(set(lists[0]).intersection(*lists)))
+            for pattern in unused_everywhere if comm.rank == 0 else ():
+                warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
         storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
@@ -155,21 +169,24 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
             if not differ:
                 job = replace(job, fingerprints=fingerprints)
             else:  # tensors whose replicas differ are captured as tensors of each rank's own
-                local_shards = _captured(partial(capture, differ), comm.rank, recorder)
+                local_shards, _ = _captured(partial(capture, differ), comm.rank, recorder)
                 with recorder.step("agree"):
                     job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
         # 5. Write, and 6. commit.
         return job, write(job, session)
 
 
-def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> LocalShards:
-    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh."""
+def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, tuple[str, ...]]:
+    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh.
+
+    Return it, and the patterns of ``exclude`` that fit no name here.
+    """
     with recorder.step("capture"):
         captured = capture()
         for text in captured.warnings if rank == 0 else ():
             warnings.warn(text, stacklevel=4)
         recorder.log = RankLog(rank, captured.mesh)
-        return describe_local(captured.tensors, captured.values, captured.mesh, rank)
+        return describe_local(captured.tensors, captured.values, captured.mesh, rank), captured.unused
 
 
 def _without_claims(
@@ -182,6 +199,10 @@ def _without_claims(
     return values
 
 
+def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
+    return partial(capture, state, mesh=options.mesh, process_group=options.process_group, exclude=options.exclude)
+
+
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
     """Save, and return after the commit."""
     job, written = run_save(path, capture, options, lambda job, session: write_and_commit(job, chunks_of(job)))
@@ -192,6 +213,7 @@ def async_save(
     path: Path,
     state: Mapping[str, Any],
     *,
+    exclude: Sequence[str] = (),
     staging: str = "eager",
     hold: Hold = "optimizers",
     host_buffer_bytes: int | None = None,
@@ -209,7 +231,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, mesh, process_group, metadata, timeline, sha256, replicas, progress, timeout_s
+    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, progress, timeout_s
         As for `save`; a `progress` function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -253,6 +275,7 @@ def async_save(
         when_busy,
         hold,
         replicas,
+        exclude,
     )
     return begin_save(path, state, options)
 
@@ -266,11 +289,7 @@ def begin_save(
     """Begin a save as `async_save` does, with its options as one value; `choose_target` may send the file images elsewhere."""
     guards = options.staging == "lazy" and not options.caller_holds
     guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
-
-    def capture_state() -> Captured:
-        return capture(state, mesh=options.mesh, process_group=options.process_group)
-
-    return _begin(path, capture_state, options, guarded, choose_target)
+    return _begin(path, _capture_of(state, options), options, guarded, choose_target)
 
 
 def _begin(
@@ -322,7 +341,7 @@ def prepare(
     options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), session as comm:
-        local_shards = _captured(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
+        local_shards, _ = _captured(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         assignment, _ = agree(comm, local_shards, splits=not options.samples_replicas)
         ring = take_ring(local_shards, lay_out(local_shards, assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))

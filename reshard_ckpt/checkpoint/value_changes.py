@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..format.values import encode_value
 
@@ -31,8 +32,8 @@ class ValueChange:
     a, b
         The value or part in the first checkpoint, and in the second.
     by, relative
-        For numbers, ``b - a`` and ``|b - a| / max(|a|, |b|)``; for numpy arrays of one shape, the largest absolute and the
-        largest relative difference of an element. None for other types, and if a number is NaN or infinite.
+        For numbers, ``b - a`` and ``|b - a| / max(|a|, |b|)``; for numpy arrays and tensors of one shape, the largest absolute
+        and the largest relative difference of an element. None for other types, and if a number is NaN or infinite.
     """
 
     name: str
@@ -79,7 +80,9 @@ def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
-    """Return absolute and relative difference of two numbers or arrays; None, None for other types and if not finite."""
+    """Return absolute and relative difference of two numbers, arrays or tensors; None, None for other types and if not finite."""
+    if all(isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_complex() for x in (a, b)):
+        a, b = (x.detach().to(torch.float64).numpy() for x in (a, b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return _array_difference(a, b)
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in (a, b)):

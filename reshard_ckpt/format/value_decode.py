@@ -38,6 +38,16 @@ TENSOR_DTYPES = frozenset(
     name for name in TORCH_DTYPES if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8_e\w+|complex\d+", name)
 )
 
+SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the parts of a sparse tensor, by its layout."""
+_SPARSE_LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
+
 
 def decode_node(node: Any, depth: int) -> Any:
     """Decode the value of a msgpack node; containers may nest `depth` levels below it."""
@@ -150,6 +160,25 @@ def _decode_tensor(body: Any, depth: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(checked)
 
 
+def _decode_parameter(body: Any, depth: int) -> torch.nn.Parameter:
+    requires_grad, node = _typed(body, bool, dict)
+    tensor = decode_node(node, depth)
+    if type(tensor) is not torch.Tensor:
+        raise CorruptError("a parameter is no tensor")
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+def _decode_sparse(body: Any, depth: int) -> torch.Tensor:
+    """Decode a sparse tensor; torch checks that its indices lie in its shape, and raises otherwise."""
+    name, shape, nodes = _typed(body, str, list, list)
+    layout, parts = _SPARSE_LAYOUTS.get(name), _decode_each(nodes, depth)
+    if layout is None or len(parts) != len(SPARSE_PARTS[layout]) or any(type(part) is not torch.Tensor for part in parts):
+        raise CorruptError(f"a sparse tensor of layout {name!r:.80} has not the parts of one")
+    if layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(parts[0], parts[1], shape, check_invariants=True)
+    return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, check_invariants=True)
+
+
 def _decode_torch_dtype(body: Any, depth: int) -> torch.dtype:
     name = _one(body, str)
     if name not in TORCH_DTYPES:
@@ -194,6 +223,8 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "numpy.bytes": lambda body, depth: np.bytes_(_one(body, bytes)),
     "numpy.dtype": lambda body, depth: _numpy_dtype(_one(body, str)),
     "torch.Tensor": _decode_tensor,
+    "torch.Parameter": _decode_parameter,
+    "torch.sparse": _decode_sparse,
     "torch.dtype": _decode_torch_dtype,
     "torch.Size": _decode_size,
     "torch.device": lambda body, depth: torch.device(_one(body, str)),

@@ -27,7 +27,7 @@ from ..core.hashing import MAX_ALIKE, too_many_alike
 from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
-from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node
+from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, SPARSE_PARTS, TENSOR_DTYPES, decode_node
 
 MAX_STEPS = 256
 """The most keys that lead to a value in the state: how deep the dicts of a state may nest."""
@@ -71,8 +71,8 @@ def encode_value(value: Any, name: str) -> bytes:
     ----------
     value
         None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque,
-        defaultdict of a builtin, numpy arrays, scalars and dtypes, torch dtypes, sizes, devices and dense tensors, members of
-        enums, dates, times, time spans and paths, nested.
+        defaultdict of a builtin, numpy arrays, scalars and dtypes, torch dtypes, sizes, devices, parameters, dense and sparse
+        tensors, members of enums, dates, times, time spans and paths, nested.
     name
         The name of the value in messages.
 
@@ -290,7 +290,15 @@ def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
     return {"numpy.scalar": [_numpy_dtype_code(value.dtype, place), _array_bytes(np.asarray(value), place)]}
 
 
+def _encode_parameter(value: torch.nn.Parameter, place: _Place) -> Any:
+    return {"torch.Parameter": [value.requires_grad, _encode_tensor(value, place)]}
+
+
 def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
+    if value.layout in SPARSE_PARTS:
+        parts = [getattr(value.detach(), part)() for part in SPARSE_PARTS[value.layout]]
+        layout = str(value.layout).removeprefix("torch.")
+        return {"torch.sparse": [layout, list(value.shape), _encode_items(parts, place)]}
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_quantized or value.is_meta or name not in TENSOR_DTYPES:
         place.refuse(
@@ -349,7 +357,7 @@ _ENCODERS: dict[type, _Encoder] = {
     collections.deque: lambda value, place: {"deque": [value.maxlen, _encode_items(value, place)]},
     np.ndarray: _encode_array,
     torch.Tensor: _encode_tensor,
-    torch.nn.Parameter: _encode_tensor,
+    torch.nn.Parameter: _encode_parameter,
     torch.dtype: lambda value, place: {"torch.dtype": str(value).removeprefix("torch.")},
     torch.Size: lambda value, place: {"torch.Size": list(value)},
     torch.device: lambda value, place: {"torch.device": str(value)},

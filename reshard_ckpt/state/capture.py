@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
+from ..core.planning.match import matches
 from ..core.trees import name_of
 from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer
@@ -37,7 +38,11 @@ from .walk import Tree, is_stateful, state_of, steps, walk
 
 
 def capture(
-    state: Mapping[Any, Any], *, mesh: DeviceMesh | Mapping[str, int] | None = None, process_group: Any = None
+    state: Mapping[Any, Any],
+    *,
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
+    process_group: Any = None,
+    exclude: Sequence[str] = (),
 ) -> Captured:
     """Describe the tensors and values that this rank has to save. No collective is called, and no tensor is copied.
 
@@ -49,6 +54,8 @@ def capture(
         The mesh of the job, if the state does not show it.
     process_group
         The ranks that take part; None for all.
+    exclude
+        Patterns of names that are left out.
 
     Raises
     ------
@@ -60,13 +67,18 @@ def capture(
     opened = open_state(state)
     found = declared or found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
     out = Describer(found)
+    unused = list(exclude)
     with torch.no_grad():  # once for all tensors: for each of them it would take longer than the description
         saved = [(Steps(tree.path, tree.root), list(_saved_rows(tree, opened.unnamed))) for tree in opened.trees]
         _complete_links([row for _, rows in saved for row in rows])
         for keys_of, rows in saved:
             for row in rows:
-                out.add(row, keys_of)
-    return Captured(tuple(out.tensors), tuple(out.values), found, opened.warnings)
+                # Before it is described: of two tensors in one memory, the one that is left out must not be the first.
+                if exclude and matches(row.name, exclude):
+                    unused = [pattern for pattern in unused if not matches(row.name, [pattern])]
+                else:
+                    out.add(row, keys_of)
+    return Captured(tuple(out.tensors), tuple(out.values), found, opened.warnings, tuple(unused))
 
 
 def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> Iterator[Entry]:
@@ -84,7 +96,7 @@ def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> Iterator[Entry]:
             yield from optimizer_rows(row)
         elif row.kind is Kind.GROUPS:
             yield replace(row, value=merge([(row.name, saved_groups(row.value))], name=row.name))
-        elif row.kind is Kind.PER_RANK:
+        elif row.kind is Kind.PER_RANK or row.kind is Kind.WHOLE:
             value = row.value.value
             yield replace(row, value=state_of(value) if is_stateful(value) else value)
 

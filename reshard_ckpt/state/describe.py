@@ -28,7 +28,12 @@ from .walk import Opaque
 
 Placement = tuple[AxisPlacement, ...]
 
-_VALUE_KINDS = {Kind.VALUE: ValueKind.PLAIN, Kind.PER_RANK: ValueKind.PER_RANK, Kind.GROUPS: ValueKind.PARAM_GROUPS}
+_VALUE_KINDS = {
+    Kind.VALUE: ValueKind.PLAIN,
+    Kind.WHOLE: ValueKind.PLAIN,
+    Kind.PER_RANK: ValueKind.PER_RANK,
+    Kind.GROUPS: ValueKind.PARAM_GROUPS,
+}
 
 
 class _Place(NamedTuple):

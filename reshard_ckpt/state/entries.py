@@ -25,7 +25,7 @@ from .layouts import LocalMemory
 
 
 class Kind(Enum):
-    """The kinds of rows. The first four are saved; the others stand for objects that the passes open."""
+    """The kinds of rows. The first five are saved; the others stand for objects that the passes open."""
 
     TENSOR = auto()
     """A tensor, a DTensor, a `LocalShard` or a `FlatShard`."""
@@ -33,6 +33,8 @@ class Kind(Enum):
     """A plain value; it may be a whole list."""
     PER_RANK = auto()
     """A `PerRank`."""
+    WHOLE = auto()
+    """A `Value`."""
     GROUPS = auto()
     """The groups of an optimizer, with FQNs as parameters."""
     MODULES = auto()
@@ -89,6 +91,8 @@ class Captured:
     values: tuple[ValueSpec, ...]
     mesh: Mesh | None
     warnings: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """The patterns of ``exclude`` that match no name on this rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,6 +337,32 @@ def _takes_rank(combine: Callable[..., Any]) -> bool:
     raise UsageError(f"PerRank: combine{signature} takes neither (values, rank, size) nor (values)")
 
 
+class Value:
+    """One value for all ranks that may have tensors in it, saved and loaded whole, without a template.
+
+    Parameters
+    ----------
+    value
+        A plain value, with dense or sparse tensors anywhere in it, or an object with ``state_dict`` and ``load_state_dict``. All
+        ranks that have it must have the same. After a load, `value` is the saved one, with its tensors on the CPU, whatever it
+        was before (an object has been given it through ``load_state_dict``).
+
+    Examples
+    --------
+    A buffer of any number of samples needs no tensors of the right shapes to load into:
+
+    >>> replay = Value({"samples": [torch.zeros(3), torch.zeros(5)]})
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Value({self.value!r})"
+
+
 @dataclass(frozen=True, slots=True)
 class PerRankValues:
     """The saved values of all ranks under one name, in order of rank. `values` may decode each value only when it is indexed."""

@@ -27,7 +27,7 @@ from .mesh import RankSet
 from .modules import is_nothing
 from .parameters import keep_dtypes
 from .paths import Index, in_order, new_dict, own_key
-from .shards import PerRank, PerRankValues
+from .shards import PerRank, PerRankValues, Value
 from .tensors import TensorLike, is_tensor_like, local_memory
 from .walk import Tree, give_state, is_stateful
 
@@ -154,8 +154,8 @@ class TreeTarget:
         self._root = tree.root
         self._updates: list[tuple[Path, Any]] = []
         self._added: list[tuple[ValueOrigin, Any]] = []
-        self._per_rank: list[tuple[PerRank, Any]] = []
-        self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.PER_RANK, Kind.GROUPS)}
+        self._held: list[tuple[PerRank | Value, Any]] = []
+        self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.WHOLE, Kind.PER_RANK, Kind.GROUPS)}
         self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
         self.values = tuple(
             name
@@ -198,7 +198,7 @@ class TreeTarget:
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """Collect every change that the values make to the tree. Return one line for each value that cannot be taken."""
-        self._updates, self._added, self._per_rank = [], [], []
+        self._updates, self._added, self._held = [], [], []
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
     def _judge(self, name: str, value: Any) -> list[str]:
@@ -208,7 +208,7 @@ class TreeTarget:
         if row is not None and row.kind is Kind.PER_RANK:
             problem = self._take_per_rank(row.value, name, value)
         elif row is not None:
-            problem = self._take(row.path, name, value)
+            problem = self._take(row, name, value)
         elif is_nothing(value) and self._has_below(name):
             return []  # some rank had nothing here, and others saved something below this name
         else:
@@ -218,13 +218,16 @@ class TreeTarget:
     def _relative(self, path: Path) -> Path:
         return path[len(self._tree.path) :]
 
-    def _take(self, path: Path, name: str, value: Any) -> str | None:
+    def _take(self, row: Entry, name: str, value: Any) -> str | None:
         kind = self._saved[name].kind
         if kind == ValueKind.PER_RANK:
             return f"{name}: saved as a value of each rank, wanted as one for all; pass PerRank(value) in the state"
         if kind == ValueKind.PARAM_GROUPS:
             return f"{name}: saved as the groups of an optimizer, wanted as a plain value; pass the optimizer under this key"
-        self._updates.append((self._relative(path), value))
+        if row.kind is Kind.WHOLE:
+            self._held.append((row.value, value))
+        else:
+            self._updates.append((self._relative(row.path), value))
         return None
 
     def _take_per_rank(self, holder: PerRank, name: str, value: Any) -> str | None:
@@ -237,7 +240,7 @@ class TreeTarget:
                 "becomes of the saved values"
             )
         own = value.values[rank] if num_saved == size else holder.combined(value.values, rank, size)
-        self._per_rank.append((holder, own))
+        self._held.append((holder, own))
         return None
 
     def _take_groups(self, row: Entry, name: str, value: Any) -> list[str]:
@@ -301,7 +304,7 @@ class TreeTarget:
         for i in in_order([saved.steps for saved, _ in self._added]):
             saved, value = self._added[i]
             self._root = _put(self._root, self._relative(saved.path), value, self._relative(saved.steps))
-        for holder, value in self._per_rank:
+        for holder, value in self._held:
             if is_stateful(holder.value):
                 give_state(holder.value, value)
             else:

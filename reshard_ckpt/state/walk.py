@@ -32,7 +32,7 @@ from .entries import Entry, Kind
 from .modules import read_module
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .paths import Index, Unwrapped
-from .shards import PerRank, Shards
+from .shards import PerRank, Shards, Value
 from .tensors import is_plain_tensor, is_tensor_like, parts_of
 
 StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
@@ -175,6 +175,8 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
         rows += (Entry(name, path, Kind.TENSOR, part) for part in parts_of(value, name))
     elif isinstance(value, PerRank):
         rows.append(Entry(name, path, Kind.PER_RANK, value))
+    elif isinstance(value, Value):
+        rows.append(Entry(name, path, Kind.WHOLE, value))
     elif (modules := _modules(value)) is not None:
         rows.append(Entry(name, path, Kind.MODULES, modules))
     elif (optimizers := _optimizers(value)) is not None:

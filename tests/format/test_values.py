@@ -187,6 +187,32 @@ def test_tensors_come_back_dense_on_the_cpu_with_memory_of_their_own():
     assert torch.equal(decode_value(encode_value(conjugate, "x")), conjugate.resolve_conj())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls the layouts a beta
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse_tensors_come_back_with_their_layout(layout: str):
+    dense = torch.tensor([[0.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0, 4.0]])
+    sparse = dense.to_sparse(layout=getattr(torch, f"sparse_{layout}"), blocksize=(1, 2) if layout[0] == "b" else None)
+    decoded = decode_value(encode_value({"x": [sparse]}, "x"))["x"][0]
+    assert decoded.layout is sparse.layout
+    assert torch.equal(decoded.to_dense(), dense)
+    assert encode_value(decoded, "x") == encode_value(sparse, "x")
+
+
+def test_sparse_tensors_whose_indices_leave_their_shape_are_refused():
+    tag = msgpack.unpackb(encode_value(torch.ones(4).to_sparse(), "x"))
+    tag["torch.sparse"][1] = [3]
+    with pytest.raises(CorruptError, match="no encoded value"):
+        decode_value(msgpack.packb(tag))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_come_back_as_parameters(requires_grad: bool):
+    decoded = decode_value(encode_value(torch.nn.Parameter(torch.ones(2), requires_grad), "x"))
+    assert type(decoded) is torch.nn.Parameter
+    assert decoded.requires_grad is requires_grad
+    assert torch.equal(decoded, torch.ones(2))
+
+
 NEITHER = np.array([[2, 0, 255], [0, 1, 7]], np.uint8)
 
 
@@ -251,7 +277,6 @@ def loop() -> list[Any]:
         (np.longdouble(1), "numpy dtype"),
         (np.zeros(2, "f4,i4"), "numpy dtype"),
         (np.ma.array([1]), r"np\.array"),
-        (torch.zeros(2).to_sparse(), "sparse"),
         (torch.zeros(2, device="meta"), "meta"),
         ("\ud800", "lone surrogates"),
         (bytearray(b"a"), "plain bytes"),

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..catalog.model import TensorDescriptions
+from ..catalog.model import TensorDescriptions, TensorKind
 from ..catalog.specs import blob_name
 from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import CODES
@@ -26,6 +27,9 @@ from ..geometry.runs import I64, pad_left, ranges
 from ..report import summarize
 from .local_metadata import U8, JobMetadata, Placement
 from .placement import agreed
+
+OWN_VALUES = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
+"""The advice where ranks have different values under one name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +217,16 @@ def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], own
     differs = np.zeros(len(shared), bool)
     for column in columns:
         differs |= column[shared] != column[first]
-    problems = [
-        f"{names[ids.value[i]]}: {_describe(job_metadata, ids, i)}, {_describe(job_metadata, ids, j)}"
-        for i, j in zip(first[differs].tolist(), shared[differs].tolist(), strict=True)
-    ]
-    if problems:
-        raise LayoutError(summarize(problems, "ranks disagree about tensors of one name; give different tensors different names"))
+    problems: dict[bool, list[str]] = {False: [], True: []}  # by whether both are the bytes of a value
+    for i, j in zip(first[differs].tolist(), shared[differs].tolist(), strict=True):
+        name, are_values = names[ids.value[i]], columns[1][i] == columns[1][j] == TensorKind.BLOB
+        name = unquote(name.removesuffix(blob_name("", None))) if are_values else name
+        problems[are_values].append(f"{name}: {_describe(job_metadata, ids, i)}, {_describe(job_metadata, ids, j)}")
+    if problems[False]:
+        advice = "ranks disagree about tensors of one name; give different tensors different names"
+        raise LayoutError(summarize(problems[False], advice))
+    if problems[True]:
+        raise LayoutError(summarize(problems[True], OWN_VALUES))
 
 
 def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
@@ -227,7 +235,10 @@ def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
     table, i = job_metadata.tables[which], entry - int(ids.first[which])
     rank = int(np.argmax(job_metadata.table == which))
     width, ndim = table.shape.shape[1], int(table.ndim[i])
-    return f"rank {rank} has {CODES[int(table.dtype[i])]} {tuple(table.shape[i, width - ndim :].tolist())}"
+    shape = tuple(table.shape[i, width - ndim :].tolist())
+    if table.kind[i] == TensorKind.BLOB:
+        return f"rank {rank} has a value of {shape[0]:,} bytes"
+    return f"rank {rank} has {CODES[int(table.dtype[i])]} {shape}"
 
 
 def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,7 +26,7 @@ from ...core.catalog.specs import TensorSpec
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
-from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
+from ...core.planning.match import Match, check_patterns, fault_text, faults_of, match, uncovered
 from ...core.report import summarize
 from ...core.words import few
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
@@ -68,16 +68,7 @@ class LoadOptions:
             if type(value := getattr(self, option)) is not bool:
                 raise UsageError(f"{option}={value!r}: pass True or False")
         for option in ("cast", "allow_resize", "allow_missing", "ignore"):
-            patterns = getattr(self, option)
-            if option == "ignore" and isinstance(patterns, bool):
-                raise UsageError(f"ignore={patterns}: pass a list of patterns; strict=False loads whatever fits")
-            if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
-                raise UsageError(
-                    f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}], or True for all"
-                )
-            is_list = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
-            if not isinstance(patterns, bool) and not is_list:
-                raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
+            check_patterns(option, getattr(self, option))
 
     @property
     def may_keep(self) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import ValueEntry
+from ...core.planning.match import check_patterns
 from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
 from ...core.words import check_count
@@ -43,6 +44,7 @@ class SaveOptions:
     when_busy: str = "wait"
     hold: Hold = "optimizers"
     replicas: str = "verify"
+    exclude: Sequence[str] = ()
     compare_first: bool = False
     """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class SaveOptions:
         _check_choice("staging", self.staging, ("eager", "lazy"))
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
         _check_choice("replicas", self.replicas, ("verify", "sample"))
+        check_patterns("exclude", self.exclude)
         check_count("host_buffer_bytes", self.host_buffer_bytes, 1, or_none=True)
         if isinstance(self.hold, str):
             _check_choice("hold", self.hold, ("optimizers", "caller"))

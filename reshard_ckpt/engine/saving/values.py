@@ -10,7 +10,7 @@ import numpy as np
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import StateLink, ValueKind, ValueSpec, blob_name
-from ...core.planning.merge import MergedTables
+from ...core.planning.merge import OWN_VALUES, MergedTables
 from ...core.report import summarize
 from ...errors import LayoutError
 from ...format.values import decode_value, encode_value
@@ -42,8 +42,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
     problems: list[str] = []
     entries = [_merge(name, by_name[name], tables, problems) for name in by_name]
     if problems:
-        advice = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
-        raise LayoutError(summarize(problems, advice))
+        raise LayoutError(summarize(problems, OWN_VALUES))
     return tuple(entries)
 
 
