@@ -24,7 +24,7 @@ from ..families.megatron.calls import (
     load_tensors_metadata,
     save,
 )
-from ..families.megatron.rules import add_rule
+from ..families.megatron.places import add_rule
 
 if TYPE_CHECKING:
     LoadStrategy: type
@@ -47,8 +47,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("SaveStrategy", "LoadStrategy"):
-        torch_dist = importlib.import_module("..families.megatron.torch_dist", __name__)
-        return torch_dist.save_strategy() if name == "SaveStrategy" else torch_dist.load_strategy()
+        strategies = importlib.import_module("..families.megatron.strategies", __name__)
+        return strategies.save_strategy() if name == "SaveStrategy" else strategies.load_strategy()
     if not name.startswith("_"):
         try:
             return getattr(importlib.import_module("megatron.core.dist_checkpointing"), name)

@@ -32,10 +32,8 @@ from ...plugins.names import StateLink
 from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256
-
 MayHold = Callable[[str, Part], bool]
 """Takes the prefix of a bucket's names and a chunk of the model. Returns whether the chunk may lie in that bucket."""
-
 Claim = tuple[int, int]
 """The index of a parameter, and the index of one of its parts."""
 

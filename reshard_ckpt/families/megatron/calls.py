@@ -2,7 +2,7 @@
 
 *Saving*:
 
-1. `captured` describes the content of a rank. Replicas are compared before anything is written.
+1. `states` describes the content of a rank. Replicas are compared before anything is written.
 2. Megatron's own ``metadata.json`` is written beside the catalog, because Megatron's programs recognize a checkpoint by it.
 3. From 0.19 on, Megatron's ``dist_checkpointing.save`` hands the common state to a strategy as an object. Its ``load`` reads that
    object with torch's DCP, unless there is a ``common.pt``; so this library writes one.
@@ -18,20 +18,23 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ...plugins import begin_captured, checkpoint, load_wanted, save_captured
-from ...plugins.errors import UsageError
-from ...plugins.states import read_values
-from .captured import SavedTree
-from .errors import megatron_compatible
+from ...plugins.errors import CheckpointError, UsageError
+from ...plugins.states import group_of, read_values
 from .names import (
     COMMON,
     COMMON_FILE,
@@ -44,10 +47,72 @@ from .names import (
     key_of_object,
     keys_of_catalog,
 )
-from .strictness import check_strategy, parse_mode
+from .states import SavedTree, WantedTree, check_strategy, is_common, parse_mode, tensors_of
 from .values import common_state, metadata_of
-from .wanted import WantedTree, is_common, tensors_of
 
+FIRST, LAST = (0, 13), (0, 19)
+"""The first and the last release that jobs have run with; docs/megatron.md lists which, and which parts of each."""
+
+
+def warn_if_untested() -> None:
+    """Warn if this program has imported a megatron-core that has not been tested."""
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    if isinstance(version, str):
+        _judge(version)
+
+
+@lru_cache(maxsize=8)
+def _judge(version: str) -> None:
+    """Warn about an untested version, once for each version, on rank 0."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:
+        tested = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        warnings.warn(
+            f"megatron-core {version}: the calls of reshard_ckpt.megatron have been run with {tested} only; load a checkpoint "
+            "into a job of another layout once, and compare, before relying on it",
+            stacklevel=4,
+        )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_CORE = "megatron.core.dist_checkpointing.core"
+
+
+def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a call so that its errors are also Megatron's and torch's, if the program has imported Megatron.
+
+    Megatron's own functions raise ``CheckpointingException``. Its strategies for ``torch_dist`` raise torch's
+    ``CheckpointException``, which does not derive from `Exception`. Programs catch either of them, so an error here is both.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        warn_if_untested()
+        try:
+            return function(*args, **options)
+        except CheckpointError as error:
+            theirs = getattr(sys.modules.get(_CORE), "CheckpointingException", None)
+            if theirs is None or isinstance(error, theirs):
+                raise
+            new = _combined(type(error), theirs)(*error.args)
+            failures = {group_of(None).rank: (error, traceback.extract_tb(error.__traceback__))}
+            vars(new).update(vars(error), _failures=failures)
+            raise new.with_traceback(error.__traceback__) from error.__cause__
+
+    return call
+
+
+def _combined(kind: type[CheckpointError], theirs: type[Exception]) -> type[CheckpointError]:
+    """Return a subclass of `kind`, `theirs` and torch's exception. It is cached: ``except`` needs the same class each time."""
+    if (kind, theirs) not in _MADE:
+        members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__str__": Exception.__str__}  # torch's has no message
+        _MADE[kind, theirs] = type(kind.__name__, (kind, theirs, CheckpointException), members)
+    return _MADE[kind, theirs]
+
+
+_MADE: dict[tuple[type, type], type[CheckpointError]] = {}
 _FLAT = "fully_sharded_model_space"
 
 
@@ -110,7 +175,7 @@ def save(
     check_strategy("common_strategy", common_strategy)
     tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
     if async_sharded_save:
-        from .requests import request_of
+        from .strategies import request_of
 
         return request_of(begin_tree(checkpoint_dir, tree, sha256=verify_integrity))
     save_tree(checkpoint_dir, tree, sha256=verify_integrity)

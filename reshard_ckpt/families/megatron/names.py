@@ -27,16 +27,13 @@ from ...plugins.names import StateLink
 
 NAME = "megatron"
 """The name of the format. It is also the key in a catalog's metadata that marks names as Megatron's keys and lists Namespaces."""
-
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
 COMMON = "common_state"
 COMMON_OBJECT = f"{COMMON}/shard_0_1"
 """The object as which Megatron saves the common state from 0.19 on."""
-
 COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
 """Megatron's file of the common state, which Megatron's own `load` reads, and the file by which it recognizes a checkpoint."""
-
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -44,18 +41,13 @@ CONFIG = {
     "common_backend_version": 1,
 }
 """The content of ``metadata.json`` that every version reads; newer versions leave out keys that they no longer need."""
-
 CONTENT_METADATA, FORM = "content_metadata", "distrib_optim_sharding_type"
 """A key of the common state, and the key in it for the form of the optimizer's state."""
-
 NAMESPACE_TAG, NAMESPACE = "__class__", "argparse:Namespace"
 """The key, and its value, that mark a dict which was a Namespace."""
-
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
 """The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
-
 Path = tuple[Any, ...]
-
 _SPELLED = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
 _MODEL = re.compile(r"model\d*\.")

@@ -24,7 +24,7 @@ from ...plugins.errors import UnsupportedError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves
 from .names import FULLY_RESHARDABLE, SHARDING
-from .runs import NamedShard, is_factory, is_sharded_tensor, run_entries
+from .places import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
     Instead,

@@ -4,7 +4,7 @@
    chunks. Experts are numbered by rank.
 2. Name the tensors as Megatron's newer folders do. Layers are stacked, unless they differ or Megatron would not stack them.
    Experts are stacked in the next dim.
-3. Join the shards of tensor-parallel ranks by rules (`rules`). Each rule is checked against the files: tensors that all ranks
+3. Join the shards of tensor-parallel ranks by rules (`places`). Each rule is checked against the files: tensors that all ranks
    hold whole must have the same bytes, and shards must not. Replicas on other stages and expert ranks must be the same, too.
    Tensors up to 1 MiB are compared whole, larger ones by 16 samples of 64 KiB.
 
@@ -25,11 +25,10 @@ import torch
 from ...plugins import CatalogBuilder, Ints, Part, Storage, read_range
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.torchfile import PickledTensor, TorchFile
-from .rules import Cut, cut_of
+from .places import Cut, cut_of
 
 WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
 MAX_NUMBER = 1 << 20
-
 _LAYER = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers)\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})")

@@ -29,7 +29,6 @@ _MAIN, _BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILE = re.compile(rf"(mp_rank_\d{{2,9}}(?:_\d{{3,9}}){{0,2}})/{re.escape(_MAIN)}")
 _MODEL = re.compile(r"model\d{0,4}")
 MAX_RANKS = 1 << 16
-
 Rank = tuple[int, int, int]
 """The tensor-parallel, the pipeline and the expert-parallel rank."""
 

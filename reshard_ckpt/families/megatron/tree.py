@@ -23,11 +23,10 @@ from ...plugins.errors import MismatchError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves, map_tree
 from .names import SHARDING, object_name
-from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
+from .places import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
 
 NOTHING = object()
 """Stands for a missing node: the tree has nothing of the requested kind at this place."""
-
 _STATE = "param_state"
 """The key in a distributed optimizer's dict for the state of the parameters; `SHARDING` is the key for its form."""
 

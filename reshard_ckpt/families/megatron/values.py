@@ -9,16 +9,45 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...plugins import Catalog, CatalogBuilder, Ints, ValueKind
-from ...plugins.errors import CheckpointError, CorruptError
+from ...plugins import Catalog, CatalogBuilder, Ints, Storage, ValueKind
+from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.names import name_of, paths_of_values
 from ...plugins.torchfile import TorchFile, attributes_of, class_of
 from ...plugins.trees import flatten, unflatten
 from .names import COMMON_FILE, COMMON_OBJECT, NAME, NAMESPACE, NAMESPACE_TAG, Path, common_path, has_keys, noted
+
+INTEGRITY_KEY = "integrity.json"
+MAX_BYTES = 64 << 20
+
+
+def read_integrity(storage: Storage) -> dict[str, bytes]:
+    """Return the SHA-256 of each file by its key; an empty dict if Megatron wrote no list.
+
+    Raises
+    ------
+    CorruptError
+        The list is damaged.
+    UnsupportedError
+        The digests are not SHA-256.
+    """
+    if storage.size(INTEGRITY_KEY) is None:
+        return {}
+    where = f"{storage.url}: {INTEGRITY_KEY}"
+    try:
+        listed = json.loads(bytes(storage.read(INTEGRITY_KEY, limit=MAX_BYTES)))
+        algorithm, files = listed["algorithm"], listed["files"]
+        digests = {str(key): bytes.fromhex(digest) for key, digest in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{where}: is no list of digests ({error}); use another checkpoint") from None
+    if algorithm != "sha256":
+        raise UnsupportedError(f"{where}: has digests of {algorithm!r:.40}; only sha256 is known")
+    return digests
+
 
 MAX_DEPTH = 64
 

@@ -36,7 +36,7 @@ from .names import (
     object_key,
     tensor_key,
 )
-from .rules import is_of_megatron
+from .places import is_of_megatron
 from .values import inner_path, mark_namespaces
 
 _WITHOUT_CHAIN = "chained_optim_avoid_prefix"

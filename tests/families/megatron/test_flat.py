@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.families.megatron.metadata import unflattened
+from reshard_ckpt.families.megatron.open import unflattened
 from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
 
 

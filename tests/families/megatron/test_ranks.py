@@ -14,8 +14,8 @@ import torch
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError
-from reshard_ckpt.families.megatron import rules
-from reshard_ckpt.families.megatron.metadata import read_metadata
+from reshard_ckpt.families.megatron import places
+from reshard_ckpt.families.megatron.open import read_metadata
 from reshard_ckpt.storage import open_storage
 from tests.families.megatron import values
 from tests.families.megatron.folders import RANKS, unpack
@@ -26,7 +26,7 @@ State = dict[str, Any]
 @pytest.fixture(autouse=True)
 def _no_rules() -> Iterator[None]:
     yield
-    rules._added.clear()
+    places._added.clear()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reshard_ckpt import megatron
-from reshard_ckpt.families.megatron import versions
+from reshard_ckpt.families.megatron import calls
 
 
 def said(path: Path, version: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -18,7 +18,7 @@ def said(path: Path, version: object, monkeypatch: pytest.MonkeyPatch) -> list[s
     core = types.ModuleType("megatron.core")
     core.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.core", core)
-    versions._judge.cache_clear()
+    calls._judge.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         megatron.save({"iteration": 3}, str(path))

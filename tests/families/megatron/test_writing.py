@@ -15,9 +15,9 @@ import torch
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
-from reshard_ckpt.families.megatron import rules
+from reshard_ckpt.families.megatron import places
 from reshard_ckpt.families.megatron.buckets import name_buckets
-from reshard_ckpt.families.megatron.metadata import read_metadata
+from reshard_ckpt.families.megatron.open import read_metadata
 from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.parts import Part
 from reshard_ckpt.storage import open_storage
@@ -118,7 +118,7 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
 def test_modules_of_ones_own_are_written_where_a_rule_says_that_they_are_of_megatron(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "_added", {})
+    monkeypatch.setattr(places, "_added", {})
     checkpoint.save(tmp_path / "own", {"model": {"adapter.weight": torch.ones(2)}})
     megatron.add_rule("adapter.weight", dim=None)
     checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
