@@ -12,8 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable
-from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, AxisPlacement, Mesh
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 
 ROUNDS = 5

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
-from reshard_ckpt.core.geometry.dtypes import item_bytes_of
+from reshard_ckpt.core.catalog.specs import item_bytes_of
 from reshard_ckpt.core.geometry.runs import I64
 from reshard_ckpt.core.planning.build_catalog import build_catalog
 from reshard_ckpt.core.planning.read_plan import plan_reads

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard_ckpt.core.catalog.links import link_columns
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, RowTable, TensorKind, TensorTable, ValueEntry
+from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.catalog.param_groups import merge
-from reshard_ckpt.core.catalog.specs import Piece, StateLink, ValueKind
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, Piece, StateLink, ValueKind
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value

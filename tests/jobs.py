@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from reshard_ckpt.core.catalog.links import links_from_names
 from reshard_ckpt.core.catalog.model import Catalog, ValueEntry
+from reshard_ckpt.core.catalog.names import links_from_names
 from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.core.report import LoadReport

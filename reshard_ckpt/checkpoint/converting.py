@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.select import retyped, select_entries
-from ..core.geometry.dtypes import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES
 from ..engine.common.identity import has_checksums, identity
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed

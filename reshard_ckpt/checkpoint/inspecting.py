@@ -11,9 +11,8 @@ import numpy as np
 
 from ..core.catalog.model import Catalog, TensorView, ValueEntry
 from ..core.catalog.name_tree import Node, fold
-from ..core.catalog.specs import Ints, ValueKind
+from ..core.catalog.specs import Ints, ValueKind, item_bytes_of
 from ..core.catalog.summary import Summary, step_of, summarize_catalog
-from ..core.geometry.dtypes import item_bytes_of
 from ..core.geometry.runs import volumes
 from ..engine.checking.statistics import TensorStats, statistics
 from ..engine.common.progress import OnProgress, reporter

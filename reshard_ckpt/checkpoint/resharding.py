@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm import Comm, SoloComm, open_session, value_of_first
-from ..core.catalog.links import optimizer_of
 from ..core.catalog.model import Catalog
+from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..core.catalog.model import Catalog
-from ..core.near import nearest
 from ..core.planning.match import scaled_tensors
+from ..core.words import nearest
 from ..errors import MismatchError, UnsupportedError, UsageError
 from ..format.torch_dtypes import TORCH_DTYPES
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.catalog.links import optimizer_of, state_name
 from ..core.catalog.model import Catalog
+from ..core.catalog.names import optimizer_of, state_name
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.words import check_text
 from ..errors import UsageError

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from ..comm.group import current_accelerator
-from ..core.catalog.links import GROUPS, STATE
+from ..core.catalog.names import GROUPS, STATE
 from ..errors import UsageError
 from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested
 from ..state.walk import Verbatim

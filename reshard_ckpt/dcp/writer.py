@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from ..checkpoint.saving import save
 from ..comm import ALONE
-from ..core.catalog.links import GROUPS, STATE
+from ..core.catalog.names import GROUPS, STATE
 from ..core.report import summarize
 from ..core.trees import Path, map_tree, name_of, unflatten
 from ..errors import CheckpointError, UnsupportedError, UsageError

@@ -17,10 +17,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ..core.catalog.links import link_columns
 from ..core.catalog.model import Catalog, FileEntry, TensorTable
-from ..core.catalog.specs import AxisPlacement
-from ..core.geometry.dtypes import CODES
+from ..core.catalog.names import link_columns
+from ..core.catalog.specs import CODES, AxisPlacement
 from ..errors import CorruptError, UnsupportedError
 from .catalog_check import bombs, problems
 from .catalog_decode import FIRST_WITH_LINKS, LINK_FIELDS, decode_tables

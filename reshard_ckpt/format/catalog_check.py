@@ -16,10 +16,9 @@ from math import isfinite, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.catalog.links import STATE
 from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
-from ..core.catalog.specs import ValueKind
-from ..core.geometry.dtypes import CODES, item_bytes_of
+from ..core.catalog.names import STATE
+from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.words import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core.catalog.links import divided, link_columns
 from ..core.catalog.model import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
-from ..core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
-from ..core.geometry.dtypes import CODES
+from ..core.catalog.names import divided, link_columns
+from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
 from ..errors import CorruptError
 from .catalog_check import link_problems
 from .columns import Table

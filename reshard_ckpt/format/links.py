@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..core.catalog.links import link_columns, links_from_names, optimizer_of
 from ..core.catalog.model import Catalog, TensorKind, ValueEntry
+from ..core.catalog.names import link_columns, links_from_names, optimizer_of
 from ..core.catalog.param_groups import are_groups
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..errors import CorruptError

@@ -18,8 +18,7 @@ from math import prod
 from typing import Any
 from urllib.parse import unquote
 
-from ..core.catalog.specs import Ints, escape, unravel
-from ..core.geometry.dtypes import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES, Ints, escape, unravel
 from ..errors import CorruptError, UnsupportedError, UsageError
 
 ALIGNMENT = 64

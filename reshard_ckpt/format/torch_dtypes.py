@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core.geometry.dtypes import CODES
+from ..core.catalog.specs import CODES
 from ..errors import UnsupportedError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The torch dtype of each code of `core.geometry.dtypes`."""
+"""The torch dtype of each code of `core.catalog.specs`."""
 
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 assert set(TORCH_DTYPES) == set(CODES)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.hashing import MAX_ALIKE, too_many_alike
+from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError
 from .objects import rebuilt
 

@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ..core.hashing import MAX_ALIKE, too_many_alike
+from ..core.trees import MAX_ALIKE, too_many_alike
 from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
@@ -159,7 +159,7 @@ def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
 
 
 def check_keys(paths: Iterable[tuple[Any, ...]]) -> None:
-    """Refuse the paths of a checkpoint if too many of their keys have one hash: these keys go into dicts (see `core.hashing`).
+    """Refuse the paths of a checkpoint if too many of their keys have one hash: these keys go into dicts (see `core.trees`).
 
     Raises
     ------

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.catalog.links import link_columns
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from ..core.catalog.specs import Ints, StateLink, ValueKind
-from ..core.geometry.dtypes import CODES
-from ..core.geometry.ordering import group_ids
+from ..core.catalog.names import link_columns
+from ..core.catalog.specs import CODES, Ints, StateLink, ValueKind
+from ..core.geometry.columns import group_ids
 from ..core.geometry.runs import I64, pad_rows
 from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError

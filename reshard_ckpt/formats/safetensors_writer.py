@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from ..core.catalog.model import Catalog
-from ..core.geometry.dtypes import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES
 from ..engine.common.finished_files import finished_digests
 from ..engine.saving.write import FileLayout
 from ..errors import UsageError

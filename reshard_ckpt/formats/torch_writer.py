@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ..core.catalog.links import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.model import Catalog, ValueEntry
+from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..core.trees import put
 from ..errors import StorageError, UnsupportedError

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ..core.durations import duration_s
 from ..core.planning.interval import TierCosts
 from ..core.report import SaveReport
+from ..core.words import duration_s
 from ..errors import UsageError
 
 WARM_UP_STEPS = 8

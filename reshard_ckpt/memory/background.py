@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..comm.protocol import Comm
-from ..core.durations import duration_s
+from ..core.words import duration_s
 from ..engine.common.logs import LOGGER
 from ..errors import CheckpointError, UsageError
 from ..storage import open_storage

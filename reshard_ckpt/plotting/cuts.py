@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 from ..core.catalog.model import Catalog, ShardView, TensorView
 from ..core.catalog.name_tree import spans
 from ..core.catalog.placements import KINDS, LocalRegion, local_region
-from ..core.catalog.specs import Ints, Mesh, row_major_strides, unravel
-from ..core.geometry.dtypes import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES, Ints, Mesh, row_major_strides, unravel
 from ..core.geometry.runs import I64, volumes
 from ..core.timeline import rank_label
 from ..engine.common.progress import size_text

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from ..core.durations import duration_text
 from ..core.planning.interval import Goodput, JobFigures, TierCosts, tiers
+from ..core.words import duration_text
 from .canvas import PALETTE, add_axes, new_figure, styled
 
 WIDTH, HEIGHT = 720.0, 420.0

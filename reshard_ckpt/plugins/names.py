@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..core.catalog.names import unwrapped, unwrapped_keys
 from ..core.catalog.specs import StateLink
-from ..core.catalog.wrappers import unwrapped, unwrapped_keys
 from ..core.trees import name_of
 from ..state.paths import paths_of_values
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
+from ..core.catalog.names import find_parameters
 from ..core.catalog.param_groups import merge
 from ..core.planning.match import matches
 from ..core.trees import name_of

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.catalog.placements import KINDS, cut_ranges, local_region
 from ..core.catalog.specs import AxisPlacement, Ints, Replication
-from ..core.geometry.chunks import Range, chunk
+from ..core.geometry.runs import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names

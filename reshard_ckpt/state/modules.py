@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from ..core.catalog.names import MODULE, WRAPPED
 from ..core.catalog.specs import Replication
-from ..core.catalog.wrappers import MODULE, WRAPPED
 from ..core.planning.match import LEAVES_OUT
 from ..core.trees import Path
 from ..core.words import few

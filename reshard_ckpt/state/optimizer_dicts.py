@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..core.catalog.links import GROUPS, STATE
+from ..core.catalog.names import GROUPS, STATE, unwrapped
 from ..core.catalog.param_groups import comparable, named_group
-from ..core.catalog.wrappers import unwrapped
 
 Form = Literal["by number", "by FQN", "flattened"]
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from ..core.catalog.links import GROUPS, STATE, groups_name
 from ..core.catalog.model import Catalog
+from ..core.catalog.names import GROUPS, STATE, groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups, merge, named_group
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT

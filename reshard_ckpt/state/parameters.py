@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..core.catalog.wrappers import unwrapped
+from ..core.catalog.names import unwrapped
 from ..errors import UsageError
 from .dtensor import is_dtensor
 from .entries import Entry, Kind

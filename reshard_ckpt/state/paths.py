@@ -11,8 +11,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.catalog.links import STATE
 from ..core.catalog.model import Catalog
+from ..core.catalog.names import STATE
 from ..core.catalog.specs import StateLink
 from ..core.trees import Path, name_of
 from ..format.value_decode import FACTORIES

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind, add_kind
 from ..core.catalog.specs import AxisPlacement, Ints
-from ..core.geometry.chunks import Range
+from ..core.geometry.runs import Range
 from ..errors import LayoutError
 
 Recognize = Callable[[Any, Ints], tuple[int | None, Sequence[int]] | None]

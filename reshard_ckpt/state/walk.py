@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.catalog.wrappers import unwrapped_keys
+from ..core.catalog.names import unwrapped_keys
 from ..core.trees import Path, name_of
 from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.model import Catalog
-from ..core.geometry.dtypes import item_bytes_of
+from ..core.catalog.specs import item_bytes_of
 from ..errors import CorruptError, UnsupportedError
 from .pickle_reader import StandInObject
 

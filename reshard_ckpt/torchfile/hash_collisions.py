@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickletools
 
-from ..core.hashing import MAX_ALIKE, too_many_alike
+from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError
 
 SMALL_BYTES = 4096

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, load_model, save_file
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import converting
 from reshard_ckpt.checkpoint.converting import parse_size
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.errors import (
     CheckpointNotFound,
     CorruptError,

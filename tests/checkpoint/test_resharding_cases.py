@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog.links import groups_name
 from reshard_ckpt.core.catalog.model import Catalog
+from reshard_ckpt.core.catalog.names import groups_name
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, ValueKind, ValueSpec
 from reshard_ckpt.core.planning.experts import spread
 from reshard_ckpt.core.planning.pipeline_stages import stages_of

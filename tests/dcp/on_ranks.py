@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES
 from tests.layouts import values_of
 
 try:

@@ -1,4 +1,4 @@
-"""Dotted names in docstrings and comments, such as `core.hashing`, name modules and definitions that exist."""
+"""Dotted names in docstrings and comments, such as `core.trees`, name modules and definitions that exist."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_each_dotted_name_exists() -> None:
     ("dotted", "stale"),
     [
         ("core.state", True),
-        ("core.hashing", False),
+        ("core.trees", False),
         ("core.catalog.specs.Piece", False),
         ("core.catalog.specs.NoPiece", True),
         ("hashing", False),

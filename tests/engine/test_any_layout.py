@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, Piece, Replication, TensorSpec
 from reshard_ckpt.engine.loading.load import LoadOptions
 from reshard_ckpt.engine.loading.read import WINDOW_BYTES
 from reshard_ckpt.errors import LayoutError

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable
-from reshard_ckpt.core.catalog.specs import Mesh, StateLink, ValueKind
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, Mesh, StateLink, ValueKind
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.catalog_check import problems

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as safetensors_deserialize
 
-from reshard_ckpt.core.catalog.specs import blob_name
-from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
+from reshard_ckpt.core.catalog.specs import CODES, ITEM_BYTES, blob_name
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError
 from reshard_ckpt.format.shard_file import (
     ALIGNMENT,

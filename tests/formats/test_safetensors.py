@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.engine.loading.load import LoadOptions, fetch, resolve
 from reshard_ckpt.errors import (
     CheckpointError,

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,

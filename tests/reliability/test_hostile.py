@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog.links import link_columns
 from reshard_ckpt.core.catalog.model import BoxTable, RowTable
+from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError
-from ..geometry.dtypes import CODES, ITEM_BYTES
-from .links import divided
-from .specs import AxisPlacement, Ints, Mesh, StateLink, ValueKind
+from .names import divided
+from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind
 
 I64 = NDArray[np.int64]
 

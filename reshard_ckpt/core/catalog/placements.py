@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from ...errors import LayoutError, UsageError
-from ..geometry.chunks import Range, chunk, joined, narrow
+from ..geometry.runs import Range, chunk, joined, narrow
 from .name_tree import spans
 from .specs import AxisPlacement, Ints
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..geometry.dtypes import CODES
 from ..geometry.runs import ranges
 from .model import Catalog, RowTable
+from .specs import CODES
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.dtypes import CODES, item_bytes_of
 from ..geometry.runs import volumes
 from .model import Catalog, TensorKind
-from .specs import Mesh
+from .specs import CODES, Mesh, item_bytes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,15 @@ so that questions about runs become questions about boxes.
 
 Arrays are ``(N, D)`` int64, with one run or box in each row; tensors of fewer dims are padded on the left with offset 0 and
 length 1.
+
+A `Range` is a part of one dim, ``(first, length)``. The ranges of a rank are in the order in which they lie in its local tensor:
+plain shards have one, and there are several if sections of the dim (fused QKV) or groups (strided placements) are cut each on
+their own. `chunk` cuts them as ``torch.chunk`` does, including uneven sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -263,3 +267,45 @@ def ranges(lengths: I64) -> tuple[I64, I64]:
     owner = np.repeat(np.arange(len(lengths)), lengths)
     first = np.cumsum(lengths) - lengths
     return owner, np.arange(len(owner)) - np.repeat(first, lengths)
+
+
+Range = tuple[int, int]
+
+
+def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
+    """Cut the concatenated ranges as ``torch.chunk`` into `num` parts; returns the part of coordinate `index`.
+
+    >>> chunk([(0, 5), (10, 5)], 4, 1), chunk([(0, 5)], 4, 3)
+    ([(3, 2), (10, 1)], [])
+    """
+    total = sum(length for _, length in ranges)
+    step = -(-total // num)
+    return narrow(ranges, min(index * step, total), min((index + 1) * step, total))
+
+
+def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
+    """Return elements ``[start, stop)`` of the concatenated ranges."""
+    out: list[Range] = []
+    position = 0
+    for first, length in ranges:
+        low = max(start, position)
+        high = min(stop, position + length)
+        if low < high:
+            out.append((first + low - position, high - low))
+        position += length
+    return out
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Merge each range with the one before it if it begins where that one ends.
+
+    >>> joined([(0, 2), (2, 3), (7, 1)])
+    [(0, 5), (7, 1)]
+    """
+    out: list[Range] = []
+    for first, length in ranges:
+        if out and sum(out[-1]) == first:
+            out[-1] = (out[-1][0], out[-1][1] + length)
+        else:
+            out.append((first, length))
+    return out

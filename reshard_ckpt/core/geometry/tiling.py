@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import UnsupportedError
-from .columns import ColumnTable, batches
-from .ordering import is_new, lex_order
+from .columns import ColumnTable, batches, is_new, lex_order
 from .runs import I64, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 21

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from ..catalog.placements import cut_ranges
 from ..catalog.specs import AxisPlacement, Ints, Mesh
-from ..geometry.chunks import Range
-from ..geometry.ordering import group_ids, is_new
-from ..geometry.runs import I64
+from ..geometry.columns import group_ids, is_new
+from ..geometry.runs import I64, Range
 
 Placement = tuple[AxisPlacement, ...]
 Hypothesis = tuple[tuple[int, ...], Ints]

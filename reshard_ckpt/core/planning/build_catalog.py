@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorDescriptions, TensorTable, ValueEntry
-from ..geometry.ordering import group_ids, lex_order
+from ..geometry.columns import group_ids, lex_order
 from ..geometry.runs import I64
 from .merge import MergedTables
 from .save_plan import SavePlan

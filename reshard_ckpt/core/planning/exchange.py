@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable
-from ..geometry.dtypes import item_bytes_of
+from ..catalog.specs import item_bytes_of
+from ..geometry.columns import ColumnTable, group_ids, lex_order
 from ..geometry.meeting import TensorBoxes, meet
-from ..geometry.ordering import group_ids, lex_order
 from ..geometry.runs import I64, cut_boxes, decompose, pad_left, ranges, volumes
 from .balance import ReplicaGroup, assign
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
+from ..catalog.specs import item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.dtypes import item_bytes_of
 from ..geometry.meeting import TensorBoxes, meet
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from .local_metadata import PieceColumns

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..catalog.links import link_columns
 from ..catalog.model import TensorDescriptions, TensorKind
-from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueSpec
-from ..geometry.dtypes import CODES
-from ..geometry.ordering import group_ids
+from ..catalog.names import link_columns
+from ..catalog.specs import CODES, AxisPlacement, Mesh, TensorSpec, ValueSpec
+from ..geometry.columns import group_ids
 from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
 
 U8 = NDArray[np.uint8]

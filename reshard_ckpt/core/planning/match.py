@@ -10,9 +10,8 @@ import numpy as np
 
 from ...errors import UsageError
 from ..catalog.model import Catalog
-from ..catalog.specs import TensorSpec
-from ..catalog.wrappers import bare
-from ..geometry.dtypes import CODES
+from ..catalog.names import bare
+from ..catalog.specs import CODES, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, describe_region, find_faults
 from .load_plan import LoadPlan

@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 
 from ...errors import LayoutError
 from ..catalog.model import TensorDescriptions, TensorKind
-from ..catalog.specs import blob_name
-from ..geometry.columns import ColumnTable
-from ..geometry.dtypes import CODES
-from ..geometry.ordering import group_ids, is_new, lex_order
+from ..catalog.specs import CODES, blob_name
+from ..geometry.columns import ColumnTable, group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left, ranges
 from ..report import summarize
 from .local_metadata import U8, JobMetadata, Placement

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..catalog.specs import AxisPlacement, Mesh
-from ..geometry.ordering import group_ids, is_new, lex_order
+from ..geometry.columns import group_ids, is_new, lex_order
 from ..geometry.runs import I64
 from .axis_cuts import HeldBounds, Placement, PlacementTable, with_cuts
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.columns import ColumnTable
-from ..geometry.ordering import is_new, running_max
+from ..geometry.columns import ColumnTable, is_new, running_max
 from ..geometry.runs import I64, ranges, volumes
 from .load_plan import LoadPlan
 

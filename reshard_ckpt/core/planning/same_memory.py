@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.ordering import is_new, running_max
+from ..geometry.columns import is_new, running_max
 from ..geometry.runs import I64, decompose
 from .local_metadata import PieceColumns
 

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from ...errors import LayoutError
 from ..catalog.model import TensorKind
-from ..catalog.specs import Mesh, Replication
-from ..geometry.dtypes import item_bytes_of
-from ..geometry.ordering import is_new, lex_order
-from ..geometry.overlaps import cut_overlaps
+from ..catalog.specs import Mesh, Replication, item_bytes_of
+from ..geometry.columns import is_new, lex_order
+from ..geometry.meeting import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
 from ..geometry.tiling import Fault, describe_region, find_faults
 from ..report import summarize

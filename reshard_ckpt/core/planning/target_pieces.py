@@ -16,8 +16,7 @@ import numpy as np
 
 from ..catalog.placements import Box, local_region
 from ..catalog.specs import Ints, Mesh
-from ..geometry.chunks import Range
-from ..geometry.runs import I64, pad_rows
+from ..geometry.runs import I64, Range, pad_rows
 from .local_metadata import JobMetadata, TensorColumns
 from .target_placement import TargetPlacement
 

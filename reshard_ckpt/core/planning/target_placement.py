@@ -21,8 +21,8 @@ from itertools import pairwise
 from math import prod
 
 from ...errors import UsageError
-from ..catalog.links import optimizer_of
 from ..catalog.model import Catalog
+from ..catalog.names import optimizer_of
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
 from .experts import experts_of, spread

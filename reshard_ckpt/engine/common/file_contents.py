@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.catalog.model import Catalog
-from ...core.geometry.dtypes import item_bytes_of
+from ...core.catalog.specs import item_bytes_of
 from ...core.words import few
 
 

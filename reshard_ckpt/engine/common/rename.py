@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.catalog.links import (
+from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.names import (
     find_parameters,
     groups_name,
     link_columns,
@@ -21,7 +22,6 @@ from ...core.catalog.links import (
     optimizer_of,
     state_name,
 )
-from ...core.catalog.model import Catalog, TensorKind, ValueEntry
 from ...core.catalog.param_groups import are_groups
 from ...core.catalog.specs import StateLink, ValueKind
 from ...core.planning.match import matches

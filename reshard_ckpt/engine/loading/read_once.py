@@ -26,7 +26,7 @@ import torch
 from ...comm import Exchange
 from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.specs import Ints
-from ...core.geometry.ordering import is_new
+from ...core.geometry.columns import is_new
 from ...core.geometry.runs import I64, volumes
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan

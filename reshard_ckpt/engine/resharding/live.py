@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from ...comm.protocol import Comm
-from ...core.catalog.specs import Ints
-from ...core.geometry.dtypes import CODES
-from ...core.geometry.ordering import is_new, lex_order
+from ...core.catalog.specs import CODES, Ints
+from ...core.geometry.columns import is_new, lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...core.planning.local_metadata import piece_columns, width_of

@@ -20,8 +20,7 @@ import numpy as np
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, ValueEntry
-from ...core.catalog.specs import ValueKind, ValueSpec
-from ...core.geometry.dtypes import item_bytes_of
+from ...core.catalog.specs import ValueKind, ValueSpec, item_bytes_of
 from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
 from ...core.planning.merge import MergedTables

@@ -16,8 +16,7 @@ import numpy as np
 
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.placements import Box
-from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind, blob_name
-from ...core.geometry.dtypes import ITEM_BYTES
+from ...core.catalog.specs import ITEM_BYTES, AxisPlacement, Mesh, Replication, TensorSpec, ValueKind, blob_name
 from ...core.geometry.runs import I64
 from ...core.planning.local_metadata import tensor_columns
 from ...core.planning.save_plan import Checks, SavePlan, plan_save

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...comm.protocol import Comm, merge_of_all, value_of_first
-from ...core.geometry.dtypes import item_bytes_of
+from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
 from ...format.checksums import BLOCK_BYTES, digest128

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
-from ...core.geometry.ordering import lex_order
+from ...core.geometry.columns import lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns, number_rows
 from ...core.planning.save_plan import SavePlan

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.links import GROUPS, STATE
+from ...core.catalog.names import GROUPS, STATE
 from ...core.catalog.specs import StateLink
 from ...core.trees import flatten, leaves, unflatten
 from ...format.values import decode_path

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.links import GROUPS
 from ...core.catalog.model import Catalog
+from ...core.catalog.names import GROUPS
 from ...core.catalog.specs import StateLink, ValueKind
 from ...core.trees import flatten, name_of, unflatten
 from ...errors import CorruptError, UnsupportedError

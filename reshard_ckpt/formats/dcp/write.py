@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.catalog.links import optimizer_of
 from ...core.catalog.model import Catalog
+from ...core.catalog.names import optimizer_of
 from ...core.catalog.specs import Ints, ValueKind
 from ...core.geometry.runs import cut_boxes
 from ...core.trees import name_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.links import divided, find_parameters, link_columns, links_from_names, state_name
+from reshard_ckpt.core.catalog.names import divided, find_parameters, link_columns, links_from_names, state_name
 from reshard_ckpt.core.catalog.specs import StateLink
 
 PARTS = st.sampled_from(["state", "w", "x", "exp_avg", "param_groups", "opt", "model", "0"])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.geometry.ordering import group_ids, lex_order
+from reshard_ckpt.core.geometry.columns import group_ids, lex_order
 from tests.tries import examples
 
 # Narrow columns pack into one integer, wide ones do not.

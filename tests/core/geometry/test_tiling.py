@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.geometry import tiling
-from reshard_ckpt.core.geometry.ordering import group_ids
+from reshard_ckpt.core.geometry.columns import group_ids
 from reshard_ckpt.core.geometry.tiling import find_faults, find_gap, find_overlap
 from tests.core.geometry.test_runs import Run, elements
 from tests.tries import examples

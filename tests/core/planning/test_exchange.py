@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.specs import Ints, Piece
-from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
+from reshard_ckpt.core.catalog.specs import CODES, ITEM_BYTES, Ints, Piece
 from reshard_ckpt.core.geometry.runs import pad_rows
 from reshard_ckpt.core.planning import exchange
 from reshard_ckpt.core.planning.exchange import OWN, Parts, RankRuns, plan_exchange

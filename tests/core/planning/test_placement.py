@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
-from reshard_ckpt.core.geometry.ordering import lex_order
+from reshard_ckpt.core.geometry.columns import lex_order
 from reshard_ckpt.core.planning.axis_cuts import Placement
 from reshard_ckpt.core.planning.placement import PieceTable, derive
 from tests.tries import examples

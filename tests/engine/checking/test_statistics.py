@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.engine.checking import statistics as numbers
 from reshard_ckpt.engine.checking.compare import Side, compare
 from reshard_ckpt.engine.checking.statistics import statistics

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import Catalog
-from reshard_ckpt.core.catalog.specs import TensorSpec
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, TensorSpec
 from reshard_ckpt.engine.loading import files
 from reshard_ckpt.engine.loading import stream as streams
 from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_turn, read_ahead, stream, whole_run

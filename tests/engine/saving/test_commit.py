@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog.specs import Mesh, Replication, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.core.catalog.specs import CODES, Mesh, Replication, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.local_shards import describe_local
