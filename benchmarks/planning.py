@@ -31,9 +31,8 @@ import torch
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import item_bytes_of
 from reshard_ckpt.core.geometry.runs import I64
-from reshard_ckpt.core.planning.build_catalog import build_catalog
 from reshard_ckpt.core.planning.read_plan import plan_reads
-from reshard_ckpt.core.planning.save_plan import SavePlan
+from reshard_ckpt.core.planning.save_plan import SavePlan, build_catalog
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.messages import encode_metadata

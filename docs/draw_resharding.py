@@ -21,10 +21,9 @@ from matplotlib.colors import to_rgba
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.core.planning.build_catalog import build_catalog
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata, piece_columns
-from reshard_ckpt.core.planning.save_plan import plan_save
+from reshard_ckpt.core.planning.save_plan import build_catalog, plan_save
 from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
 SHAPE = (8, 10)

@@ -15,7 +15,7 @@ from reshard_ckpt.core.report import LoadReport
 from reshard_ckpt.engine.common.recorder import Recorder
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
 from reshard_ckpt.engine.saving.commit import catalog_of, look, publish
-from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local
+from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local, merge_values
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
     Receipt,
@@ -29,9 +29,8 @@ from reshard_ckpt.engine.saving.messages import (
 )
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import all_fingerprints
-from reshard_ckpt.engine.saving.values import merge_values
 from reshard_ckpt.engine.saving.write import HEADER_BYTES, chunks_in_place, write_files
-from reshard_ckpt.format.keys import new_save_id
+from reshard_ckpt.format.files import new_save_id
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
 

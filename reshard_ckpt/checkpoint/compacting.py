@@ -11,7 +11,7 @@ from ..engine.resharding.compact import CompactReport
 from ..engine.resharding.compact import compact as compact_in_place
 from ..errors import StorageError, UsageError
 from ..format.catalog import decode_catalog
-from ..format.keys import CATALOG_KEY
+from ..format.files import CATALOG_KEY
 from ..formats.source import NATIVE, Path, open_source
 from ..storage import LocksUnsupported, Storage
 from .reading import check_workers

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..core.catalog.model import Catalog, TensorKind
-from ..core.catalog.select import retyped, select_entries
+from ..core.catalog.model import Catalog, TensorKind, retyped, select_entries
 from ..core.catalog.specs import ITEM_BYTES
-from ..engine.common.identity import has_checksums, identity
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
+from ..engine.common.resuming import has_checksums, identity
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.loading.stream import Run, stream, whole_run
 from ..errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 from ..engine.common.lineage import LINEAGE, Lineage
 from ..engine.common.step_folders import find_steps
 from ..errors import CheckpointNotFound, CorruptError
-from ..format.keys import CATALOG_KEY, step_name
+from ..format.files import CATALOG_KEY, step_name
 from ..formats.source import Path, open_source
 from ..storage import open_storage, path_text
 

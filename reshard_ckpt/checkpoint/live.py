@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm import Turn, open_turn
 from ..core.report import LoadReport
-from ..engine.common.inference import outside_inference_mode
+from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.loading.load import LoadOptions
 from .live_job import Job, Options, State
 from .loading import Patterns

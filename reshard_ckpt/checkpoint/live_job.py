@@ -25,8 +25,7 @@ from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
-from ..engine.common.logs import RankLog
-from ..engine.common.progress import size_text
+from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rename import renamed
 from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve

@@ -15,10 +15,9 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import matches
 from ..core.report import LoadReport
-from ..engine.common.inference import outside_inference_mode
-from ..engine.common.logs import RankLog
-from ..engine.common.progress import OnProgress, reporter, size_text
+from ..engine.common.progress import OnProgress, RankLog, reporter, size_text
 from ..engine.common.rename import renamed, without
+from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute

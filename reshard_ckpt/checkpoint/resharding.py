@@ -14,9 +14,9 @@ from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders
-from ..engine.common.identity import has_checksums
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.rename import renamed
+from ..engine.common.resuming import has_checksums
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
 from ..engine.resharding.reshard import (
@@ -30,7 +30,7 @@ from ..engine.resharding.reshard import (
 )
 from ..engine.saving.commit import check_free_space, look
 from ..errors import StorageError, UsageError
-from ..format.keys import new_save_id
+from ..format.files import new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
 from .selecting import Names, as_list, cast_dtypes, select_names

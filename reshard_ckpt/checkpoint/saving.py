@@ -26,10 +26,9 @@ from ..comm.protocol import merge_of_all
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
-from ..engine.common.inference import outside_inference_mode
-from ..engine.common.logs import RankLog
-from ..engine.common.progress import OnProgress, reporter
+from ..engine.common.progress import OnProgress, RankLog, reporter
 from ..engine.common.recorder import Recorder, TimedComm
+from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
 from ..engine.saving.commit import check_free_space, look, write_and_commit
@@ -43,7 +42,7 @@ from ..engine.saving.write import lay_out
 from ..formats.source import Path
 from ..state.capture import capture
 from ..state.entries import Captured
-from ..state.optimizer_owned import held_back
+from ..state.optimizers import held_back
 from ..state.state_builder import CLAIM_PATH
 from ..storage import open_storage
 

@@ -11,7 +11,7 @@ from ..core.catalog.model import Catalog
 from ..core.planning.match import scaled_tensors
 from ..core.words import nearest
 from ..errors import MismatchError, UnsupportedError, UsageError
-from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_DTYPES
 
 Names = str | Sequence[str] | None
 

@@ -1,4 +1,4 @@
-"""Words of messages and options: articles, numbers with their nouns, shortened lists, durations, the name that was probably meant.
+"""Words of messages and options: articles, numbers with nouns, shortened lists, durations, the name that was probably meant.
 
 A wrong name is compared with a hundred thousand known ones in one pass (`nearest`). Two names are near if they differ in one step
 between dots and these two steps are alike, or if one has one step more than the other. Numbers are never alike, because another

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..comm import ALONE, open_session
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from ..format.keys import CATALOG_KEY
+from ..format.files import CATALOG_KEY
 from ..formats.dcp.metadata import METADATA_KEY
 from ..storage import open_storage, resolved_path
 

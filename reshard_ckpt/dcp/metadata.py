@@ -28,8 +28,8 @@ from ..core.trees import name_of
 from ..core.words import plural
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
+from ..format.columns import TORCH_DTYPES
 from ..format.shard_file import opaque_value
-from ..format.torch_dtypes import TORCH_DTYPES
 from ..formats.dcp.names import key_path, taken_apart
 from ..formats.protocol import RawValue
 from ..formats.registry import with_options

@@ -25,7 +25,7 @@ from ..engine.loading.load import LoadOptions, fetch, refuse_conflicts, resolve
 from ..engine.loading.saved_values import read_blob
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
-from ..format.torch_dtypes import dtype_code
+from ..format.columns import dtype_code
 from ..formats.protocol import RawValue
 from ..formats.source import Source, open_source
 from .arguments import Path, StorageFolder

@@ -16,9 +16,10 @@ from math import isfinite, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
+from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
+from ..core.geometry.runs import I64
 from ..core.words import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 

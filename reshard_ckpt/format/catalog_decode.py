@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.catalog.model import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
 from ..core.catalog.names import divided, link_columns
 from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
+from ..core.geometry.runs import I64
 from ..errors import CorruptError
 from .catalog_check import link_problems
 from .columns import Table

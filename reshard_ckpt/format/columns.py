@@ -1,9 +1,10 @@
-"""Columns of numbers and texts as bytes: small, and quick and safe to read.
+"""Columns of numbers, texts and dtypes as bytes: small, and quick and safe to read.
 
 1. *Integers* are not negative; they are stored little-endian at the narrowest width of 1, 2, 4 or 8 bytes that holds the largest.
    A column whose entries are all alike stores one.
 2. *Texts* are one run of bytes, and a column of their lengths. If all are alike, one is stored.
 3. A *table* is a msgpack map of columns. A reader ignores columns that it does not know.
+4. A *dtype* is a code of the safetensors format; `TORCH_DTYPES` has torch's name for each.
 
 Entries have fixed places, so a reader may take a few rows of a column without the rest. A count is compared with the number of
 bytes before it is used.
@@ -18,11 +19,13 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ..core.catalog.model import I64
+from ..core.catalog.specs import CODES
+from ..core.geometry.runs import I64
 from ..core.words import MAX_NAME_BYTES
-from ..errors import CorruptError
+from ..errors import CorruptError, UnsupportedError
 
 MAX_CELLS = 1 << 28
 """The most entries of a matrix of one table, to bound the memory of readers: as int64 they take 2 GiB."""
@@ -176,3 +179,52 @@ class Table:
     def _check_count(self, field: str, stored: int, wanted: int | None) -> None:
         if not 0 <= stored <= self.max_count or (wanted is not None and stored != wanted):
             raise self.corrupt(field, f"has {stored} entries, not {f'at most {self.max_count}' if wanted is None else wanted}")
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The torch dtype of each code of `core.catalog.specs`."""
+
+_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+assert set(TORCH_DTYPES) == set(CODES)
+
+_ADVICE = {
+    torch.complex128: "save torch.view_as_real(tensor), which is float64",
+    torch.complex32: "save torch.view_as_real(tensor), which is float16",
+}
+
+
+def dtype_code(dtype: torch.dtype, name: str) -> str:
+    """Return the format's code of a torch dtype; `name` is the tensor's name in the message.
+
+    >>> dtype_code(torch.bfloat16, "model.w")
+    'BF16'
+
+    Raises
+    ------
+    UnsupportedError
+        The format has no such element type.
+    """
+    code = _CODES.get(dtype)
+    if code is None:
+        advice = _ADVICE.get(dtype, "save tensor.view(torch.uint8) and view it back after loading, or convert it")
+        raise UnsupportedError(f"{name}: dtype {dtype} cannot be stored; {advice}")
+    return code

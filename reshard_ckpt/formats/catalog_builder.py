@@ -23,8 +23,8 @@ from ..core.geometry.runs import I64, pad_rows
 from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
+from ..format.columns import TORCH_DTYPES, dtype_code
 from ..format.links import linked
-from ..format.torch_dtypes import TORCH_DTYPES, dtype_code
 from ..format.values import encode_path, encode_value
 from ..torchfile.archive import TorchFile
 from ..torchfile.bounds import FileBudget, refuse_excess

@@ -59,7 +59,7 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     src
         The checkpoint that is read meanwhile; `dst` may not hold it.
     identity
-        The hexadecimal digits of the result's identity (see `engine.common.identity`); None starts anew each time.
+        The hexadecimal digits of the result's identity (see `engine.common.resuming`); None starts anew each time.
 
     Raises
     ------

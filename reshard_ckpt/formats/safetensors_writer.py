@@ -15,7 +15,7 @@ from math import prod
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ITEM_BYTES
-from ..engine.common.finished_files import finished_digests
+from ..engine.common.resuming import finished_digests
 from ..engine.saving.write import FileLayout
 from ..errors import UsageError
 from ..format.checksums import BlockHasher

@@ -14,7 +14,7 @@ from ..engine.loading.load import Identified, identified_catalog, open_same
 from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
-from ..format.keys import CATALOG_KEY
+from ..format.files import CATALOG_KEY
 from ..storage import Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from .protocol import NATIVE, Source

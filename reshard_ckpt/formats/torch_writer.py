@@ -27,7 +27,7 @@ from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..core.trees import put
 from ..errors import StorageError, UnsupportedError
-from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.paths import Index, saved_path
 from ..torchfile.zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..core.catalog.model import Catalog
-from ..core.planning.stacked import expert_dim, layer_dim
+from ..core.planning.pipeline_stages import expert_dim, layer_dim
 from ..engine.loading.stream import Run, whole_run
 from .catalog_builder import CatalogBuilder
 

@@ -1,7 +1,7 @@
 """The log of a run's attempts, kept in its root: when each began, was last seen, and how it ended.
 
 An attempt that was not closed has failed, so the log shows how often the job fails. Only rank 0 writes it, under the root's lock.
-It is a note (`engine/common/notes.py`) with the last 1,000 attempts, and each write replaces all of it.
+It is a note (`engine/common/lineage.py`) with the last 1,000 attempts, and each write replaces all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from ..engine.common.notes import Note
+from ..engine.common.lineage import Note
 from ..errors import CorruptError, StorageError
 from ..storage import Storage
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ..comm import Stop, give_up_sessions, open_session, open_stop, value_of_first
-from ..engine.common.logs import LOGGER
+from ..engine.common.progress import LOGGER
 from ..errors import UsageError
 from .pending import PendingSaves
 

@@ -24,7 +24,7 @@ from ..checkpoint.reading import read
 from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
 from ..engine.common.lineage import RunLineage
-from ..engine.common.logs import LOGGER
+from ..engine.common.progress import LOGGER
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun

@@ -14,7 +14,7 @@ from ..checkpoint.listing import METRIC, metric_of
 from ..engine.common.step_folders import referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
-from ..format.keys import RUN_LOCK_KEY
+from ..format.files import RUN_LOCK_KEY
 from ..formats.protocol import locate
 from ..formats.source import Path, open_source
 from ..memory.options import Memory

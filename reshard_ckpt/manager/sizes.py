@@ -17,7 +17,7 @@ from ..core.words import check_count
 from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
 from ..errors import UsageError
 from ..format.checksums import digests_file_bytes
-from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_DTYPES
 from ..memory.options import Memory
 from ..memory.slots import slot_bytes
 from .retention import Retention

@@ -14,7 +14,7 @@ from ..engine.common.step_folders import alone_with, find_steps, remove_files, r
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
-from ..format.keys import step_name
+from ..format.files import step_name
 from ..storage import Storage, open_storage
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look

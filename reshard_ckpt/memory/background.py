@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..comm.protocol import Comm
 from ..core.words import duration_s
-from ..engine.common.logs import LOGGER
+from ..engine.common.progress import LOGGER
 from ..errors import CheckpointError, UsageError
 from ..storage import open_storage
 from .generations import Generation, NodeImages

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.catalog.model import Catalog
-from ..engine.common.notes import Note
+from ..engine.common.lineage import Note
 from ..errors import CorruptError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..storage.protocol import flat_bytes

@@ -33,7 +33,7 @@ from pathlib import Path
 from ..errors import StorageError
 from ..format.checksums import digest128
 from ..storage import open_storage
-from ..storage.locks import FileLock, await_lock, lock_file
+from ..storage.posix import FileLock, await_lock, lock_file
 
 FOLDER = "/dev/shm"
 SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"

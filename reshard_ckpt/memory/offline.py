@@ -11,7 +11,7 @@ from ..core.catalog.model import Catalog
 from ..engine.common.lineage import LINEAGE
 from ..engine.loading.files import open_files
 from ..errors import CheckpointNotFound, CorruptError, UsageError
-from ..format.keys import RUN_LOCK_KEY, step_name
+from ..format.files import RUN_LOCK_KEY, step_name
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy

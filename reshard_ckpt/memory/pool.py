@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptError, StorageError
-from ..storage.locks import FileLock, await_lock
+from ..storage.posix import FileLock, await_lock
 from .generations import drop_generations, find_generations
 from .node import SLOT_SUFFIX, NoRoom, enter_run, files_in, free_bytes, run_folder
 from .options import Memory

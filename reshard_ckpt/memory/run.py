@@ -25,7 +25,7 @@ from ..engine.common.step_folders import find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
-from ..format.keys import step_name
+from ..format.files import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations

@@ -26,10 +26,10 @@ from typing import Any
 import msgpack
 import torch
 
-from ..engine.common.pinning import PinnableMap, pin
+from ..engine.common.host_memory import PinnableMap, pin
 from ..errors import CorruptError, StorageError
 from ..format.checksums import digest128
-from ..storage.locks import lock_file
+from ..storage.posix import lock_file
 from .node import NoRoom
 
 MAGIC = b"RSHSLOT1"

@@ -36,7 +36,7 @@ from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
-from ..format.keys import digests_key
+from ..format.files import digests_key
 from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, next_number, reserve_generation
 from .node import NoRoom, run_path
 from .options import Memory

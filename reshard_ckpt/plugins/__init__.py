@@ -13,8 +13,8 @@ from ..checkpoint.saving import begin_captured, save_captured
 from ..comm import values_of_all
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints, ValueKind
-from ..format.keys import CATALOG_KEY
-from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_DTYPES
+from ..format.files import CATALOG_KEY
 from ..format.values import is_plain
 from ..formats.catalog_builder import CatalogBuilder, ForeignTensor
 from ..formats.loaded_state import serve_state

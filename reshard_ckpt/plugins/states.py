@@ -6,7 +6,7 @@ from ..checkpoint.reading import read_values
 from ..comm import Comm, open_session
 from ..comm.protocol import merge_of_all
 from ..state.entries import Captured, Target
-from ..state.mesh import group_of
+from ..state.layouts import group_of
 from ..state.state_builder import StateBuilder, zero_outside
 
 __all__ = [

@@ -26,7 +26,7 @@ from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer
 from .dtensor import is_dtensor
 from .entries import Captured, Entry, Kind, Target
-from .mesh import RankSet, declared_mesh, found_mesh, group_of
+from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows

@@ -13,20 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.catalog.specs import AxisPlacement, Ints, Mesh, Piece, TensorSpec, ValueKind, ValueSpec
+from ..core.catalog.specs import Ints, Mesh, Piece, Placement, TensorSpec, ValueKind, ValueSpec
 from ..core.trees import Path
 from ..core.words import check_text
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import LayoutError, NameCollisionError
-from ..format.torch_dtypes import dtype_code
+from ..format.columns import dtype_code
 from ..format.values import encode_path, encode_value
 from .entries import Entry, Kind
 from .layouts import Layout
 from .paths import path_keys
 from .tensors import memory_of
 from .walk import Opaque
-
-Placement = tuple[AxisPlacement, ...]
 
 _VALUE_KINDS = {
     Kind.VALUE: ValueKind.PLAIN,

@@ -30,8 +30,7 @@ from ..core.catalog.placements import KINDS, cut_ranges, local_region
 from ..core.catalog.specs import AxisPlacement, Ints, Replication
 from ..core.geometry.runs import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .layouts import Layout, LocalBox
-from .mesh import axis_names
+from .layouts import Layout, LocalBox, axis_names
 from .objects import known_objects, recognized
 
 if TYPE_CHECKING:

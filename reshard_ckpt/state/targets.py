@@ -23,7 +23,7 @@ from ..core.trees import Path, name_of
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .entries import Entry, Kind
-from .mesh import RankSet
+from .layouts import RankSet
 from .modules import is_nothing
 from .parameters import keep_dtypes
 from .paths import Index, in_order, new_dict, own_key

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 from ..errors import CorruptError, UsageError
 from .local import LocalStorage
-from .locks import MOMENTS_S, LocksUnsupported
 from .memory import MemoryStorage
+from .posix import MOMENTS_S, LocksUnsupported
 from .protocol import Buffer, Lock, MissingKey, PublishConflict, Storage, Writer
 
 __all__ = [

@@ -18,13 +18,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 
 from ..errors import StorageError
-from .locks import MOMENTS_S, FileLock, lock_file
 from .posix import (
     FOLDER,
+    MOMENTS_S,
     Explained,
+    FileLock,
     OpenFiles,
     begin_write_out,
     free_bytes_at,
+    lock_file,
     locked,
     preadv_all,
     read_at_most,

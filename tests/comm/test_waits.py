@@ -45,7 +45,7 @@ WAITS = {
     ("comm/links.py", "receive_any"): ["the end of links"],
     ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
     ("comm/exchange.py", "start"): ["an exchange"],
-    ("storage/locks.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
+    ("storage/posix.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
 }
 """By function that names one of these: the rows in which it waits. Sessions, turns and stops wait by polling a store alone."""
 

@@ -42,7 +42,7 @@ from reshard_ckpt.memory.node import run_folder, run_path
 from reshard_ckpt.memory.options import Memory
 from reshard_ckpt.memory.pool import SlotPool
 from reshard_ckpt.storage.local import LocalWriter
-from reshard_ckpt.storage.locks import lock_file
+from reshard_ckpt.storage.posix import lock_file
 
 SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""

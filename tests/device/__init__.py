@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from reshard_ckpt.engine.common.pinning import REGISTRARS, Registrar
+from reshard_ckpt.engine.common.host_memory import REGISTRARS, Registrar
 
 SOURCE = Path(__file__).with_name("sim_device.cpp")
 DEVICE = "sim"

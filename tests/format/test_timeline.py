@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.core.timeline import ClockBounds, Step, Timeline
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.format.timeline import decode_timeline, encode_timeline
+from reshard_ckpt.format.files import decode_timeline, encode_timeline
 
 MICROSECONDS = st.integers(0, 10**9).map(lambda n: n / 1e6)
 

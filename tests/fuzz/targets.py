@@ -32,8 +32,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_blocks
+from reshard_ckpt.format.files import decode_timeline
 from reshard_ckpt.format.shard_file import parse_header
-from reshard_ckpt.format.timeline import decode_timeline
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.torchfile.objects import read_object

@@ -17,7 +17,7 @@ from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.lineage import LINEAGE
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError
-from reshard_ckpt.format.keys import RUN_LOCK_KEY
+from reshard_ckpt.format.files import RUN_LOCK_KEY
 from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
 from tests.cli.running import run

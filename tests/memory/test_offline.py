@@ -10,7 +10,7 @@ import pytest
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import UsageError
-from reshard_ckpt.format.keys import RUN_LOCK_KEY
+from reshard_ckpt.format.files import RUN_LOCK_KEY
 from reshard_ckpt.memory import offline
 from reshard_ckpt.memory.generations import find_generations
 from reshard_ckpt.memory.node import run_path

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from reshard_ckpt.storage import local, locks, posix
+from reshard_ckpt.storage import local, posix
 
 Instead = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -54,7 +54,7 @@ class FaultyOs:
 def faulty(name: str, n: int | None, instead: Instead, thread: str = "") -> Iterator[FaultyOs]:
     """Within it, calls of the storage go wrong."""
     fault = FaultyOs(name, n, instead, thread)
-    with mock.patch.object(local, "os", fault), mock.patch.object(posix, "os", fault), mock.patch.object(locks, "os", fault):
+    with mock.patch.object(local, "os", fault), mock.patch.object(posix, "os", fault):
         yield fault
 
 

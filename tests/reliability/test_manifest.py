@@ -19,8 +19,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.checksums import BlockHasher, digest128
-from reshard_ckpt.format.keys import manifest_key
-from reshard_ckpt.format.manifest import decode_manifest, encode_manifest
+from reshard_ckpt.format.files import decode_manifest, encode_manifest, manifest_key
 from reshard_ckpt.storage.local import LocalStorage
 from tests.damage import flip
 from tests.reliability.faults import fails, faulty

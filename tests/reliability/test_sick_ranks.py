@@ -18,7 +18,7 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common import recorder
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError, UsageError
-from reshard_ckpt.format import keys
+from reshard_ckpt.format import files
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from tests.deadlines import Clock, over_when
 from tests.reliability.ranks import LOCAL, Job, jobs
@@ -484,7 +484,7 @@ def test_clocks_that_are_hours_apart_change_nothing(job: Job, tmp_path: Path, mo
     skewed = SimpleNamespace(
         time=wrong, monotonic=time.monotonic, strftime=time.strftime, gmtime=lambda: time.gmtime(wrong()), sleep=time.sleep
     )
-    for module in (keys, save_module, recorder):
+    for module in (files, save_module, recorder):
         monkeypatch.setattr(module, "time", skewed)
     ids = []
     for number in (OLD, NEW, NEXT):

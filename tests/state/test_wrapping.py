@@ -14,7 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from reshard_ckpt.engine.saving.step_guard import ChangeDetector, StepGuard
 from reshard_ckpt.errors import MismatchError, UsageError
 from reshard_ckpt.state import LocalShard, capture
-from reshard_ckpt.state.optimizer_owned import held_back
+from reshard_ckpt.state.optimizers import held_back
 from tests.helpers import Saved, load, position_values, save
 from tests.wrapping import Combined, Container, Counting, Delegating, Momentum, Scaled
 

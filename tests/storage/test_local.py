@@ -14,8 +14,7 @@ import pytest
 
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
-from reshard_ckpt.storage.locks import FileLock, lock_file
-from reshard_ckpt.storage.posix import locked
+from reshard_ckpt.storage.posix import FileLock, lock_file, locked
 from tests.open_files import open_below
 from tests.storage.contract import StorageContract, put, read_range
 

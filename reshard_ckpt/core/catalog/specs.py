@@ -78,6 +78,10 @@ class AxisPlacement:
     """Sizes of the sections that this axis cuts each on its own (fused QKV); if empty, it cuts its range as a whole."""
 
 
+Placement = tuple[AxisPlacement, ...]
+"""A tensor's placement: one entry for each axis of the mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateLink:
     """The optimizer, parameter and key that an entry of an optimizer's state belongs to."""

@@ -1,4 +1,4 @@
-"""Tables as columns: frozen dataclasses whose fields are arrays with one entry for each row; their order, and which rows are equal.
+"""Tables as columns: frozen dataclasses whose fields are arrays with one entry for each row; their order, and equal rows.
 
 Rows are sorted by several columns as follows.
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from ...errors import LayoutError
 from ..catalog.model import TensorDescriptions, TensorKind
 from ..catalog.names import link_columns
-from ..catalog.specs import CODES, AxisPlacement, Mesh, TensorSpec, ValueSpec
+from ..catalog.specs import CODES, Mesh, Placement, TensorSpec, ValueSpec
 from ..geometry.columns import group_ids
 from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
 
 U8 = NDArray[np.uint8]
-Placement = tuple[AxisPlacement, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..catalog.model import TensorDescriptions, TensorKind
-from ..catalog.specs import CODES, blob_name
+from ..catalog.model import TensorDescriptions, TensorKind, TensorTable
+from ..catalog.specs import CODES, Placement, blob_name
 from ..geometry.columns import ColumnTable, group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left, ranges
 from ..report import summarize
-from .local_metadata import U8, JobMetadata, Placement
+from .local_metadata import U8, JobMetadata
 from .placement import agreed
 
 OWN_VALUES = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
@@ -293,3 +293,18 @@ def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[P
         distinct = [known[i] for i in placements[low:high].tolist()]
         declared[int(tensors[low])] = distinct[0] if high - low == 1 else agreed(distinct)
     return tuple(declared)
+
+
+def tensor_table(tables: MergedTables, placement: I64, tensor: I64) -> TensorTable:
+    """Build the catalog's table of tensors from merged tensors.
+
+    Parameters
+    ----------
+    placement
+        The index of each tensor's placement, or -1.
+    tensor
+        The tensor of each row; ascending.
+    """
+    described = {field.name: getattr(tables, field.name) for field in fields(TensorDescriptions)}
+    row_start = np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64)
+    return TensorTable(**described, placement=placement, row_start=row_start)

@@ -1,4 +1,4 @@
-"""The pipeline stage that holds a tensor, by the layer numbers in the names.
+"""The pipeline stage and the expert that hold a tensor, by its name.
 
 1. The first part of a dotted name that is a number is its *layer*; the parts before it name the *stack*. A stack has at least
    as many layers as there are stages; in a smaller group the numbers are ignored.
@@ -6,13 +6,19 @@
 3. A tensor without a layer is on the first stage if it embeds, on the last if it is a final norm or a head, and otherwise on all.
    If the checkpoint itself comes from a pipeline, tensors of its first or last stage stay there.
 4. Tied tensors are on every stage that holds one of them (`target_placement`).
+5. The number after ``experts`` is an *expert*; the experts of each group are divided evenly, in order. Other whole tensors are
+   spread over coordinates by size.
+6. Layers or experts may be stacked in one tensor, as in Megatron's ``decoder.layers.mlp.weight`` of shape (L, …): ``layers`` that
+   no number follows says that the first dim counts layers, and ``experts.experts`` that no number follows says that the next dim
+   counts experts. Pipeline stages and expert parallelism then cut these dims evenly.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from ...errors import UsageError
 from ..catalog.specs import Ints
@@ -130,3 +136,69 @@ def _by_role(name: str, num: int) -> Ints:
     if _FIRST.search(name):
         return (0,)
     return (num - 1,) if _NORM.search(name) else (*range(num),)
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """Find the group of experts, and the number of the expert, that a tensor's name tells; None if it tells no expert.
+
+    >>> expert_of("model.layers.1.experts.5.w1"), expert_of("model.layers.1.w")
+    (('model.layers.1.experts', 5), None)
+    """
+    parts = name.split(".")
+    for i in range(len(parts) - 1):
+        if parts[i].endswith("experts") and parts[i + 1].isdecimal():
+            return ".".join(parts[: i + 1]), int(parts[i + 1])
+    return None
+
+
+def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
+    """Map the tensors of experts to coordinates below `num`; the experts of each group are divided evenly, in order."""
+    groups: dict[str, set[int]] = {}
+    for name in names:
+        if (found := expert_of(name)) is not None:
+            groups.setdefault(found[0], set()).add(found[1])
+    order = {group: {expert: i for i, expert in enumerate(sorted(experts))} for group, experts in groups.items()}
+    out = {}
+    for name in names:
+        if (found := expert_of(name)) is not None:
+            of_group = order[found[0]]
+            out[name] = of_group[found[1]] * num // len(of_group)
+    return out
+
+
+def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
+    """Map each key to one of `num` places: the largest size first, each to the place with the least so far."""
+    loads = [0] * num
+    out = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        place = min(range(num), key=lambda i: (loads[i], i))
+        loads[place] += sizes[name]
+        out[name] = place
+    return out
+
+
+_LAYERS = re.compile(r"(^|\.)layers\.(?!\d+(\.|$))[^.]+")
+_EXPERTS = re.compile(r"(^|\.)experts\.experts\.(?!\d+(\.|$))[^.]+")
+
+
+def layer_dim(name: str) -> int | None:
+    """Return the dim of a parameter that counts layers, or None.
+
+    >>> layer_dim("model.decoder.layers.mlp.fc1.weight"), layer_dim("model.layers.3.mlp.fc1.weight")
+    (0, None)
+    """
+    return 0 if _LAYERS.search(name) else None
+
+
+def expert_dim(name: str) -> int | None:
+    """Return the dim of a parameter that counts experts, or None.
+
+    >>> expert_dim("decoder.layers.mlp.experts.experts.fc1.weight"), expert_dim("decoder.layers.0.mlp.experts.experts.fc1.weight")
+    (1, 0)
+    """
+    if not _EXPERTS.search(name):
+        return None
+    return 0 if layer_dim(name) is None else 1

@@ -8,21 +8,30 @@ line of a tensor is the one with the lowest rank of its first run.
 2. If they hold different runs of the same boxes, it is flat.
 3. If they hold different boxes, it is sharded along the first dim on which the ranges of two coordinates differ.
 
-The order in which several axes cut one dim, and the sections they cut, follow from the pieces too (`axis_cuts`).
+The order in which several axes cut one dim, and the sections that they cut, follow from the pieces too (`with_cuts`). A
+*hypothesis* is an order of the axes that cut a dim, and sections of the dim that the first axis cuts each on its own. It gives
+each rank some ranges of the dim. It holds if every piece lies in one range of its rank. Because the pieces of all ranks cover the
+tensor, it then gives each rank exactly the ranges that the rank holds.
+
+1. For all tensors at once, test the order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism,
+   and every axis that cuts alone.
+2. For the few other tensors, once for all that lie alike, test every other order, and then every order with the sections that the
+   pieces show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..catalog.specs import AxisPlacement, Mesh
+from ..catalog.placements import cut_ranges
+from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement
 from ..geometry.columns import group_ids, is_new, lex_order
-from ..geometry.runs import I64
-from .axis_cuts import HeldBounds, Placement, PlacementTable, with_cuts
+from ..geometry.runs import I64, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +160,189 @@ def agreed(declared: Sequence[Placement]) -> Placement:
     """Return the placement that all ranks declare, axis by axis; an axis on which they differ counts as not declared."""
     first, *rest = list(dict.fromkeys(declared)) or [()]
     return tuple(p for p in first if all(p in other for other in rest))
+
+
+Hypothesis = tuple[tuple[int, ...], Ints]
+"""The axes that cut a dim, first to last, and the sections that the first axis cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBounds:
+    """The tensor, rank and box of each piece, and the bounds of each box, (B, D), padded on the left."""
+
+    tensor: I64
+    rank: I64
+    box: I64
+    low: I64
+    high: I64
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementTable:
+    """Distinct placements, and for each tensor the index of its own."""
+
+    placements: Sequence[Placement]
+    of_tensor: I64
+
+
+def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: HeldBounds) -> PlacementTable:
+    """Add turns and sections to placements on the mesh, if they have none and the pieces show them.
+
+    Parameters
+    ----------
+    shape : (T, D), ndim : (T,)
+    held
+        The pieces that all ranks hold, in order of tensor.
+    """
+    wanted = {i: dims for i, p in enumerate(table.placements) if (dims := open_dims(p))}
+    if not wanted:
+        return table
+    # asked[t]: the placement of tensor t lacks turns; fits[t]: inner axes cut first explains its pieces.
+    asked = np.isin(table.of_tensor, list(wanted))
+    coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
+    fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, coordinates)
+    placements, of_tensor = list(table.placements), table.of_tensor.copy()
+    number = {placement: i for i, placement in reversed(list(enumerate(placements)))}
+    known: dict[object, int] = {}
+    for t in np.flatnonzero(asked & ~fits).tolist():
+        rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
+        rank, box = held.rank[rows], held.box[rows]
+        # Tensors with equal shapes and pieces, as in equal layers, share one answer.
+        key = (int(of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
+        if key not in known:
+            old = placements[of_tensor[t]]
+            found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], held.low[box], held.high[box])
+            new = _filled(mesh, old, found)
+            known[key] = number.setdefault(new, len(placements))
+            placements += [new] if known[key] == len(placements) else []
+        of_tensor[t] = known[key]
+    for i in np.unique(table.of_tensor[fits]).tolist():
+        found = {dim: (_inner_first(mesh, placements[i], dim), ()) for dim in wanted[i]}
+        new = _filled(mesh, placements[i], found)
+        at = number.setdefault(new, len(placements))
+        placements += [new] if at == len(placements) else []
+        of_tensor[fits & (table.of_tensor == i)] = at
+    return PlacementTable(placements, of_tensor)
+
+
+def open_dims(placement: Placement) -> dict[int, list[str]]:
+    """Map each dim that lacks the turn of some axis to all axes that shard it."""
+    by_dim: dict[int, list[AxisPlacement]] = {}
+    for p in placement:
+        if p.kind == "shard" and p.dim is not None:
+            by_dim.setdefault(p.dim, []).append(p)
+    return {dim: [p.axis for p in axes] for dim, axes in by_dim.items() if len({p.turn for p in axes} - {None}) < len(axes)}
+
+
+def _inner_first(mesh: Mesh, placement: Placement, dim: int) -> tuple[int, ...]:
+    """Return the mesh axes that shard a dim, innermost first, by number."""
+    return tuple(sorted((mesh.axes.index(p.axis) for p in placement if p.kind == "shard" and p.dim == dim), reverse=True))
+
+
+def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -> Placement:
+    """Return the placement with the turns and sections of a hypothesis for each dim in `found`."""
+
+    def fill(p: AxisPlacement) -> AxisPlacement:
+        if p.kind != "shard" or p.dim is None or p.dim not in found:
+            return p
+        order, sections = found[p.dim]
+        turn = order.index(mesh.axes.index(p.axis))
+        return replace(p, turn=turn, sections=sections if turn == 0 else ())
+
+    return tuple(map(fill, placement))
+
+
+def _inner_first_fits(
+    mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: HeldBounds, coordinates: I64
+) -> NDArray[np.bool_]:
+    """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
+    # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.
+    dims = np.full((len(table.placements), len(mesh.axes)), -1, np.int64)
+    for i, placement in enumerate(table.placements):
+        for p in placement:
+            if p.kind == "shard" and p.dim is not None:
+                dims[i, mesh.axes.index(p.axis)] = p.dim
+    rows = np.flatnonzero(asked[held.tensor])
+    cutting = [axis for axis in range(len(mesh.axes)) if (dims[:, axis] >= 0).any()]
+    # Rows come in order of tensor and box. Ranks that differ only on axes that cut nothing are tested once.
+    rank = held.rank[rows]
+    rows = rows[is_new(held.tensor[rows], held.box[rows], *(coordinates[rank, axis] for axis in cutting))]
+    where, tensor, box = coordinates[held.rank[rows]], held.tensor[rows], held.box[rows]
+    # first, length: the range of its tensor that the rank of each row has on each dim: all of it, before any axis cuts.
+    first, length = np.zeros((len(rows), shape.shape[1]), np.int64), shape[tensor]
+    for axis in reversed(cutting):
+        dim = dims[table.of_tensor[tensor], axis]
+        at = np.flatnonzero(dim >= 0)
+        # column: the padded dim that this axis cuts; step: the length of a part. torch.chunk makes all parts but the last equal.
+        column = dim[at] + shape.shape[1] - ndim[tensor[at]]
+        step = -(-length[at, column] // mesh.sizes[axis])
+        skipped = np.minimum(where[at, axis] * step, length[at, column])
+        first[at, column] += skipped
+        length[at, column] = np.minimum(step, length[at, column] - skipped)
+    # within: the piece lies, on each dim, in the range of its rank. One piece outside refutes its tensor.
+    within = (held.low[box] >= first) & (held.high[box] <= first + length)
+    fits = np.array(asked, bool)
+    fits[tensor[np.flatnonzero(~within.all(axis=1))]] = False
+    return fits
+
+
+def _search(
+    mesh: Mesh, dims: Mapping[int, Sequence[str]], shape: I64, ndim: int, where: I64, low: I64, high: I64
+) -> dict[int, Hypothesis]:
+    """Find for each dim of one tensor the first hypothesis that holds; a dim that none explains is left out.
+
+    Parameters
+    ----------
+    where : (N, axes)
+        The coordinates of each piece's rank.
+    low, high : (N, D)
+        The bounds of the pieces.
+    """
+    out: dict[int, Hypothesis] = {}
+    for dim, names in dims.items():
+        column = dim + len(shape) - ndim
+        size, pieces = int(shape[column]), np.stack([low[:, column], high[:, column]], axis=1)
+        found = next((h for h in _hypotheses(mesh, names, size, where, pieces) if _holds(mesh, h, size, where, pieces)), None)
+        if found is not None:
+            out[dim] = found
+    return out
+
+
+def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces: I64) -> Iterator[Hypothesis]:
+    """Yield hypotheses for one dim: every order without sections, inner axes first, then orders with sections."""
+    orders = list(permutations(sorted((mesh.axes.index(name) for name in names), reverse=True)))
+    yield from ((order, ()) for order in orders)
+    for order in orders:
+        # Coordinate 0 holds the first part of each section, so sections begin where the ranges of coordinate 0 begin.
+        mine = pieces[where[:, order[0]] == 0]
+        begins = [first for first, _ in _union(mine)]
+        if len(begins) > 1 and begins[0] == 0:
+            yield order, tuple(end - begin for begin, end in pairwise([*begins, size]))
+
+
+def _union(pieces: I64) -> list[Range]:
+    """Return the ranges ``(first, length)`` that pieces ``(low, high)`` cover together."""
+    out: list[tuple[int, int]] = []
+    for low, high in np.unique(pieces, axis=0).tolist():
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        elif low < high:
+            out.append((low, high))
+    return [(low, high - low) for low, high in out]
+
+
+def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I64) -> bool:
+    """Tell whether every piece lies in one of the ranges that the hypothesis gives to its rank."""
+    order, sections = hypothesis
+    # Ranks with the same coordinates on the cutting axes have the same ranges: one group each.
+    ids, first = group_ids(where[:, list(order)])
+    by_rank = np.argsort(ids, kind="stable")
+    for at, mine in zip(first.tolist(), np.split(by_rank, np.searchsorted(ids[by_rank], np.arange(1, len(first)))), strict=True):
+        ranges: Sequence[Range] = [(0, size)]
+        for turn, axis in enumerate(order):
+            ranges = cut_ranges(ranges, sections if turn == 0 else (), mesh.sizes[axis], int(where[at, axis]))
+        begin, end = (np.array(column, np.int64) for column in ([r[0] for r in ranges], [sum(r) for r in ranges]))
+        inside = (pieces[mine, :1] >= begin) & (pieces[mine, 1:] <= end)
+        if not inside.any(axis=1).all():
+            return False
+    return True

@@ -2,7 +2,7 @@
 
 1. Merge the local metadata of all ranks into one table of tensors and one of rows (`merge`). Ranks that disagree about a dtype
    or a shape are an error.
-2. Cut runs of one box that overlap without being equal (`overlaps`). Equal runs of a tensor then form one *replica group*.
+2. Cut runs of one box that overlap without being equal (`cut_overlaps`). Equal runs of a tensor then form one *replica group*.
    Aliases (tied weights) have no runs of their own.
 3. Divide each replica group over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
 4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
@@ -13,24 +13,25 @@ Rows and runs stay in the order of their tensor, box and start throughout, so no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..catalog.model import TensorKind
-from ..catalog.specs import Mesh, Replication, item_bytes_of
-from ..geometry.columns import is_new, lex_order
+from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, ValueEntry
+from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
+from ..geometry.columns import group_ids, is_new, lex_order
 from ..geometry.meeting import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
 from ..geometry.tiling import Fault, describe_region, find_faults
 from ..report import summarize
 from ..words import plural
-from .axis_cuts import Placement
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
-from .merge import MergedBoxes, MergedRows, MergedTables, merge_metadata
+from .merge import MergedBoxes, MergedRows, MergedTables, merge_metadata, tensor_table
 from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
@@ -348,4 +349,39 @@ def find_holders(job_metadata: JobMetadata) -> HeldRows:
         rank=rows.rank[chosen],
         local=rows.local[chosen],
         checks=_checks(rows, runs, ~(runs.replication == Replication.BUFFER)),
+    )
+
+
+def build_catalog(
+    plan: SavePlan,
+    file: I64,
+    offset: I64,
+    *,
+    files: Sequence[FileEntry],
+    values: Sequence[ValueEntry],
+    save_id: str,
+    created_s: float,
+    metadata: Any,
+) -> Catalog:
+    """Build the catalog of a save whose bytes are all written.
+
+    Parameters
+    ----------
+    file, offset
+        Where each write item of the plan lies: the index of its file, and bytes from the beginning of that file.
+    """
+    # box[i]: the distinct box of write item i; order: the items by tensor, box and start, which is the order of rows.
+    box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
+    order = lex_order(plan.tensor, box, plan.start)
+    return Catalog(
+        save_id=save_id,
+        created_s=created_s,
+        mesh=plan.mesh,
+        metadata=metadata,
+        tensors_table=tensor_table(plan.tables, plan.placement, plan.tensor[order]),
+        placements=plan.placements,
+        boxes=BoxTable(plan.offsets.take(first, axis=0), plan.lengths.take(first, axis=0)),
+        rows=RowTable(box[order], plan.start[order], plan.count[order], file[order], offset[order]),
+        files=tuple(files),
+        values_table=tuple(values),
     )

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
-from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
+from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement, StateLink
 from ..geometry.runs import I64, bounds, pad_left
-from .axis_cuts import HeldBounds, Placement, PlacementTable, open_dims, with_cuts
+from .placement import HeldBounds, PlacementTable, open_dims, with_cuts
 
 PIPELINE = "pp"
 EXPERTS = "ep"

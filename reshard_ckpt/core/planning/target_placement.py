@@ -4,7 +4,7 @@ For each tensor and each axis of the new mesh, the first of these sources that h
 
 1. A rule for the tensor; or, for optimizer state of the shape of its parameter, a rule for the parameter.
 2. The name. On ``pp`` it gives the stage (`stages`). On ``ep``, experts named ``experts.3.…`` are divided evenly. If layers or
-   experts are stacked in one tensor (`stacked`), the axis cuts that dim evenly.
+   experts are stacked in one tensor (`pipeline_stages`), the axis cuts that dim evenly.
 3. The catalog. A tensor that was sharded along a dim, replicated or flat on an axis stays so, on the new size of the axis. Whole
    tensors that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size.
 4. Otherwise the tensor is replicated, as on an axis that the checkpoint does not have. Along an axis that only the checkpoint
@@ -25,11 +25,9 @@ from ..catalog.model import Catalog
 from ..catalog.names import optimizer_of
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
-from .experts import experts_of, spread
-from .pipeline_stages import stages_of
+from .pipeline_stages import expert_dim, experts_of, layer_dim, spread, stages_of
 from .placement_rules import Rule, first_saying, unmatched
 from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
-from .stacked import expert_dim, layer_dim
 
 
 @dataclass(frozen=True, slots=True)

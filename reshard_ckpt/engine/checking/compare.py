@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import whole_run

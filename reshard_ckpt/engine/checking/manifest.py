@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError
-from ...format.keys import CATALOG_KEY, manifest_key
-from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manifest
+from ...format.files import CATALOG_KEY, MAX_MANIFEST_BYTES, decode_manifest, encode_manifest, manifest_key
 from ...storage.protocol import Storage, read_parts
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.read import REQUEST_BYTES, num_threads

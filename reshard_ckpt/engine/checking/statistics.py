@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run

@@ -1,17 +1,27 @@
-"""Host memory for staging: buffers in large pages that are allocated once and reused.
+"""Host memory for staging: buffers in large pages that are allocated once and reused, and pinned for an accelerator.
 
 The first write to new memory takes several times as long as a plain copy, because the kernel makes each page on its first touch.
-Large pages (`MADV_HUGEPAGE`) make that cheaper, and reuse makes it happen once. For an accelerator the buffer is pinned
-(`pinning.py`), so that the device copies into it at full speed.
+Large pages (`MADV_HUGEPAGE`) make that cheaper, and reuse makes it happen once.
+
+A device copies from and into pinned memory at full speed, while the host goes on. torch rounds its pinned memory up to a power of
+two, and never returns it to the system. So this module registers a mapping of its own with the device, for devices in
+`REGISTRARS`; for others it uses torch's pinned memory. A mapping is registered and unregistered on the device that was current in
+the thread: with CUDA both calls make a context there.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .pinning import empty_pinned, map_private
+from ...comm.group import current_accelerator
+from .copy_streams import on_device
 
 ALIGN_BYTES = 2 << 20
 
@@ -67,3 +77,83 @@ class Pool:
 
 POOL = Pool()
 """The pool of this process: its saves run one after another, and each needs the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registrar:
+    """The functions that register memory with devices of one type, by address and size, and unregister it, by address.
+
+    Both raise an error if the driver refuses.
+    """
+
+    register: Callable[[int, int], None]
+    unregister: Callable[[int], None]
+
+
+def _cuda_register(address: int, num_bytes: int) -> None:
+    portable = 1  # for every device of the process
+    _check_cuda(torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable))  # type: ignore[no-untyped-call]
+
+
+def _cuda_unregister(address: int) -> None:
+    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+
+def _check_cuda(code: Any) -> None:
+    if int(code):
+        raise RuntimeError(f"CUDA error {int(code)}")
+
+
+REGISTRARS = {"cuda": Registrar(_cuda_register, _cuda_unregister)}
+"""Registrars by the type of the device."""
+
+
+class PinnableMap(mmap.mmap):
+    """A mapping that `pin` may register. It unregisters itself before it is unmapped, after the last view of it is gone."""
+
+    registrar: Registrar | None = None
+    address = 0
+    device: torch.device | None = None
+
+    def __del__(self) -> None:
+        if self.registrar is not None:
+            with suppress(Exception), on_device(self.device):  # the interpreter may be ending, and the driver's context be gone
+                self.registrar.unregister(self.address)
+
+
+def pin(mapping: PinnableMap) -> bool:
+    """Register a mapping with the current device. Return False if its type has no registrar, or if the driver refuses."""
+    registrar = _registrar()
+    if registrar is None or mapping.registrar is not None:
+        return registrar is not None
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    try:
+        registrar.register(address, len(mapping))
+    except Exception:  # a limit of locked memory, or a driver that cannot
+        return False
+    mapping.registrar, mapping.address, mapping.device = registrar, address, torch.accelerator.current_stream().device
+    return True
+
+
+def empty_pinned(num_bytes: int) -> torch.Tensor:
+    """Allocate pinned host memory for the accelerator, as a 1-D uint8 tensor; `num_bytes` is a multiple of the page size."""
+    mapping = None if _registrar() is None else map_private(num_bytes, PinnableMap)
+    if mapping is not None and pin(mapping):
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+
+
+def _registrar() -> Registrar | None:
+    accelerator = current_accelerator()
+    return None if accelerator is None else REGISTRARS.get(accelerator.type)
+
+
+def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
+    """Map private memory, in large pages if the kernel has them; None on a system without private mappings."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return None
+    mapping = kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

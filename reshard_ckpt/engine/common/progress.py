@@ -1,20 +1,25 @@
-"""Progress of long work: bytes, rate and time left, passed to a function of the caller, or shown as a line on stderr.
+"""Progress of long work: bytes, rate and time left, passed to a function of the caller, or shown as a line on stderr; and logs.
 
 1. Long work counts its bytes with a `Tally`, from any of its threads.
 2. The tally calls an `OnProgress` with the name of the step, bytes done and bytes in all: first with 0 done, last with all.
 3. `StatusLine` prints them: one line that it rewrites on a terminal, or a new line every few seconds in a log. Work that takes
    less than a second gets no line.
+
+The lines of the package's logger begin with the rank and its mesh coordinates (`RankLog`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from ...core.catalog.specs import Mesh
+from ...core.timeline import rank_label
 from ...errors import UsageError
 
 OnProgress = Callable[[str, int, int], None]
@@ -143,3 +148,22 @@ def _seconds(seconds: float) -> str:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+LOGGER = logging.getLogger("reshard_ckpt")
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class RankLog(_Adapter):
+    """The package's logger for one rank: ``[rank 5 dp=1 tp=1] saved …``."""
+
+    def __init__(self, rank: int, mesh: Mesh | None) -> None:
+        super().__init__(LOGGER, {})
+        self._rank, self._mesh = rank, mesh
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"[{rank_label(self._rank, self._mesh).replace('%', '%%')}] {msg}", kwargs

@@ -21,8 +21,7 @@ import msgpack
 from ...comm.protocol import Comm
 from ...core.catalog.specs import Mesh
 from ...core.timeline import ClockBounds, Step, Timeline
-from .logs import RankLog
-from .progress import OnProgress, silent
+from .progress import OnProgress, RankLog, silent
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.keys import CATALOG_KEY, SAVE_ID, step_name
+from ...format.files import CATALOG_KEY, SAVE_ID, step_name
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
 from .lineage import LINEAGE
 

@@ -2,18 +2,23 @@
 
 A piece has a base and strides in memory (see `core.catalog.specs.Piece`), so `torch.as_strided` gives a view of it. If the
 strides are the row-major strides of its box, the piece is one slice of the storage.
+
+Public calls leave torch's inference mode (`outside_inference_mode`), because tensors that are made in it stay read-only outside.
+Otherwise one save in a validation function would leave a staging buffer that no later save can fill, and optimizer state that a
+load creates could never be stepped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...core.catalog.specs import Ints, Piece, TensorSpec, is_row_major
+from ...core.catalog.specs import Ints, Piece, Replication, TensorSpec, box_piece, is_row_major
 from ...core.geometry.runs import decompose
 
 
@@ -145,3 +150,30 @@ def _gather(local: LocalPiece, start: int, count: int, out: torch.Tensor, non_bl
         box = region(local.tensor, base, tuple(lengths), piece.strides)
         out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=non_blocking)
         done += box.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The encoded bytes of a value, as a tensor of dtype U8 that is saved and loaded like any other."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    own: str | None = None
+    """The name of the value if every rank has a value of its own, else None."""
+
+
+def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
+    """Make a blob over a 1-D uint8 tensor."""
+    size = (tensor.numel(),)
+    piece = box_piece((0,), size, 0, (1,))
+    return Blob(TensorSpec(name, "U8", size, (piece,), Replication.PLAIN), tensor, own)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave the inference mode for a ``with`` block, if this thread is in it; what runs there is still not recorded."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,6 +1,7 @@
 """Opening the files of a checkpoint before they are read: check their sizes, and read and verify their digests.
 
-The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each.
+The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each. Messages
+about damage name the tensors and values that lie in the damaged range (`FileContents`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
+
 from ...core.catalog.model import Catalog, FileEntry
+from ...core.catalog.specs import item_bytes_of
+from ...core.words import few
 from ...errors import CorruptError
 from ...format.checksums import Digests, decode_digests, digest128, digests_file_bytes
 from ...storage.protocol import MissingKey, Storage
-from ..common.file_contents import contents_from
 
 MAX_REQUESTS = 16
 """Most requests under way at once."""
@@ -122,3 +126,38 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
             + ("" if entry.checkpoint else "; load, reshard and convert take verify=False, which reads them unverified")
         )
     return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")
+
+
+class FileContents:
+    """An index of the rows of all files by their bytes. It is made once damage was found, and then serves any range."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        table, rows = catalog.tensors_table, catalog.rows
+        # owner[i]: the tensor of row i. The columns kept below are sorted by file and offset; file f begins at first[f].
+        owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+        sizes = rows.count * item_bytes_of(table.dtype)[owner]
+        order = np.lexsort((rows.offset, rows.file))
+        order = order[sizes[order] > 0]
+        self._catalog, self._owner = catalog, owner[order]
+        self._begin, self._end = rows.offset[order], (rows.offset + sizes)[order]
+        self._first = np.searchsorted(rows.file[order], np.arange(len(catalog.files) + 1))
+        self._values = {index: value.name for value in catalog.values_table for index in value.blobs}
+
+    def names(self, file: int, begin: int, end: int) -> list[str]:
+        """List the tensors and values in these bytes of a file, in order of place."""
+        part = slice(self._first[file], self._first[file + 1])
+        last = int(np.searchsorted(self._begin[part], end))
+        hit = np.flatnonzero(self._end[part][:last] > begin)
+        names = self._catalog.tensors_table.names
+        owners = self._owner[part][hit].tolist()
+        return list(dict.fromkeys(self._values.get(i, names[i]) for i in owners))
+
+    def text(self, file: int, begin: int, end: int) -> str:
+        """Name the tensors and values in these bytes of a file, for a message."""
+        names = self.names(file, begin, end)
+        return few(names) if names else "its header alone"
+
+
+def contents_from(catalog: Catalog, file: int, begin: int = 0) -> str:
+    """Name the tensors and values of a file from byte `begin` on, for a message."""
+    return FileContents(catalog).text(file, begin, catalog.files[file].size)

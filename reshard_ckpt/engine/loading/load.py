@@ -32,8 +32,8 @@ from ...core.words import few
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.checksums import digest128
-from ...format.keys import CATALOG_KEY, SAVE_ID
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.columns import TORCH_DTYPES
+from ...format.files import CATALOG_KEY, SAVE_ID
 from ...storage import open_storage
 from ...storage.protocol import MissingKey, Storage
 from ..common.copy_streams import has_streams

@@ -29,7 +29,7 @@ from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CorruptError
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import Tally, silent
 from .files import FileDigests

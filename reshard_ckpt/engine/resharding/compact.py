@@ -21,9 +21,18 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CheckpointError, CorruptError, StorageError
 from ...format.catalog import encode_catalog
 from ...format.checksums import digests_file_bytes, wrong_blocks
-from ...format.keys import CATALOG_KEY, digests_key, file_key, manifest_key, new_save_id, timeline_key
-from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manifest
-from ...format.timeline import MAX_TIMELINE_BYTES
+from ...format.files import (
+    CATALOG_KEY,
+    MAX_MANIFEST_BYTES,
+    MAX_TIMELINE_BYTES,
+    decode_manifest,
+    digests_key,
+    encode_manifest,
+    file_key,
+    manifest_key,
+    new_save_id,
+    timeline_key,
+)
 from ...storage.protocol import Storage, read_parts, write_file
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.files import open_files

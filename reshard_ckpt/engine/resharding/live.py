@@ -23,7 +23,7 @@ from ...core.geometry.columns import is_new, lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...core.planning.local_metadata import piece_columns, width_of
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.columns import TORCH_DTYPES
 from ..common.rounds import pack_table, unpack_table
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from ..saving.local_shards import LocalShards

@@ -21,19 +21,17 @@ import numpy as np
 from ...comm.protocol import Comm
 from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, ValueEntry
 from ...core.catalog.specs import ValueKind, ValueSpec, item_bytes_of
-from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
-from ...core.planning.merge import MergedTables
+from ...core.planning.merge import MergedTables, tensor_table
 from ...core.planning.save_plan import Checks, HeldRows, find_holders
 from ...errors import LayoutError
 from ...format.catalog import decode_catalog, encode_catalog
-from ...format.keys import new_save_id
+from ...format.files import new_save_id
 from ...format.values import decode_value, encode_value
 from ..common.rounds import pack_table, unpack_table
-from ..saving.local_shards import LocalShards
+from ..saving.local_shards import LocalShards, merge_values
 from ..saving.messages import RunColumns, decode_metadata, decode_values, encode_metadata, encode_values
 from ..saving.replicas import all_fingerprints, compare_replicas
-from ..saving.values import merge_values
 
 
 @dataclass(frozen=True, slots=True)

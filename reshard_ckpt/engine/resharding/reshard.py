@@ -26,11 +26,10 @@ from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
 from ...format.checksums import BLOCK_BYTES, digest128
-from ...format.keys import digests_key
+from ...format.files import digests_key
 from ...storage.protocol import Storage
-from ..common.finished_files import finished_digests
-from ..common.identity import identity
 from ..common.progress import OnProgress, Tally
+from ..common.resuming import finished_digests, identity
 from ..common.tensor_bytes import slices
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.commit import publish

@@ -31,13 +31,11 @@ from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...errors import UsageError
 from ...format.checksums import digest128
-from ...format.keys import new_save_id
+from ...format.files import new_save_id
 from ...format.values import decode_value, encode_value
-from ..common.memo import Memo
-from .local_shards import LocalShards
+from .local_shards import LocalShards, Memo, merge_values
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
 from .options import PreviousCheckpoint, SaveContents
-from .values import merge_values
 
 MAX_PLANS = 2
 """Plans kept on rank 0: enough for a job that saves its model and its whole state by turns."""

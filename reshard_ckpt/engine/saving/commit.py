@@ -22,15 +22,12 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.planning.build_catalog import build_catalog
-from ...core.planning.save_plan import SavePlan
+from ...core.planning.save_plan import SavePlan, build_catalog
 from ...core.words import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.checksums import digests_file_bytes
-from ...format.keys import CATALOG_KEY, SAVE_ID, manifest_key, timeline_key
-from ...format.manifest import encode_manifest
-from ...format.timeline import encode_timeline
+from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, encode_timeline, manifest_key, timeline_key
 from ...storage.protocol import MissingKey, Storage, conflict, write_file
 from ..common.progress import size_text
 from ..common.recorder import Recorder

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
-from ..common.logs import LOGGER
+from ..common.progress import LOGGER
 from .agreement import PLANS
 
 

@@ -22,7 +22,7 @@ from ...core.geometry.columns import lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns, number_rows
 from ...core.planning.save_plan import SavePlan
-from ...format.keys import digests_key
+from ...format.files import digests_key
 
 _ARRAY = 1
 """Code of the msgpack extension type of arrays."""

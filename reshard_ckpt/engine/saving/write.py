@@ -24,15 +24,14 @@ from ...core.catalog.model import TensorKind
 from ...core.geometry.runs import I64
 from ...errors import StorageError, UsageError
 from ...format.checksums import BlockHasher, digest128
-from ...format.keys import digests_key, file_key
+from ...format.files import digests_key, file_key
 from ...format.shard_file import Member, header, header_cost, make_member
 from ...storage.protocol import Storage, write_file
-from ..common.memo import Memo
 from ..common.progress import Tally
 from ..common.recorder import Recorder
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
-from .local_shards import LocalShards
+from .local_shards import LocalShards, Memo
 from .messages import Assignment, Receipt, WrittenFile
 
 WRITE_BYTES = 1 << 20

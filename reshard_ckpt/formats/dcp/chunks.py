@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.columns import TORCH_DTYPES
 from ...format.shard_file import parse_header
-from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage, read_range
 from ...torchfile.bounds import FileBudget
 from ...torchfile.zip_records import ZIP_MAGIC

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.select import retyped, select_entries
+from reshard_ckpt.core.catalog.model import retyped, select_entries
 from reshard_ckpt.format.catalog_check import problems
 from tests.format.building import Built, checkpoints
 

@@ -15,8 +15,7 @@ from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.placements import cut_order, local_region, same_placement
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, Replication, TensorSpec
 from reshard_ckpt.core.geometry.columns import group_ids, lex_order
-from reshard_ckpt.core.planning.axis_cuts import Placement
-from reshard_ckpt.core.planning.placement import PieceTable, derive
+from reshard_ckpt.core.planning.placement import PieceTable, Placement, derive
 from reshard_ckpt.core.planning.saved_placements import completed_placements
 from tests.jobs import Tensors, save_job
 from tests.layouts import pack_boxes, values_of

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
 from reshard_ckpt.core.geometry.columns import lex_order
-from reshard_ckpt.core.planning.axis_cuts import Placement
-from reshard_ckpt.core.planning.placement import PieceTable, derive
+from reshard_ckpt.core.planning.placement import PieceTable, Placement, derive
 from tests.tries import examples
 
 OFFSETS = np.array([(a, b) for a in range(2) for b in range(2)], np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard_ckpt.engine.common.identity import identity
+from reshard_ckpt.engine.common.resuming import identity
 
 SCALARS = [np.int64(3), np.int32(3), np.uint64(3), np.float32(3), np.bool_(True), np.complex64(3), np.datetime64(3, "s")]
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.engine.common.lineage import LINEAGE, Lineage
-from reshard_ckpt.engine.common.notes import Note
+from reshard_ckpt.engine.common.lineage import LINEAGE, Lineage, Note
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.manager.attempts import ATTEMPTS

@@ -22,7 +22,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.engine.saving.step_guard import ChangeDetector, GuardedStep, StepGuard, _put_in_front
 from reshard_ckpt.errors import UsageError
-from reshard_ckpt.state.optimizer_owned import owned_tensors
+from reshard_ckpt.state.optimizers import owned_tensors
 
 Optimizer = torch.optim.Optimizer
 

@@ -1,8 +1,10 @@
-"""The identity of resumable work: digits that are equal only for requests that write the same bytes.
+"""Work that goes on after a kill: the identity of a request, and a check that a file of an earlier attempt is whole.
 
-After a kill, the files that were finished may be kept only for the same request. So the identity covers everything that decides
-their bytes: the catalogs of the sources, which hold the digests of all files, the plan, and the options. Whole objects are
-passed, and each of their fields counts, so a field that is added to a plan or to the options later counts too.
+The identity is digits that are equal only for requests that write the same bytes; it is the name of the folder. So it covers
+everything that decides their bytes: the catalogs of the sources, which hold the digests of all files, the plan, and the options.
+Whole objects are passed, and each of their fields counts, so a field that is added to a plan or to the options later counts too.
+
+The digests of a file are kept once it is durable; they prove that its bytes have not changed since.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import msgpack
 import numpy as np
 
 from ...core.catalog.model import Catalog
-from ...format.checksums import digest128
+from ...errors import CorruptError
+from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ...format.values import encode_value
+from ...storage.protocol import MissingKey, Storage, read_parts, read_range
 
 
 def has_checksums(catalog: Catalog) -> bool:
@@ -67,3 +71,27 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, int):  # beyond 64 bits
         return ["int", hex(value)]
     raise TypeError(f"{value!r:.100} is {type(value)}, which has no spelling; pass its decisions as plain values")
+
+
+_STEP_BYTES = 32 * BLOCK_BYTES
+"""Bytes that are read and hashed at once."""
+
+
+def finished_digests(
+    storage: Storage, key: str, num_bytes: int, header: bytes, digests_storage: Storage, digests_key: str
+) -> bytes | None:
+    """Return the bytes of the digests file if an earlier attempt finished the file `key`, else None.
+
+    A file is finished if it has this size, begins with `header`, and each of its blocks has its recorded digest.
+    """
+    if storage.size(key) != num_bytes:
+        return None
+    try:
+        data = digests_storage.read(digests_key, digests_file_bytes(num_bytes))
+        digests = decode_digests(data, num_bytes, name=digests_key)
+        if digests.block_bytes != BLOCK_BYTES or read_range(storage, key, 0, len(header)) != header:
+            return None
+        parts = read_parts(storage, key, num_bytes, _STEP_BYTES)
+        return None if any(wrong_blocks([part], low, digests.values, BLOCK_BYTES) for low, part in parts) else data
+    except (MissingKey, CorruptError):
+        return None
