@@ -43,7 +43,7 @@ def _item_bytes(dtype: I64) -> I64:
 class RankRuns(ColumnTable):
     """Runs of boxes of tensors on all ranks, one for each row; ``local`` is the index of the row among its rank's rows.
 
-    ``dtype`` is an index into `geometry.dtypes.CODES`. ``device`` is 1 if the memory can be sent without a copy through the host.
+    ``dtype`` is an index into `specs.CODES`. ``device`` is 1 if the memory can be sent without a copy through the host.
     """
 
     rank: I64
