@@ -262,7 +262,7 @@ def resumed(out: str) -> tuple[list[float], Any]:
 def killed_while_saving(out: str, when: str) -> None:
     """Resume, train on, and die in the next save."""
     from reshard_ckpt.engine.saving import commit
-    from reshard_ckpt.families.deepspeed import calls as reshard_deepspeed
+    from reshard_ckpt.families.deepspeed import engine as reshard_engine
     from reshard_ckpt.storage.local import LocalWriter
 
     losses, engine = resumed(out)
@@ -270,7 +270,7 @@ def killed_while_saving(out: str, when: str) -> None:
         jobs.write_json(f"{out}/{when}.json", losses)
     dist.barrier()
     if dist.get_rank() == KILLS[when]:
-        points = [(LocalWriter, "write"), (LocalWriter, "finish"), (commit, "build_catalog"), (reshard_deepspeed, "write_latest")]
+        points = [(LocalWriter, "write"), (LocalWriter, "finish"), (commit, "build_catalog"), (reshard_engine, "write_latest")]
         setattr(*dict(zip(KILLS, points, strict=True))[when], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     engine.save_checkpoint(out)
     engine.checkpoint_engine.finish()
@@ -351,7 +351,7 @@ def installed(out: str) -> tuple[str, str]:
 def test_install_attaches_where_the_config_says(tmp_path: Path) -> None:
     plain, ours = run_ranks(installed, 2, str(tmp_path))[0]
     assert plain.startswith("deepspeed.")
-    assert ours == "reshard_ckpt.families.deepspeed.calls"
+    assert ours == "reshard_ckpt.families.deepspeed.engine"
     assert (tmp_path / "1" / "global_step1" / "catalog.msgpack").exists()
     assert jobs.digests(tmp_path / "1").keys() == jobs.digests(tmp_path / "0").keys()
 

@@ -45,7 +45,7 @@ def engine_with(out: str, nodes: Sequence[str], stage: int, *, seed: int = 0, **
     model = jobs.Net()
     wanted = jobs.config(stage, "bf16", extra={"nebula": block})
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=wanted)[0]
-    assert type(engine.checkpoint_engine).__module__ == "reshard_ckpt.families.deepspeed.calls"
+    assert type(engine.checkpoint_engine).__module__ == "reshard_ckpt.families.deepspeed.engine"
     return engine
 
 
