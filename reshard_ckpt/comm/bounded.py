@@ -286,15 +286,25 @@ class BoundedStore:
         return bool(self._ask("delete_key", key))
 
     def _ask(self, method: str, *args: Any) -> Any:
+        return self.together(lambda store: getattr(store, method)(*args))
+
+    def together(self, requests: Callable[[Any], T]) -> T:
+        """Call `requests` with the store of torch, and wait once for all its replies: a wait costs more than a reply.
+
+        Raises
+        ------
+        DistError
+            The replies did not come in time, or the store has failed.
+        """
         if not self._line.has(self._client):
             raise StoreLost("it has not replied before")
         under_way = False
 
-        def ask() -> Any:
+        def ask() -> T:
             nonlocal under_way
             under_way = True
             try:
-                return getattr(self._store, method)(*args)
+                return requests(self._store)
             finally:
                 under_way = False
 

@@ -215,7 +215,7 @@ class StoreComm:
                 absent = frozenset(self._refusal.absent if self._refusal else ())
                 self._wait(lambda: self._have_left(absent), self._farewell())
             if self._store.add("left", 1) == self.size:
-                self._delete_all()
+                self._store.together(self._delete_all)
 
     def _farewell(self) -> float:
         return min(self._farewell_s, self._timeout_s)
@@ -251,10 +251,14 @@ class StoreComm:
             self._payloads.save({self._key("from", self.rank): payload})
         # Rank 0 keeps its own payload. Its frame shows the others that it has arrived; with `shown`, also its call.
         is_empty = separate or (self.rank == 0 and not shown)
-        frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
-        self._store.append(self._key("in"), encode_frame(frame))
-        if self._store.add(self._key("arrived"), 1) == self.size:
-            self._store.set(self._key("bell"), b"")
+        frame = encode_frame(Frame(self.rank, separate, b"" if is_empty else bytes(payload)))
+
+        def arrive(store: KeyValueStore) -> None:
+            store.append(self._key("in"), frame)
+            if store.add(self._key("arrived"), 1) == self.size:
+                store.set(self._key("bell"), b"")
+
+        self._store.together(arrive)
 
     def _collect(self, own: bytes) -> list[bytes]:
         """Wait on rank 0 for all messages of this step, and return them by rank."""
@@ -367,18 +371,19 @@ class StoreComm:
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
         return True
 
-    def _delete_all(self) -> None:
+    def _delete_all(self, store: KeyValueStore) -> None:
         """Delete every key of the session, once no rank uses them any more."""
+        payloads = Payloads(store)
         for step in range(self._step + 1):
-            self._payloads.drop(f"{step}/all")
+            payloads.drop(f"{step}/all")
             for name in ("in", "arrived", "bell", "decision"):
-                self._store.delete_key(f"{step}/{name}")
+                store.delete_key(f"{step}/{name}")
         if self._refusal is not None:
             # Payloads of the refused step, which no rank has taken.
             for rank in range(1, self.size):
-                self._payloads.drop(f"{self._step}/from/{rank}")
-                self._payloads.drop(f"{self._step}/to/{rank}")
-        self._store.delete_key("left")
+                payloads.drop(f"{self._step}/from/{rank}")
+                payloads.drop(f"{self._step}/to/{rank}")
+        store.delete_key("left")
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, suppress
 
 from ..errors import PeerError
 from .calls import did_not_arrive
+from .payloads import KeyValueStore
 from .protocol import Comm
 from .store import StoreComm
 from .wire import Refusal, name_ranks
@@ -60,16 +61,12 @@ class Meeting(StoreComm):
     def forget(self) -> None:
         """Delete the keys of this step, once all ranks have come to a later turn."""
         with suppress(PeerError), self._reachable():
-            self._forget()
+            self._store.together(_forget)
 
-    def _forget(self) -> None:
-        for key in ("here", "count", "verdict"):
-            self._store.delete_key(key)
-
-    def _delete_all(self) -> None:
+    def _delete_all(self, store: KeyValueStore) -> None:
         """Delete every key of the session and of this step; after a refusal, no later turn may come that would `forget` it."""
-        super()._delete_all()
-        self._forget()
+        super()._delete_all(store)
+        _forget(store)
 
     def _missing(self) -> list[int]:
         here = {int(rank) for rank in self._store.get("here").split()}
@@ -154,3 +151,8 @@ class Turn:
             comm = self._comm()
             comm.abort(error)
             comm.leave(waits=False)
+
+
+def _forget(store: KeyValueStore) -> None:
+    for key in ("here", "count", "verdict"):
+        store.delete_key(key)
