@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.common.lineage import LINEAGE, Lineage
-from ..engine.common.step_folders import find_steps
+from ..engine.common.step_folders import STEP_NAMES, StepNames, find_steps, names_at
 from ..errors import CheckpointNotFound, CorruptError
-from ..format.files import CATALOG_KEY, step_name
+from ..format.files import CATALOG_KEY
 from ..formats.source import Path, open_source
 from ..storage import open_storage, path_text
 
@@ -51,15 +51,21 @@ def list_run(path: Path) -> list[StepLine]:
     superseded: Collection[str] = ()
     problems = []
     with open_storage(path) as root:
-        committed, begun = find_steps(root)
-        steps = sorted([*committed, *begun])
-        known, url = {step_name(step) for step in steps}, path_text(path).rstrip("/")
+        url = path_text(path).rstrip("/")
+        try:
+            names = names_at(root)
+        except CorruptError as error:
+            names = StepNames()
+            problems.append(StepLine(None, f"{url}/{STEP_NAMES.key}", problem=str(error)))
+        committed, begun = find_steps(root, names)
+        steps = sorted([*committed.items(), *begun.items()])
+        known = {folder for _, folder in steps}
         try:
             superseded = (LINEAGE.read(root) or Lineage()).superseded
         except CorruptError as error:
             problems.append(StepLine(None, f"{url}/{LINEAGE.key}", problem=str(error)))
         others = [name for name in root.folders() if name not in known and root.size(f"{name}/{CATALOG_KEY}") is not None]
-    lines = [_line(step, f"{url}/{step_name(step)}", superseded) for step in steps]
+    lines = [_line(step, f"{url}/{folder}", superseded) for step, folder in steps]
     named = [_line(None, f"{url}/{name}") for name in others]
     return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path)), *problems]
 
@@ -76,7 +82,7 @@ def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> Step
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
     created_s = catalog.created_s if catalog.created_s > 0 else None
     # A lineage names a checkpoint of another library by its folder.
-    known_as = catalog.save_id if form == "reshard_ckpt" or step is None else step_name(step)
+    known_as = catalog.save_id if form == "reshard_ckpt" or step is None else path.rpartition("/")[2]
     return StepLine(
         step,
         path,

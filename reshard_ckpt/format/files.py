@@ -65,15 +65,6 @@ def manifest_key(save_id: str) -> str:
     return f"{save_id}/manifest.sha256"
 
 
-def step_name(step: int) -> str:
-    """Return the name of the folder of a step, below the root.
-
-    >>> step_name(100)
-    'step_100'
-    """
-    return f"step_{step}"
-
-
 FORMAT = "reshard_ckpt.timeline"
 VERSION = 1
 MAX_TIMELINE_BYTES = 256 << 20

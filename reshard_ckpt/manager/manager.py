@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import open_session
+from ..comm import Comm, open_session, value_of_first
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import name_steps
+from ..engine.common.step_folders import STEP_NAME, STEP_NAMES, StepNames, name_steps, names_at
 from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, UsageError
 from ..formats.source import Path
@@ -49,6 +49,9 @@ class Manager(RunSteps):
     ----------
     root
         A folder that all ranks share, or ``memory://name``. The checkpoint of step 100 is ``root/step_100``, an ordinary one.
+    name
+        The name of a new checkpoint's folder, with ``{}`` for the step, such as ``"step-{}"`` or ``"iter_{:07d}"``. The root
+        notes it, so that other calls find the steps. Folders ``step_N``, and of names that the run had before, are found too.
     keep_last
         Number of newest checkpoints to keep. By default all are kept.
     keep_every
@@ -88,6 +91,7 @@ class Manager(RunSteps):
         self,
         root: Path,
         *,
+        name: str = STEP_NAME,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int = 0,
@@ -103,6 +107,7 @@ class Manager(RunSteps):
         timeout_s: float = 600.0,
     ) -> None:
         grace_s = grace_of(finish_on_sigterm)
+        names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
         self._root = checked_root(root)  # once: the process may change its working folder
@@ -125,7 +130,8 @@ class Manager(RunSteps):
                 self._is_first = comm.rank == 0
                 had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))
                 self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
-                self._stored = StoredSteps(storage, self._root, self._rule, self._lineage, read_only=read_only)
+                self._names = self._known_names(comm, storage, names)
+                self._stored = StoredSteps(storage, self._root, self._names, self._rule, self._lineage, read_only=read_only)
                 if self._is_first and not read_only:
                     self._stored.remove_leftovers()
                     if interval == "auto":
@@ -144,10 +150,24 @@ class Manager(RunSteps):
         )  # fmt: skip
         self._schedule = None if rule is None else SaveSchedule(*rule, self._agree_at, self._costs if self._is_first else None)
 
+    def _known_names(self, comm: Comm, storage: Storage, names: StepNames) -> StepNames:
+        """Return the names of the run's step folders, those of before included; note a new one in the root. Collective."""
+
+        def noted() -> list[str]:
+            known = names_at(storage)
+            if self._read_only and names == StepNames():
+                return list(known.patterns)
+            wanted = names.known_too(known.patterns)
+            if wanted != known and not self._read_only:
+                STEP_NAMES.keep(storage, wanted.patterns)
+            return list(wanted.patterns)
+
+        return StepNames(tuple(value_of_first(comm, noted)))
+
     def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
         with open_session("open the memory of", self._root, **self._session) as comm:
             return MemoryRun(
-                memory, self._root, storage, comm, self._lineage, persist_every, self._stored.keeps, self._committed,
+                memory, self._root, storage, self._names, comm, self._lineage, persist_every, self._stored.keeps, self._committed,
                 **self._session,
             )  # fmt: skip
 
@@ -214,7 +234,8 @@ class Manager(RunSteps):
             Options of `checkpoint.save`.
         """
         self._refuse_unless_open("save")
-        path = self._path_to_change(step)
+        self._refuse_read_only()
+        path = self._stored.new_path(checked_step(step))
         if self._memory is not None:
             self._wait()
             self._memory.wait_for(step)
@@ -238,7 +259,8 @@ class Manager(RunSteps):
             Options of `checkpoint.async_save`.
         """
         self._refuse_unless_open("async_save")
-        path = self._path_to_change(step)
+        self._refuse_read_only()
+        path = self._stored.new_path(checked_step(step))
         with self._preemption.deferring():
             self._costs.begin()
             try:
@@ -302,7 +324,8 @@ class Manager(RunSteps):
             The step is being read; nothing was removed.
         """
         self._refuse_unless_open("delete")
-        path = self._path_to_change(step)
+        self._refuse_read_only()
+        path = self.path(step)
         self._wait()
         with self._preemption.deferring(), open_session("delete", path, **self._session):
             in_memory = self._memory is not None and self._memory.forget(step)
@@ -394,4 +417,6 @@ class Manager(RunSteps):
                 warnings.warn(f"saved, but not all that may go is removed: {error}; the next save tries again", stacklevel=3)
 
     def _steps_text(self) -> str:
-        return f"the run has {name_steps(self.steps()) or 'none at all'}"
+        folders = self._stored.folders()
+        named = {step: folders.get(step, self._names.of(step)) for step in self.steps()}
+        return f"the run has {name_steps(named) or 'none at all'}"

@@ -30,14 +30,14 @@ class StepInfo:
     save_id: str = ""
 
 
-def look(path: str, step: int) -> StepInfo:
-    """Read the `StepInfo` of a step; an empty one if its catalog is missing or damaged."""
+def look(path: str, folder: str) -> StepInfo:
+    """Read the `StepInfo` of the step in a folder of the run; an empty one if its catalog is missing or damaged."""
     try:
         with open_storage(path) as storage:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
         return StepInfo(None, frozenset())
-    return StepInfo(metric_of(catalog.metadata), frozenset(referred_keys(step, catalog)), catalog.save_id)
+    return StepInfo(metric_of(catalog.metadata), frozenset(referred_keys(folder, catalog)), catalog.save_id)
 
 
 def is_foreign(path: str) -> bool:

@@ -83,10 +83,9 @@ class RunSteps:
         """Whether this process is a forked child, without the threads of saves and without the lock."""
         return os.getpid() != self._process
 
-    def _path_to_change(self, step: int) -> str:
+    def _refuse_read_only(self) -> None:
         if self._read_only:
             raise UsageError(f"{self._root}: this manager is read_only; make one without that to save or delete")
-        return self.path(step)
 
 
 def checked_step(step: int) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import alone_with, find_steps, remove_files, remove_step
+from ..engine.common.step_folders import StepNames, alone_with, find_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
-from ..format.files import step_name
 from ..storage import Storage, open_storage
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
@@ -27,6 +26,8 @@ class StoredSteps:
     ----------
     storage, root
         The root of the run, and its path.
+    names
+        The names of the folders of its steps.
     rule
         The retention rule.
     lineage
@@ -40,8 +41,17 @@ class StoredSteps:
         Lock, held while checkpoints are removed.
     """
 
-    def __init__(self, storage: Storage, root: str, rule: Retention, lineage: RunLineage, *, read_only: bool = False) -> None:
-        self._storage, self._root, self._rule, self._lineage = storage, root, rule, lineage
+    def __init__(
+        self,
+        storage: Storage,
+        root: str,
+        names: StepNames,
+        rule: Retention,
+        lineage: RunLineage,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self._storage, self._root, self._names, self._rule, self._lineage = storage, root, names, rule, lineage
         self._read_only = read_only
         self.pruning = threading.Lock()
         self._infos: dict[int, StepInfo] = {}
@@ -55,14 +65,25 @@ class StoredSteps:
         return self._storage.url
 
     def path(self, step: int) -> str:
-        """Return the path of the checkpoint of a step."""
-        return f"{self._root.rstrip('/')}/{step_name(step)}"
+        """Return the path of the checkpoint of a step; for a step that has none, the path of a new one."""
+        return self._path(self._names.folder(self._storage, step))
+
+    def new_path(self, step: int) -> str:
+        """Return the path of a new checkpoint of a step."""
+        return self._path(self._names.of(step))
+
+    def _path(self, folder: str) -> str:
+        return f"{self._root.rstrip('/')}/{folder}"
 
     def steps(self) -> list[int]:
         """List the committed steps, in order, with the checkpoints of other libraries."""
-        committed, begun = find_steps(self._storage)
-        self._foreign = {step for step in begun if step in self._foreign or is_foreign(self.path(step))}
-        return sorted({*committed, *self._foreign})
+        return list(self.folders())
+
+    def folders(self) -> dict[int, str]:
+        """Return the folders of `steps`."""
+        committed, begun = find_steps(self._storage, self._names)
+        self._foreign = {s for s, folder in begun.items() if s in self._foreign or is_foreign(self._path(folder))}
+        return dict(sorted({**committed, **{s: folder for s, folder in begun.items() if s in self._foreign}}.items()))
 
     def counted(self) -> list[int]:
         """List the committed steps without superseded ones, in order."""
@@ -119,7 +140,7 @@ class StoredSteps:
     def prune(self) -> None:
         """Remove the steps that the rule does not keep."""
         with self.pruning:
-            steps = find_steps(self._storage)[0]
+            steps = list(find_steps(self._storage, self._names)[0])
             kept = self._kept(steps)
             for step in steps:
                 if step not in kept and self._remove(step, steps):
@@ -146,7 +167,10 @@ class StoredSteps:
             return True
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
-        removed = remove_step(self._storage, step, self._referred(other for other in steps if other != step))
+        referred = self._referred(other for other in steps if other != step)
+        # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
+        folders = reversed(self._names.committed(self._storage, step))
+        removed = all(remove_step(self._storage, folder, referred) for folder in folders)
         if removed:
             self._infos.pop(step, None)
         return removed
@@ -166,18 +190,19 @@ class StoredSteps:
 
     def _info(self, step: int) -> StepInfo:
         if step not in self._infos:
-            name = step_name(step) if step in self._foreign else ""
-            self._infos[step] = look(self.path(step), step) if not name else StepInfo(None, frozenset(), name)
+            folder = self._names.folder(self._storage, step)
+            foreign = step in self._foreign
+            self._infos[step] = StepInfo(None, frozenset(), folder) if foreign else look(self._path(folder), folder)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
         """Remove the files of saves that died. The root is locked, so no other job saves there."""
-        committed, begun = find_steps(self._storage)
-        stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
-        for step in stale:
-            with alone_with(self._storage, step) as alone, open_storage(self.path(step)) as storage, suppress(CorruptError):
+        committed, begun = find_steps(self._storage, self._names)
+        stale = [folder for folder in committed.values() if len(self._storage.folders(folder)) > 1]
+        for folder in stale:
+            with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
-        for step in begun:
-            remove_files(self._storage, step, referred)
+        for folder in begun.values():
+            remove_files(self._storage, folder, referred)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ..core.catalog.model import Catalog
 from ..engine.common.lineage import LINEAGE
+from ..engine.common.step_folders import names_at
 from ..engine.loading.files import open_files
 from ..errors import CheckpointNotFound, CorruptError, UsageError
-from ..format.files import RUN_LOCK_KEY, step_name
+from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy
@@ -144,7 +145,10 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
     path = _run(root, folder)
     with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
         chosen, passed_over = _chosen(path, storage, step)
-        return replace(_persist(path, root, folder, chosen), passed_over=passed_over)
+        return replace(
+            _persist(path, f"{resolved_path(root).rstrip('/')}/{names_at(storage).of(chosen.step)}", folder, chosen),
+            passed_over=passed_over,
+        )
 
 
 @contextmanager
@@ -161,8 +165,7 @@ def _unmanaged(storage: Storage) -> Iterator[None]:
         yield
 
 
-def _persist(path: Path, root: str, folder: str, generation: Generation) -> PersistReport:
-    target = f"{resolved_path(root).rstrip('/')}/{step_name(generation.step)}"
+def _persist(path: Path, target: str, folder: str, generation: Generation) -> PersistReport:
     with open_storage(target) as storage:
         if is_persisted(storage, generation):
             return PersistReport(generation.step, target, 0, True, ())

@@ -21,11 +21,10 @@ from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import find_steps
+from ..engine.common.step_folders import StepNames, find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
-from ..format.files import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
@@ -82,6 +81,7 @@ class MemoryRun:
         options: Memory,
         root: str,
         storage: Storage,
+        names: StepNames,
         comm: Comm,
         lineage: RunLineage,
         persist_every: int | str,
@@ -91,7 +91,7 @@ class MemoryRun:
         process_group: Any,
         timeout_s: float,
     ) -> None:
-        self.options, self._root, self._storage = options, root, storage
+        self.options, self._root, self._storage, self._names = options, root, storage, names
         self._session: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s}
         self._timeout_s, self._rank = timeout_s, comm.rank
         self._rule, self._keeps, self._on_stored = PersistRule(persist_every), keeps, on_stored
@@ -255,7 +255,7 @@ class MemoryRun:
         return self._persist(found.generation, found.files_of(self._rank), path, session)
 
     def _path(self, step: int) -> str:
-        return f"{self._root.rstrip('/')}/{step_name(step)}"
+        return f"{self._root.rstrip('/')}/{self._names.of(step)}"
 
     def find(
         self, at_least: Callable[[], int], excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
@@ -270,7 +270,7 @@ class MemoryRun:
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
-        where = f"{self._root}/{step_name(found.generation.step)} in memory"
+        where = f"{self._root}/{self._names.of(found.generation.step)} in memory"
         inspect.signature(load).bind(where, state, **options)  # a wrong option is a TypeError, as in `load`
         make_links = None if found.is_local(self._tier.topology) else self._job_links
 
@@ -286,7 +286,7 @@ class MemoryRun:
     def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of a generation, on every rank."""
         make_links = None if found.is_local(self._tier.topology) else self._job_links
-        where = f"{self._root}/{step_name(found.generation.step)} in memory"
+        where = f"{self._root}/{self._names.of(found.generation.step)} in memory"
         with ExitStack() as held, open_session("read", where, **self._session) as comm:
             # The images stay open until all ranks have left the session: other ranks may read from this one.
             return read_from(held.enter_context(open_images(comm, self._folder, found, make_links)), names)
@@ -372,8 +372,8 @@ class MemoryRun:
 
     def _newest_stored(self) -> int:
         """Return the newest step in the store that counts; 0 if there is none."""
-        for step in reversed(find_steps(self._storage)[0]):
-            with open_storage(self._path(step)) as storage:
+        for step, folder in reversed(find_steps(self._storage, self._names)[0].items()):
+            with open_storage(f"{self._root.rstrip('/')}/{folder}") as storage:
                 if not self._lineage.is_superseded(stored_save_id(storage)):
                     return step
         return 0

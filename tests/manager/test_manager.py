@@ -250,34 +250,35 @@ def test_loading_holds_the_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch
                 return {"step": 0}
 
             def load_state_dict(self, given: dict[str, Any]) -> None:
-                tried.append(remove_step(storage, 1, frozenset()))
+                tried.append(remove_step(storage, "step_1", frozenset()))
 
         checkpoint.save(f"{root}/step_1", {"extra": Extra()})
         checkpoint.load(f"{root}/step_1", {"extra": Extra()})
         assert tried == [False]
-        assert remove_step(storage, 1, frozenset())
+        assert remove_step(storage, "step_1", frozenset())
         assert storage.list("step_1") == []
 
 
-def test_files_that_a_committed_catalog_refers_to_stay(root: str):
-    with Manager(root) as manager:
+@pytest.mark.parametrize("name", ["step_{}", "step-{}"])
+def test_files_that_a_committed_catalog_refers_to_stay(root: str, name: str):
+    with Manager(root, name=name) as manager:
         manager.save(1, state(1))
         manager.save(2, {"step": 2})
-    with open_storage(f"{root}/step_1") as first, open_storage(f"{root}/step_2") as second:
+    with open_storage(f"{root}/{name.format(1)}") as first, open_storage(f"{root}/{name.format(2)}") as second:
         old = open_catalog(first)
-        needed = {f"step_1/{key}" for file in old.files for key in (file.key, file.digests_key)}
-        second.publish(CATALOG_KEY, encode_catalog(referring(old, "../step_1")))
+        needed = {f"{name.format(1)}/{key}" for file in old.files for key in (file.key, file.digests_key)}
+        second.publish(CATALOG_KEY, encode_catalog(referring(old, f"../{name.format(1)}")))
     with open_storage(root) as storage:
-        with Manager(root, keep_last=2) as manager:
+        with Manager(root, name=name, keep_last=2) as manager:
             manager.save(3, state(3))
             assert manager.steps() == [2, 3]
-        assert {key for key, _ in storage.list("step_1")} == needed
-        Manager(root).close()  # which looks for leftovers
-        assert {key for key, _ in storage.list("step_1")} == needed
-        with Manager(root, keep_last=1) as manager:
+        assert {key for key, _ in storage.list(name.format(1))} == needed
+        Manager(root, name=name).close()  # which looks for leftovers
+        assert {key for key, _ in storage.list(name.format(1))} == needed
+        with Manager(root, name=name, keep_last=1) as manager:
             manager.save(3, state(3))
-        Manager(root).close()
-        assert storage.folders() == ("step_3",)
+        Manager(root, name=name).close()
+        assert storage.folders() == (name.format(3),)
 
 
 def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):
@@ -299,7 +300,7 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):
             f"other/{dead}/rank00000-0.safetensors",
             f"step_04/{dead}/f",
         }
-        assert find_steps(storage) == ([1], [2, 3])
+        assert find_steps(storage) == ({1: "step_1"}, {2: "step_2", 3: "step_3"})
 
 
 # --- wrong use ---

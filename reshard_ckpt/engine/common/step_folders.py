@@ -9,25 +9,109 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
 
 from ...core.catalog.model import Catalog
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.files import CATALOG_KEY, SAVE_ID, step_name
+from ...format.files import CATALOG_KEY, SAVE_ID
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
-from .lineage import LINEAGE
+from .lineage import LINEAGE, Note
 
-_STEP = re.compile(r"step_(0|[1-9]\d*)")
+STEP_NAME = "step_{}"
+"""The pattern of the names of step folders, unless a manager has another."""
+
+_PATTERN = re.compile(r"(?!\.)([\w.-]*)\{(:0[1-9]\d?d)?\}([\w.-]*)")
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
-def find_steps(root: Storage) -> tuple[list[int], list[int]]:
-    """Return the committed steps, and the steps whose folder has no catalog; both sorted."""
-    steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
-    committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
-    return committed, sorted(set(steps) - set(committed))
+@dataclass(frozen=True, slots=True)
+class StepNames:
+    """The patterns of the names of a run's step folders.
+
+    The first names new folders. The others are patterns that the run had before, and `STEP_NAME`, the last of all: folders of
+    these names are found too. If a step has several folders, the one whose pattern comes first counts.
+
+    >>> names = StepNames(("iter-{:04d}",)).known_too(())
+    >>> names.of(7), names.step_of("iter-0007"), names.step_of("iter-7"), names.step_of("step_7")
+    ('iter-0007', 7, None, 7)
+    """
+
+    patterns: tuple[str, ...] = (STEP_NAME,)
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+            if found is None or found[1][-1:].isdigit() or found[3][:1].isdigit():
+                raise UsageError(
+                    f"name={pattern!r}: pass the name of a step's folder with {{}} for the step, as in 'step-{{}}' or "
+                    "'iter_{:07d}': letters, digits, '.', '_' and '-', no digit beside the braces, and no '.' in front"
+                )
+
+    def known_too(self, others: Iterable[str]) -> StepNames:
+        """Return these names, which also find folders of other patterns."""
+        return StepNames(tuple(dict.fromkeys([*self.patterns, *others, STEP_NAME])))
+
+    def of(self, step: int) -> str:
+        """Name the folder of a new checkpoint."""
+        return self.patterns[0].format(step)
+
+    def step_of(self, folder: str) -> int | None:
+        """Return the step of a folder; None for a folder of another name."""
+        for pattern in self.patterns:
+            before, after = pattern[: pattern.index("{")], pattern[pattern.index("}") + 1 :]
+            digits = folder[len(before) : len(folder) - len(after)]
+            if digits.isascii() and digits.isdecimal() and pattern.format(int(digits)) == folder:
+                return int(digits)
+        return None
+
+    def folder(self, root: Storage, step: int) -> str:
+        """Return the name of the folder that holds a step: a committed one, or any that exists, or else that of a new one."""
+        if len(self.patterns) == 1:
+            return self.of(step)
+        there = (name for name in root.folders() if self.step_of(name) == step)
+        return next(iter(self.committed(root, step)), None) or next(there, self.of(step))
+
+    def committed(self, root: Storage, step: int) -> list[str]:
+        """List the folders in which a step is committed, the one that counts first."""
+        names = dict.fromkeys(pattern.format(step) for pattern in self.patterns)
+        return [name for name in names if root.size(f"{name}/{CATALOG_KEY}") is not None]
+
+
+def _parsed_names(patterns: Any) -> StepNames:
+    return StepNames(tuple(patterns)).known_too(())
+
+
+STEP_NAMES = Note(
+    ".reshard_ckpt.names",
+    1,
+    1 << 16,
+    _parsed_names,
+    "restore the file, or delete it and make a Manager with the name= of the run",
+)
+"""The note of the names of a run's step folders, in its root; only a run whose manager has ``name=`` has one."""
+
+
+def names_at(root: Storage) -> StepNames:
+    """Read the names of a run's step folders."""
+    return STEP_NAMES.read(root) or StepNames()
+
+
+def find_steps(root: Storage, names: StepNames | None = None) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the folders of the committed steps, and of steps that have only folders without a catalog; both in order of steps.
+
+    By default, the root's note has the `names`.
+    """
+    names = names or names_at(root)
+    found = [(step, folder) for folder in root.folders() if (step := names.step_of(folder)) is not None]
+    if len(names.patterns) > 1:  # of two folders of a step, the one whose pattern comes first comes last here, and wins
+        found.sort(key=lambda pair: -next(i for i, pattern in enumerate(names.patterns) if pattern.format(pair[0]) == pair[1]))
+    committed = {step: folder for step, folder in found if root.size(f"{folder}/{CATALOG_KEY}") is not None}
+    begun = {step: folder for step, folder in found if step not in committed}
+    return dict(sorted(committed.items())), dict(sorted(begun.items()))
 
 
 def describe_run(root: Storage) -> str | None:
@@ -37,34 +121,39 @@ def describe_run(root: Storage) -> str | None:
         return None
     if not committed:
         return f"saves began in {name_steps(begun)} there, but none was committed; check the path"
-    newest = f"{root.url}/{step_name(_newest_that_counts(root, committed))}"
+    newest = f"{root.url}/{committed[_newest_that_counts(root, committed)]}"
     return (
         f"it holds those of a run: {name_steps(committed)}; load the newest as {newest!r}, or with "
         f"checkpoint.Manager({root.url!r}).load_latest(state); reshard-ckpt inspect {root.url} lists them"
     )
 
 
-def _newest_that_counts(root: Storage, committed: Sequence[int]) -> int:
+def _newest_that_counts(root: Storage, committed: Mapping[int, str]) -> int:
     """Return the newest committed step that the run did not go back from; the newest of all if that cannot be read."""
+    newest = max(committed)
     with suppress(CheckpointError):
         lineage = LINEAGE.read(root)
         superseded = lineage.superseded if lineage else ()
-        counted = (step for step in reversed(committed) if not superseded or _catalog(root, step).save_id not in superseded)
-        return next(counted, committed[-1])
-    return committed[-1]
+        counted = (
+            step
+            for step, folder in reversed(list(committed.items()))
+            if not superseded or _catalog(root, folder).save_id not in superseded
+        )
+        return next(counted, newest)
+    return newest
 
 
-def _catalog(root: Storage, step: int) -> Catalog:
-    return decode_catalog(root.read(f"{step_name(step)}/{CATALOG_KEY}", MAX_CATALOG_BYTES))
+def _catalog(root: Storage, folder: str) -> Catalog:
+    return decode_catalog(root.read(f"{folder}/{CATALOG_KEY}", MAX_CATALOG_BYTES))
 
 
-def name_steps(steps: Sequence[int], limit: int = 6) -> str:
-    """Name steps in a message: the first and the last ones, if there are many.
+def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
+    """Name the folders of steps in a message: the first and the last ones, if there are many.
 
-    >>> name_steps([1, 2]), name_steps(range(10))
+    >>> name_steps({1: "step_1", 2: "step_2"}), name_steps({i: f"step_{i}" for i in range(10)})
     ('step_1, step_2', 'step_0, step_1, step_2, …, step_7, step_8, step_9 (10 in all)')
     """
-    names = [step_name(step) for step in steps]
+    names = list(folders.values())
     shown = names if len(names) <= limit else [*names[: limit // 2], "…", *names[-limit // 2 :]]
     return ", ".join(shown) + ("" if len(names) <= limit else f" ({len(names)} in all)")
 
@@ -80,7 +169,7 @@ def reading(storage: Storage) -> Iterator[None]:
         yield
 
 
-def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
+def remove_step(root: Storage, folder: str, referred: frozenset[str]) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
@@ -88,7 +177,7 @@ def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
     referred
         Keys of files, from the root, that other committed catalogs refer to: these stay.
     """
-    key = f"{step_name(step)}/{CATALOG_KEY}"
+    key = f"{folder}/{CATALOG_KEY}"
     try:
         lock = root.lock(key)
     except MissingKey:
@@ -101,13 +190,13 @@ def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
         root.sync([key])
-    remove_files(root, step, referred)
+    remove_files(root, folder, referred)
     return True
 
 
-def remove_files(root: Storage, step: int, referred: frozenset[str]) -> None:
+def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
     """Remove the files of saves from the folder of a step that has no catalog; other files stay."""
-    keys = [key for key, _ in root.list(step_name(step)) if _is_ours(key) and key not in referred]
+    keys = [key for key, _ in root.list(folder) if _is_ours(key) and key not in referred]
     root.delete(keys)
 
 
@@ -116,11 +205,11 @@ def _is_ours(key: str) -> bool:
     return bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else bool(_TEMPORARY.fullmatch(parts[0]))
 
 
-def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
+def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:
     """Yield the keys, from the root, of the files of other checkpoints that the catalog of a step refers to."""
     for file in catalog.files:
         if file.checkpoint:
-            yield from (posixpath.normpath(f"{step_name(step)}/{key}") for key in (file.key, file.digests_key))
+            yield from (posixpath.normpath(f"{folder}/{key}") for key in (file.key, file.digests_key))
 
 
 def referred_by_others(storage: Storage) -> dict[str, str]:
@@ -134,19 +223,22 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
         The catalog of another step is damaged, so the files that it refers to are unknown.
     """
     above, _, name = storage.url.rpartition("/")
-    if not _STEP.fullmatch(name) or above.endswith(":/"):  # memory://step_1 has nothing above it
+    if above.endswith(":/"):  # memory://step_1 has nothing above it
         return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
-        others = [step for step in find_steps(root)[0] if step_name(step) != name]
-        keys = [(key, step_name(step)) for step in others for key in referred_keys(step, _catalog(root, step))]
-    return {key.removeprefix(f"{name}/"): step for key, step in keys if key.startswith(f"{name}/")}
+        names = names_at(root)
+        if names.step_of(name) is None:
+            return {}
+        others = [folder for folder in find_steps(root, names)[0].values() if folder != name]
+        keys = [(key, other) for other in others for key in referred_keys(other, _catalog(root, other))]
+    return {key.removeprefix(f"{name}/"): other for key, other in keys if key.startswith(f"{name}/")}
 
 
 @contextmanager
-def alone_with(root: Storage, step: int) -> Iterator[bool]:
+def alone_with(root: Storage, folder: str) -> Iterator[bool]:
     """Keep readers away from a step; False where one is there now. A step without a catalog has none."""
     try:
-        lock = root.lock(f"{step_name(step)}/{CATALOG_KEY}")
+        lock = root.lock(f"{folder}/{CATALOG_KEY}")
     except (MissingKey, LocksUnsupported):
         yield True
         return
