@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,15 +99,15 @@ def refuse_memory_unless(memory: Any, root: str, *, persist_every: int | str | N
 def take_lock(storage: Storage) -> Iterator[bool]:
     """Lock the root during the ``with`` block, and yield whether the root had a manager before. Warn if locks are missing."""
     had_manager = storage.size(RUN_LOCK_KEY) is not None
+    own = f"process {os.getpid()} on {socket.gethostname()}"
     try:
-        lock = storage.lock(RUN_LOCK_KEY, make=True)
+        lock = storage.lease(RUN_LOCK_KEY, own.encode())
     except LocksUnsupported as error:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
         yield had_manager
         return
     except StorageError as error:  # evaluation jobs often mount the root so that they cannot write
         raise StorageError(f"{error}; or pass read_only=True, to load alone") from error
-    own = f"process {os.getpid()} on {socket.gethostname()}"
     if lock is None:
         holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
         if holder == own:
@@ -120,6 +120,4 @@ def take_lock(storage: Storage) -> Iterator[bool]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        with suppress(OSError):  # the note is optional: a job must be able to load from a full disk
-            lock.note(own.encode())
         yield had_manager

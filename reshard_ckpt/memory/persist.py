@@ -87,7 +87,7 @@ def publish(storage: Storage, generation: Generation) -> None:
         return
     # A process may have been killed after it wrote the last byte, and before the names of files were durable.
     storage.sync(key for file in catalog.files for key in (file.key, file.digests_key))
-    storage.publish(CATALOG_KEY, generation.catalog, expected=before.catalog)
+    storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
     try:
         clean_up(storage, catalog, before.folders)
     except StorageError as error:  # the checkpoint is in the store, so this call has succeeded

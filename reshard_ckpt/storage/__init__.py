@@ -11,10 +11,14 @@ from ..errors import CorruptError, UsageError
 from .local import LocalStorage
 from .memory import MemoryStorage
 from .posix import MOMENTS_S, LocksUnsupported
-from .protocol import Buffer, Lock, MissingKey, PublishConflict, Storage, Writer
+from .protocol import ABSENT, ANY, Buffer, Document, Hints, Lock, MissingKey, PublishConflict, Storage, Version, Writer
 
 __all__ = [
+    "ABSENT",
+    "ANY",
     "Buffer",
+    "Document",
+    "Hints",
     "LocalStorage",
     "Lock",
     "LocksUnsupported",
@@ -22,6 +26,7 @@ __all__ = [
     "MissingKey",
     "PublishConflict",
     "Storage",
+    "Version",
     "Writer",
     "open_beside",
     "open_storage",

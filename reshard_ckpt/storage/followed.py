@@ -4,9 +4,12 @@ It reads those files in the other folders; it writes, lists and deletes only in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from .protocol import Lock, Storage, Writer
+from .protocol import ANY, Document, Hints, Lock, Storage, Version, Writer
+
+T = TypeVar("T")
 
 
 class FollowedStorage(Storage):
@@ -33,6 +36,10 @@ class FollowedStorage(Storage):
     def url(self) -> str:
         return self._own.url
 
+    @property
+    def hints(self) -> Hints:
+        return self._own.hints
+
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         storage, key = self._place(key)
         storage.read_into(key, offset, buffers)
@@ -41,12 +48,35 @@ class FollowedStorage(Storage):
         storage, key = self._place(key)
         return storage.read(key, limit)
 
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        by_store: dict[int, tuple[Storage, list[tuple[str, int, Sequence[memoryview]]]]] = {}
+        for key, offset, buffers in ranges:
+            storage, key = self._place(key)
+            by_store.setdefault(id(storage), (storage, []))[1].append((key, offset, buffers))
+        for storage, its_ranges in by_store.values():
+            storage.read_ranges(its_ranges)
+
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        return self._by_store(keys, lambda storage, its_keys: storage.read_many(its_keys, limit))
+
     def size(self, key: str) -> int | None:
         storage, key = self._place(key)
         return storage.size(key)
 
-    def create(self, key: str) -> Writer:
-        return self._own.create(key)
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        return self._by_store(keys, lambda storage, its_keys: storage.stat(its_keys))
+
+    def _by_store(self, keys: Sequence[str], call: Callable[[Storage, list[str]], list[T]]) -> list[T]:
+        """Call each store with its keys, and return the results in the order of `keys`."""
+        places = [self._place(key) for key in keys]
+        found: dict[tuple[int, str], T] = {}
+        for storage in {id(storage): storage for storage, _ in places}.values():
+            its_keys = [key for owner, key in places if owner is storage]
+            found.update({(id(storage), key): result for key, result in zip(its_keys, call(storage, its_keys), strict=True)})
+        return [found[id(storage), key] for storage, key in places]
+
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
+        return self._own.create(key, size, replace=replace)
 
     def sync(self, keys: Iterable[str]) -> None:
         self._own.sync(keys)
@@ -63,8 +93,11 @@ class FollowedStorage(Storage):
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
         return self._own.lock(key, shared=shared, make=make)
 
-    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
-        self._own.publish(key, data, expected=expected)
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
+        return self._own.lease(key, note, ttl_s=ttl_s)
+
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
+        return self._own.publish(key, data, expected=expected)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._own.delete(keys)

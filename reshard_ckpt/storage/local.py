@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 
+import xxhash
+
 from ..errors import StorageError
 from .posix import (
     FOLDER,
@@ -34,8 +36,13 @@ from .posix import (
     write_all,
 )
 from .protocol import (
+    ABSENT,
+    ANY,
     Buffer,
+    Document,
+    MissingKey,
     Storage,
+    Version,
     Writer,
     conflict,
     exists,
@@ -85,9 +92,11 @@ class LocalStorage(Storage):
     def _path(self, parts: Sequence[str]) -> str:
         return os.path.join(self._root, *parts)
 
-    def create(self, key: str) -> LocalWriter:
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> LocalWriter:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
+        if replace:
+            self.delete([key])
         with Explained("create", path):
             try:
                 fd = self._create(folders, name)
@@ -149,6 +158,16 @@ class LocalStorage(Storage):
             raise too_large(path, limit)
         return data
 
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        found: list[Document | None] = []
+        for key in keys:
+            try:
+                data = self.read(key, limit)
+                found.append(Document(data, version_of(data)))
+            except MissingKey:
+                found.append(None)
+        return found
+
     def size(self, key: str) -> int | None:
         path = self._path(key_parts(key))
         with Explained("look at", path):
@@ -193,7 +212,7 @@ class LocalStorage(Storage):
                 raise missing(path) from None
         return lock
 
-    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
         temporary = f".{name}.{uuid.uuid4().hex}.tmp"
@@ -212,14 +231,16 @@ class LocalStorage(Storage):
             for n in reversed(range(len(folders))):
                 sync_folder(self._path(folders[:n]))
             _remove_temporaries(folder, name)
+        return version_of(data)
 
-    def _compare(self, path: str, expected: bytes | None) -> None:
-        if expected is None:
+    def _compare(self, path: str, expected: Version) -> None:
+        if expected == ANY:
             return
         try:
-            current = read_at_most(path, len(expected) + 1)
+            with open(path, "rb") as file:
+                current = version_of(file.read())
         except FileNotFoundError:
-            current = b""
+            current = ABSENT
         if current != expected:
             raise conflict(path, expected, current)
 
@@ -291,6 +312,11 @@ class LocalWriter(Writer):
             self._close()
         with suppress(StorageError):
             self._storage.delete([self._key])
+
+
+def version_of(data: Buffer) -> Version:
+    """Return the version of a document in a store that compares bytes: their digest."""
+    return Version(xxhash.xxh3_128_hexdigest(data))
 
 
 @lru_cache(1024)

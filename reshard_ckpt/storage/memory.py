@@ -12,10 +12,15 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from ..errors import StorageError
+from .local import version_of
 from .protocol import (
+    ABSENT,
+    ANY,
     Buffer,
+    Document,
     Lock,
     Storage,
+    Version,
     Writer,
     conflict,
     exists,
@@ -81,8 +86,10 @@ class MemoryStorage(Storage):
         with _LOCK:
             _set(self._root + key, data)
 
-    def create(self, key: str) -> MemoryWriter:
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> MemoryWriter:
         key_parts(key)
+        if replace:
+            self.delete([key])
         with _LOCK:
             if self._root + key in _FILES:
                 raise exists(self._where(key))
@@ -123,6 +130,15 @@ class MemoryStorage(Storage):
             raise too_large(self._where(key), limit)
         return data
 
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        found: list[Document | None] = []
+        for key in keys:
+            data = self._get(key)
+            if data is not None and len(data) > limit:
+                raise too_large(self._where(key), limit)
+            found.append(None if data is None else Document(data, version_of(data)))
+        return found
+
     def size(self, key: str) -> int | None:
         data = self._get(key)
         return None if data is None else len(data)
@@ -152,14 +168,16 @@ class MemoryStorage(Storage):
             others.append(shared)
         return MemoryLock(self, key, shared)
 
-    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         key_parts(key)
         with _LOCK:
             self._refuse_mixed(key)
-            current = _FILES.get(self._root + key, b"")
-            if expected is not None and current != expected:
+            held = _FILES.get(self._root + key)
+            current = ABSENT if held is None else version_of(held)
+            if expected not in (ANY, current):
                 raise conflict(self._where(key), expected, current)
             _set(self._root + key, bytes(data))
+        return version_of(data)
 
     def delete(self, keys: Iterable[str]) -> None:
         checked = ["/".join(key_parts(key)) for key in keys]

@@ -4,11 +4,16 @@ A key is a relative posix path. Shard files are written once, front to back, and
 catalog) are read whole and replaced whole with `publish`, the only operation that must be atomic.
 
 Durable means that it survives a power cut. A file's bytes are durable after `Writer.finish`, its name after `Storage.sync`.
+
+Stores differ: a round trip to a disk takes microseconds, to an object store 30 ms, and an object store has no locks (`Hints`).
+Methods that take several keys or ranges have a plain loop as their default; a store with slow round trips runs them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptError, StorageError
@@ -17,6 +22,60 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes to write. A memoryview must be C-contiguous; its items may have any size."""
 
 Self = TypeVar("Self")
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Facts about a store that decide how it is used; the defaults are those of a disk.
+
+    Attributes
+    ----------
+    requests
+        Requests that the store serves well at once.
+    read_bytes, part_bytes
+        Bytes of one read, and of one part of a file that is being written.
+    near_bytes
+        Two ranges of a file that lie nearer than this are read as one: about latency times bandwidth, divided by `requests`.
+    has_locks
+        Whether `Storage.lock` works. If not, only `Storage.lease` does.
+    shows_unfinished
+        Whether a file is there from `Storage.create` on, and `create` refuses a key that exists.
+    durable_on_finish
+        Whether `Writer.finish` makes the name durable too, so that `Storage.sync` has nothing to do.
+    """
+
+    requests: int = 8
+    read_bytes: int = 8 << 20
+    part_bytes: int = 8 << 20
+    near_bytes: int = 64 << 10
+    has_locks: bool = True
+    shows_unfinished: bool = True
+    durable_on_finish: bool = False
+
+
+DISK = Hints()
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The state of a file at one moment. Only the store that made it knows the meaning of `tag`."""
+
+    tag: str
+
+
+ABSENT = Version("absent")
+"""The version of a file that does not exist."""
+
+ANY = Version("any")
+"""For `Storage.publish`: replace any version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A small file that was read whole."""
+
+    data: bytes
+    version: Version
 
 
 class MissingKey(StorageError):
@@ -54,7 +113,11 @@ class Writer(Protocol):
 
 
 class Lock(Protocol):
-    """A lock on a file. It ends with `release`, at the end of its ``with`` block, or when the process dies."""
+    """A lock on a file, or a lease of it. It ends with `release`, at the end of its ``with`` block, or when the process dies."""
+
+    def check(self) -> None:
+        """Raise a `StorageError` if a lease was lost to another process. Call it before each deletion; a lock is never lost."""
+        return
 
     def release(self) -> None:
         """Release the lock; once released, this does nothing."""
@@ -80,8 +143,21 @@ class Storage(Protocol):
     def url(self) -> str:
         """The place of the store, for messages."""
 
-    def create(self, key: str) -> Writer:
-        """Begin a new file, which exists from now on. If there is a file already, raise an error."""
+    @property
+    def hints(self) -> Hints:
+        """How this store is best used."""
+        return DISK
+
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
+        """Begin a new file. If there is a file already, raise an error; see `Hints.shows_unfinished`.
+
+        Parameters
+        ----------
+        size
+            Bytes of the whole file, if known: a store chooses the size of its parts by it.
+        replace
+            Replace a file that is there, such as one that a killed process has left.
+        """
 
     def sync(self, keys: Iterable[str]) -> None:
         """Make it durable that these files exist, or that they are deleted, and that the folders above them exist."""
@@ -97,6 +173,11 @@ class Storage(Protocol):
             The file ends before the buffers are full.
         """
 
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        """Call `read_into` with each key, offset and buffers, as many at once as the store serves well."""
+        for key, offset, buffers in ranges:
+            self.read_into(key, offset, buffers)
+
     def read(self, key: str, limit: int) -> bytes:
         """Read the whole file.
 
@@ -108,8 +189,21 @@ class Storage(Protocol):
             It is larger than `limit` bytes.
         """
 
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        """Read whole files with their versions, as many at once as the store serves well; None for a file that is missing.
+
+        Raises
+        ------
+        CorruptError
+            A file is larger than `limit` bytes.
+        """
+
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
+
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        """Return the `size` of each file, asked for at once."""
+        return [self.size(key) for key in keys]
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """List the keys and sizes of all files in the folder `prefix` and below it, sorted by key."""
@@ -141,18 +235,42 @@ class Storage(Protocol):
             The store does not support locks.
         """
 
-    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
+        """Take a file for this process alone, without waiting, and leave a note in it; None if another process has it.
+
+        Parameters
+        ----------
+        ttl_s
+            Seconds after which a store without locks gives the file to another process, unless this one renewed its lease.
+
+        Raises
+        ------
+        LocksUnsupported
+            The store supports neither locks nor leases.
+        """
+        lock = self.lock(key, make=True)
+        if lock is not None:
+            with suppress(OSError):  # the note is optional: a job must be able to load from a full disk
+                lock.note(note)
+        return lock
+
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         """Put a file in place, or replace it, atomically and durably: a reader finds the old bytes or the new ones.
 
         Parameters
         ----------
         expected
-            The bytes that the file must have at this moment; ``b""`` if there must be no file. None: replace any file.
+            The version that the file must have at this moment, from `read_many` or `publish`; or `ABSENT`, or `ANY`.
+
+        Returns
+        -------
+        Version
+            The version of the new file.
 
         Raises
         ------
         PublishConflict
-            It has other bytes than `expected`.
+            The file has another version than `expected`.
         """
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -231,9 +349,9 @@ def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> I
         yield begin, part
 
 
-def write_file(storage: Storage, key: str, data: Buffer) -> None:
+def write_file(storage: Storage, key: str, data: Buffer, *, replace: bool = False) -> None:
     """Write a new file, durably; see `Storage.create`."""
-    with storage.create(key) as writer:
+    with storage.create(key, memoryview(data).nbytes, replace=replace) as writer:
         writer.write(data)
 
 
@@ -262,9 +380,9 @@ def exists(where: str) -> StorageError:
     return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
 
 
-def conflict(where: str, expected: bytes, current: bytes) -> PublishConflict:
-    """Return the error for a publish that found other bytes than it expected."""
-    if current == b"":
+def conflict(where: str, expected: Version, current: Version) -> PublishConflict:
+    """Return the error for a publish that found another version than it expected."""
+    if current == ABSENT:
         return PublishConflict(f"{where}: disappeared during this save; somebody deletes here: save to a path that is left alone")
-    found = "appeared" if expected == b"" else "changed"
+    found = "appeared" if expected == ABSENT else "changed"
     return PublishConflict(f"{where}: {found} during this save; two jobs write to one path: give each job its own")

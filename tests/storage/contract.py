@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reshard_ckpt.errors import CorruptError, StorageError
-from reshard_ckpt.storage import MissingKey, PublishConflict, Storage
+from reshard_ckpt.storage import ABSENT, Document, MissingKey, PublishConflict, Storage
 
 HOSTILE_KEYS = [
     "", "/", "/etc/passwd", "..", "../x", "a/../b", "a/..", ".", "a/./b", "./a", "a//b", "a/", "a\0b", "a\\b", "..\\x", "\ud800",
@@ -32,7 +32,7 @@ def read_range(storage: Storage, key: str, offset: int, *sizes: int) -> list[byt
 class StorageContract:
     """Subclasses give a fixture `storage`: an empty one."""
 
-    # --- folders and locks ---
+    # --- folders ---
 
     def test_folders_are_those_right_below(self, storage: Storage):
         for key in ("top", "a/1", "a/b/2", "c/d/3"):
@@ -40,37 +40,6 @@ class StorageContract:
         assert storage.folders() == ("a", "c")
         assert storage.folders("a") == ("b",)
         assert storage.folders("a/b") == storage.folders("none") == ()
-
-    @pytest.mark.parametrize(("first", "second", "both"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, True)])
-    def test_locks_exclude_each_other_unless_both_are_shared(self, storage: Storage, first: int, second: int, both: bool):
-        put(storage, "f")
-        held = storage.lock("f", shared=bool(first))
-        assert held is not None
-        other = storage.lock("f", shared=bool(second))
-        assert (other is not None) == both
-        held.release()
-        held.release()
-        for lock in (other, storage.lock("f", shared=True)):
-            if lock is not None:
-                lock.release()
-        with storage.lock("f") as alone:
-            assert alone is not None
-            assert storage.lock("f", shared=True) is None
-
-    def test_a_lock_is_made_where_asked_and_carries_a_note(self, storage: Storage):
-        with pytest.raises(MissingKey):
-            storage.lock("locks/f")
-        with storage.lock("locks/f", make=True) as lock:
-            lock.note(b"a long note")
-            lock.note(b"mine")
-            assert storage.read("locks/f", 100) == b"mine"
-
-    def test_locked_files_can_be_deleted(self, storage: Storage):
-        put(storage, "f")
-        with storage.lock("f"):
-            storage.delete(["f"])
-        with pytest.raises(MissingKey):
-            storage.lock("f")
 
     # --- writing ---
 
@@ -88,37 +57,6 @@ class StorageContract:
         with storage.create("f") as writer:
             writer.write(memoryview(array))
         assert storage.read("f", 1000) == array.tobytes()
-
-    def test_created_file_exists_at_once(self, storage: Storage):
-        writer = storage.create("f")
-        assert storage.size("f") == 0
-        writer.finish()
-
-    def test_create_refuses_an_existing_file_and_leaves_it(self, storage: Storage):
-        put(storage, "f", b"first")
-        with pytest.raises(StorageError, match=r"f: already exists"):
-            storage.create("f")
-        assert storage.read("f", 10) == b"first"
-
-    def test_create_refuses_a_file_that_is_being_written(self, storage: Storage):
-        with storage.create("f"), pytest.raises(StorageError, match="already exists"):
-            storage.create("f")
-
-    def test_of_many_that_create_one_key_one_succeeds(self, storage: Storage):
-        barrier = threading.Barrier(8)
-
-        def create(i: int) -> bool:
-            barrier.wait()
-            try:
-                put(storage, "d/f", str(i).encode())
-            except StorageError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(create, range(8)))
-        assert sum(won) == 1
-        assert storage.read("d/f", 10) == str(won.index(True)).encode()
 
     def test_abort_removes_the_file(self, storage: Storage):
         writer = storage.create("d/f")
@@ -158,17 +96,6 @@ class StorageContract:
         getattr(writer, end)()
         with pytest.raises(ValueError, match="after it was closed"):
             writer.write(b"x")
-
-    def test_a_name_is_a_file_or_a_folder_never_both(self, storage: Storage):
-        put(storage, "d/f")
-        for key in ("d", "d/f/g"):
-            with pytest.raises(StorageError):
-                storage.create(key)
-            with pytest.raises(StorageError):
-                storage.publish(key, b"x")
-            with pytest.raises(StorageError):
-                storage.delete([key])
-        assert storage.list() == [("d/f", 1)]
 
     def test_sync_takes_the_keys_of_files_not_a_folder(self, storage: Storage):
         put(storage, "a/b/f")
@@ -243,6 +170,39 @@ class StorageContract:
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(check, list(files) * 4))
 
+    def test_many_files_and_ranges_are_read_by_one_call(self, storage: Storage):
+        for i in range(40):
+            put(storage, f"d/{i}", bytes([i]) * i)
+        keys = ["d/39", "missing/f", "d/1", "d/0"]
+        assert storage.stat(keys) == [39, None, 1, 0]
+        assert [found and found.data for found in storage.read_many(keys, 39)] == [bytes([39]) * 39, None, b"\1", b""]
+        with pytest.raises(CorruptError, match="d/39: larger than 38 bytes"):
+            storage.read_many(keys, 38)
+        buffers = [bytearray(i) for i in range(40)]
+        storage.read_ranges([(f"d/{i}", 0, [memoryview(buffer)]) for i, buffer in enumerate(buffers)])
+        assert buffers == [bytearray([i]) * i for i in range(40)]
+        with pytest.raises(CorruptError, match="d/7: wanted 2 bytes from byte 6 on, but the file ends after 1"):
+            storage.read_ranges([("d/8", 0, [memoryview(bytearray(8))]), ("d/7", 6, [memoryview(bytearray(2))])])
+        with pytest.raises(MissingKey, match="missing/f: no such file"):
+            storage.read_ranges([("missing/f", 0, [memoryview(bytearray(2))])])
+
+    def test_create_replaces_a_file_if_asked(self, storage: Storage):
+        put(storage, "d/f", b"of a killed process")
+        with storage.create("d/f", 3, replace=True) as writer:
+            writer.write(b"new")
+        assert storage.read("d/f", 10) == b"new"
+
+    # --- leases ---
+
+    def test_a_lease_excludes_others_and_leaves_a_note(self, storage: Storage):
+        with storage.lease("run.lock", b"process 1") as lease:
+            assert storage.lease("run.lock", b"process 2") is None
+            lease.check()
+            assert b"process 1" in storage.read("run.lock", 1000)
+        lease.release()
+        with storage.lease("run.lock", b"process 3"):
+            assert b"process 3" in storage.read("run.lock", 1000)
+
     # --- listing and deleting ---
 
     def test_list_is_recursive_sorted_and_by_folder(self, storage: Storage):
@@ -289,16 +249,18 @@ class StorageContract:
         assert storage.list() == [("d/catalog", 1)]
 
     def test_publish_compares_with_what_is_there(self, storage: Storage):
-        storage.publish("catalog", b"1", expected=b"")
-        storage.publish("catalog", b"2", expected=b"1")
-        for wrong in (b"1", b"", b"22"):
+        first = storage.publish("catalog", b"1", expected=ABSENT)
+        second = storage.publish("catalog", b"2", expected=first)
+        for wrong in (first, ABSENT):
             with pytest.raises(PublishConflict, match=r"catalog: .* during this save"):
                 storage.publish("catalog", b"3", expected=wrong)
-        assert storage.read("catalog", 10) == b"2"
+        assert storage.read_many(["catalog"], 10) == [Document(b"2", second)]
 
     def test_publish_that_expects_what_is_not_there_leaves_nothing(self, storage: Storage):
-        with pytest.raises(PublishConflict):
-            storage.publish("d/catalog", b"2", expected=b"1")
+        version = storage.publish("e/catalog", b"1")
+        storage.delete(["e/catalog"])
+        with pytest.raises(PublishConflict, match="disappeared"):
+            storage.publish("e/catalog", b"2", expected=version)
         assert storage.list() == []
         put(storage, "d")
 
@@ -308,9 +270,10 @@ class StorageContract:
         def add_ten(_: int) -> None:
             for _ in range(10):
                 while True:
-                    old = storage.read("n", 100)
+                    [old] = storage.read_many(["n"], 100)
+                    assert old is not None
                     try:
-                        storage.publish("n", str(int(old) + 1).encode(), expected=old)
+                        storage.publish("n", str(int(old.data) + 1).encode(), expected=old.version)
                         break
                     except PublishConflict:
                         continue
@@ -345,6 +308,9 @@ class StorageContract:
             lambda: storage.create(key),
             lambda: storage.read(key, 10),
             lambda: storage.read_into(key, 0, [memoryview(bytearray(1))]),
+            lambda: storage.read_many([key], 10),
+            lambda: storage.read_ranges([(key, 0, [memoryview(bytearray(1))])]),
+            lambda: storage.stat([key]),
             lambda: storage.size(key),
             lambda: storage.publish(key, b"x"),
             lambda: storage.delete([key]),
@@ -368,3 +334,84 @@ class StorageContract:
         with storage:
             assert read_range(storage, "f", 0, 4) == [b"data"]
         assert read_range(storage, "f", 0, 4) == [b"data"]
+
+
+class ExclusiveCreateContract:
+    """For stores whose hints say `shows_unfinished`: a file is there as soon as it is begun, and no other call begins it."""
+
+    def test_created_file_exists_at_once(self, storage: Storage):
+        writer = storage.create("f")
+        assert storage.size("f") == 0
+        writer.finish()
+
+    def test_create_refuses_an_existing_file_and_leaves_it(self, storage: Storage):
+        put(storage, "f", b"first")
+        with pytest.raises(StorageError, match=r"f: already exists"):
+            storage.create("f")
+        assert storage.read("f", 10) == b"first"
+
+    def test_create_refuses_a_file_that_is_being_written(self, storage: Storage):
+        with storage.create("f"), pytest.raises(StorageError, match="already exists"):
+            storage.create("f")
+
+    def test_of_many_that_create_one_key_one_succeeds(self, storage: Storage):
+        barrier = threading.Barrier(8)
+
+        def create(i: int) -> bool:
+            barrier.wait()
+            try:
+                put(storage, "d/f", str(i).encode())
+            except StorageError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(create, range(8)))
+        assert sum(won) == 1
+        assert storage.read("d/f", 10) == str(won.index(True)).encode()
+
+    def test_a_name_is_a_file_or_a_folder_never_both(self, storage: Storage):
+        put(storage, "d/f")
+        for key in ("d", "d/f/g"):
+            with pytest.raises(StorageError):
+                storage.create(key)
+            with pytest.raises(StorageError):
+                storage.publish(key, b"x")
+            with pytest.raises(StorageError):
+                storage.delete([key])
+        assert storage.list() == [("d/f", 1)]
+
+
+class LocksContract:
+    """For stores whose hints say `has_locks`."""
+
+    @pytest.mark.parametrize(("first", "second", "both"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, True)])
+    def test_locks_exclude_each_other_unless_both_are_shared(self, storage: Storage, first: int, second: int, both: bool):
+        put(storage, "f")
+        held = storage.lock("f", shared=bool(first))
+        assert held is not None
+        other = storage.lock("f", shared=bool(second))
+        assert (other is not None) == both
+        held.release()
+        held.release()
+        for lock in (other, storage.lock("f", shared=True)):
+            if lock is not None:
+                lock.release()
+        with storage.lock("f") as alone:
+            assert alone is not None
+            assert storage.lock("f", shared=True) is None
+
+    def test_a_lock_is_made_where_asked_and_carries_a_note(self, storage: Storage):
+        with pytest.raises(MissingKey):
+            storage.lock("locks/f")
+        with storage.lock("locks/f", make=True) as lock:
+            lock.note(b"a long note")
+            lock.note(b"mine")
+            assert storage.read("locks/f", 100) == b"mine"
+
+    def test_locked_files_can_be_deleted(self, storage: Storage):
+        put(storage, "f")
+        with storage.lock("f"):
+            storage.delete(["f"])
+        with pytest.raises(MissingKey):
+            storage.lock("f")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from reshard_ckpt.storage import Buffer, Lock, Storage, Writer
+from reshard_ckpt.storage import ANY, Buffer, Document, Hints, Lock, Storage, Version, Writer
 
 Before = Callable[[str, str], None]
 
 
 @dataclass
-class FaultyStorage:
+class FaultyStorage(Storage):
     """`inner`, where `before(operation, key)` runs before each operation and may raise in its place.
 
     >>> from reshard_ckpt.storage import open_storage
@@ -31,9 +31,13 @@ class FaultyStorage:
     def url(self) -> str:
         return self.inner.url
 
-    def create(self, key: str) -> FaultyWriter:
+    @property
+    def hints(self) -> Hints:
+        return self.inner.hints
+
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> FaultyWriter:
         self.before("create", key)
-        return FaultyWriter(self.inner.create(key), key, self.before)
+        return FaultyWriter(self.inner.create(key, size, replace=replace), key, self.before)
 
     def sync(self, keys: Iterable[str]) -> None:
         keys = keys if isinstance(keys, str) else tuple(keys)
@@ -47,6 +51,10 @@ class FaultyStorage:
     def read(self, key: str, limit: int) -> bytes:
         self.before("read", key)
         return self.inner.read(key, limit)
+
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        self.before("read", " ".join(keys))
+        return self.inner.read_many(keys, limit)
 
     def size(self, key: str) -> int | None:
         self.before("size", key)
@@ -68,9 +76,13 @@ class FaultyStorage:
         self.before("lock", key)
         return self.inner.lock(key, shared=shared, make=make)
 
-    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
+        self.before("lock", key)
+        return self.inner.lease(key, note, ttl_s=ttl_s)
+
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         self.before("publish", key)
-        self.inner.publish(key, data, expected=expected)
+        return self.inner.publish(key, data, expected=expected)
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = tuple(keys)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reshard_ckpt.errors import CheckpointError
-from reshard_ckpt.storage import LocalStorage, MemoryStorage, Storage
+from reshard_ckpt.storage import ABSENT, ANY, LocalStorage, MemoryStorage, Storage, Version
 from tests.storage.contract import read_range
 from tests.tries import examples
 
@@ -47,13 +47,17 @@ class Storages(RuleBasedStateMachine):
 
         self.both(act)
 
-    @rule(key=KEYS, data=DATA, expected=st.none() | DATA)
-    def publish(self, key: str, data: bytes, expected: bytes | None) -> None:
+    @rule(key=KEYS, data=DATA, expected=st.sampled_from([ANY, ABSENT, Version("other")]))
+    def publish(self, key: str, data: bytes, expected: Version) -> None:
         self.both(lambda storage: storage.publish(key, data, expected=expected))
 
     @rule(key=KEYS, data=DATA)
     def publish_over_what_is_there(self, key: str, data: bytes) -> None:
-        self.both(lambda storage: storage.publish(key, data, expected=storage.read(key, 100)))
+        def act(storage: Storage) -> object:
+            [found] = storage.read_many([key], 100)
+            return storage.publish(key, data, expected=found.version if found else ABSENT)
+
+        self.both(act)
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:

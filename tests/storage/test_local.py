@@ -16,7 +16,7 @@ from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
 from reshard_ckpt.storage.posix import FileLock, lock_file, locked
 from tests.open_files import open_below
-from tests.storage.contract import StorageContract, put, read_range
+from tests.storage.contract import ExclusiveCreateContract, LocksContract, StorageContract, put, read_range
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def storage(root: Path) -> Iterator[LocalStorage]:
         yield storage
 
 
-class TestLocalStorage(StorageContract):
+class TestLocalStorage(StorageContract, ExclusiveCreateContract, LocksContract):
     pass
 
 

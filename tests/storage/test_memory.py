@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from reshard_ckpt.storage import MemoryStorage, PublishConflict, memory
-from tests.storage.contract import StorageContract, put
+from reshard_ckpt.storage import MemoryStorage, PublishConflict, Version, memory
+from tests.storage.contract import ExclusiveCreateContract, LocksContract, StorageContract, put
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def storage(name: str) -> Iterator[MemoryStorage]:
     storage.delete([key for key, _ in storage.list()])
 
 
-class TestMemoryStorage(StorageContract):
+class TestMemoryStorage(StorageContract, ExclusiveCreateContract, LocksContract):
     pass
 
 
@@ -49,7 +49,7 @@ def test_an_emptied_storage_takes_no_memory(storage: MemoryStorage, name: str):
     storage.delete(["a/f"])
     storage.create("f").abort()
     with pytest.raises(PublishConflict):
-        storage.publish("f", b"x", expected=b"y")
+        storage.publish("f", b"x", expected=Version("other"))
     assert not any(path.startswith(name) for path in memory._FILES)
 
 

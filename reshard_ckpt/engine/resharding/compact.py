@@ -33,7 +33,7 @@ from ...format.files import (
     new_save_id,
     timeline_key,
 )
-from ...storage.protocol import Storage, read_parts, write_file
+from ...storage.protocol import ANY, Storage, conflict, read_parts, write_file
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.files import open_files
 from ..loading.read import REQUEST_BYTES, num_threads
@@ -118,7 +118,9 @@ def compact(
         # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
         storage.sync(key for key in made if storage.size(key) is not None)
         open_files(storage, replace(catalog, files=files), borrowed)
-        storage.publish(CATALOG_KEY, replacement, expected=encoded)
+        if before.catalog != encoded:
+            raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
+        storage.publish(CATALOG_KEY, replacement, expected=before.version)
     except BaseException:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
             if look(storage).catalog == encoded:  # the new catalog is not in place, so nothing refers to the copies

@@ -28,7 +28,7 @@ from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.checksums import digests_file_bytes
 from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, encode_timeline, manifest_key, timeline_key
-from ...storage.protocol import MissingKey, Storage, conflict, write_file
+from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, conflict, write_file
 from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
@@ -43,11 +43,10 @@ def look(storage: Storage) -> PreviousCheckpoint:
     """Return the catalog and the folders that a path holds. Rank 0 calls it before any rank makes a file."""
     folders = frozenset(storage.folders())
     try:
-        return PreviousCheckpoint(storage.read(CATALOG_KEY, MAX_CATALOG_BYTES), folders)
-    except MissingKey:
-        return PreviousCheckpoint(b"", folders)
+        [found] = storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
     except CorruptError:  # larger than any catalog, so no job published it
-        return PreviousCheckpoint(None, folders)
+        return PreviousCheckpoint(None, folders, ANY)
+    return PreviousCheckpoint(found.data, folders, found.version) if found else PreviousCheckpoint(b"", folders, ABSENT)
 
 
 def check_free_space(storage: Storage, plan: SavePlan) -> None:
@@ -119,7 +118,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
     began = recorder.now()
     gathered: list[bytes] | None = None
-    replaced: dict[str, bytes | None] = {}
+    replaced: dict[str, tuple[Document | None, Version]] = {}
     # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`write_and_commit`). After it, only rank 0 knows
     # whether the catalog was published, so only rank 0 deletes files (`_undo`). An interrupt may come right after the gather.
     try:
@@ -131,8 +130,8 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         recorder.add("receipts", began)
         receipts = [decode_receipt(data) for data in gathered]
         for key, data in options.beside.items():
-            replaced[key] = _held(storage, key)
-            storage.publish(key, data)
+            [held] = storage.read_many([key], MAX_CATALOG_BYTES)
+            replaced[key] = held, storage.publish(key, data)
         catalog = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
     except BaseException as error:
         if gathered is not None:
@@ -150,10 +149,12 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     return size
 
 
-def _undo(job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, bytes | None], error: BaseException) -> None:
+def _undo(
+    job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException
+) -> None:
     """Delete the files of all ranks after an error on rank 0, unless the catalog may be published.
 
-    ``replaced[key]`` are the bytes that a file beside the catalog held before this save, None if there was no file.
+    ``replaced[key]`` is a file beside the catalog before this save, None if there was no file, and its version after this save.
     """
     storage = job.storage
     if not isinstance(error, Exception):
@@ -162,8 +163,8 @@ def _undo(job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, bytes 
     if _is_uncommitted(storage, job.save_id):
         files = (file for data in gathered for file in decode_receipt(data).files)
         remove(storage, [*keys_of(files), manifest_key(job.save_id)])
-        for key, before_it in replaced.items():
-            _put_back(storage, key, before_it, job.options.beside[key])
+        for key, (before_it, version) in replaced.items():
+            _put_back(storage, key, before_it, version)
 
 
 def _finish_interrupted(job: SaveJob) -> None:
@@ -175,20 +176,12 @@ def _finish_interrupted(job: SaveJob) -> None:
             clean_up(job.storage, catalog, job.contents.before.folders)
 
 
-def _held(storage: Storage, key: str) -> bytes | None:
-    """Return the bytes of a file, or None if the file does not exist."""
-    try:
-        return storage.read(key, MAX_CATALOG_BYTES)
-    except MissingKey:
-        return None
-
-
-def _put_back(storage: Storage, key: str, data: bytes | None, new: bytes) -> None:
+def _put_back(storage: Storage, key: str, before: Document | None, new: Version) -> None:
     """Put the old bytes back into a file beside the catalog after a failed save, unless another save has written it since."""
     with suppress(CheckpointError):  # the caller raises the error of the save, which says more
-        if data is not None:
-            storage.publish(key, data, expected=new)
-        elif _held(storage, key) == new:
+        if before is not None:
+            storage.publish(key, before.data, expected=new)
+        elif (found := storage.read_many([key], MAX_CATALOG_BYTES)[0]) and found.version == new:
             storage.delete([key])
 
 
@@ -241,7 +234,7 @@ def publish(
     if sha256:  # durable before the catalog: a published catalog always has its manifest
         _keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("publish"):
-        storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
+        storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
     try:
         with recorder.step("clean up"):
             clean_up(storage, catalog, before.folders if before else storage.folders())
@@ -289,10 +282,10 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
             for key, size in ((file.key, file.size), (file.digests_key, None)):
                 seen = sizes.get(key)
                 if seen is None or (size is not None and seen != size):
-                    found = look(storage).catalog if before else None
-                    if before and before.catalog is not None and found is not None and found != before.catalog:
+                    found = look(storage).version if before else ANY
+                    if before and ANY not in (before.version, found) and found != before.version:
                         # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
-                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog, found)
+                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
                     raise StorageError(
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"

@@ -18,7 +18,7 @@ from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
 from ...core.words import check_count
 from ...errors import UsageError
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, Version
 from ..common.progress import OnProgress
 from ..common.recorder import Recorder
 from .local_shards import LocalShards
@@ -101,13 +101,14 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreviousCheckpoint:
-    """Contents of a path before the first file of a save was made: the catalog's bytes and the names of folders.
+    """Contents of a path before the first file of a save was made: the catalog's bytes and version, and the names of folders.
 
-    The catalog is empty if there was none, and None if the file there is too large to be a catalog.
+    The catalog is empty if there was none. It is None if the file there is too large to be a catalog; then any version is replaced.
     """
 
     catalog: bytes | None
     folders: frozenset[str]
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ...errors import NameCollisionError
 from ...format.columns import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
-from ...storage.protocol import Storage, Writer
+from ...storage.protocol import ABSENT, Storage, Writer
 from ...torchfile.tensor_zip import write_tensor
 from ..protocol import BytesOf
 from ..tensor_stream import ByteStream
@@ -107,7 +107,7 @@ def write_folder(
         out.finish()
         # Readers look for ``.metadata``. It is published last, when all other files are durable.
         storage.sync(out.keys)
-        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=b"")
+        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
     except BaseException:
         out.abort()
         storage.delete(out.keys)
