@@ -103,7 +103,7 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 class PreviousCheckpoint:
     """Contents of a path before the first file of a save was made: the catalog's bytes and version, and the names of folders.
 
-    The catalog is empty if there was none. It is None if the file there is too large to be a catalog; then any version is replaced.
+    The catalog is empty if there was none, and None if the file there is too large for one; then any version is replaced.
     """
 
     catalog: bytes | None
