@@ -22,12 +22,11 @@ from ..formats.parts import Part
 from ..formats.protocol import BytesOf, Format, RawValue, Source, open_located
 from ..state.objects import Objects
 from ..state.shards import FlatShard, LocalShard
-from ..storage import ABSENT, Storage, open_storage
+from ..storage import Storage, open_storage
 from ..storage.protocol import read_range
 from . import dcp, errors, groups, names, placements, runs, states, torchfile, trees
 
 __all__ = [
-    "ABSENT",
     "CATALOG_KEY",
     "TORCH_DTYPES",
     "BytesOf",

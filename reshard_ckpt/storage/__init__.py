@@ -1,4 +1,4 @@
-"""Stores of checkpoints, as bytes under keys: a folder, or the memory of this process."""
+"""Stores of checkpoints, as bytes under keys: a folder, an object store, or the memory of this process."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ __all__ = [
 
 # Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` becomes "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
+_OBJECTS = ("s3", "gs", "az")
+_BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
@@ -48,7 +50,9 @@ def path_text(path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        raise UsageError(f"{path!r} is no path: pass a folder, file:///folder or memory://name, as a str or a Path")
+        raise UsageError(
+            f"{path!r} is no path: pass a folder, file:///folder, s3://bucket/… or memory://name, as a str or a Path"
+        )
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
@@ -59,17 +63,45 @@ def path_text(path: str | os.PathLike[str]) -> str:
 def resolved_path(path: str | os.PathLike[str]) -> str:
     """Make a path absolute, so that it names the same folder after the process changes its working folder.
 
-    >>> resolved_path("/ckpt/./run/"), resolved_path("memory://run")
-    ('/ckpt/run', 'memory://run')
+    >>> resolved_path("/ckpt/./run/"), resolved_path("memory://run"), resolved_path("S3://bucket/run/")
+    ('/ckpt/run', 'memory://run', 's3://bucket/run')
     """
     text = path_text(path)
-    return text if _SCHEME.match(text) else os.path.abspath(text)
+    match = _SCHEME.match(text)
+    if match is None:
+        return os.path.abspath(text)
+    return "/".join(_place(text)).replace("/", "://", 1) if match[1].lower() in _OBJECTS else text
+
+
+def is_object_path(path: str | os.PathLike[str]) -> bool:
+    """Whether a path lies in an object store."""
+    match = _SCHEME.match(path_text(path))
+    return match is not None and match[1].lower() in _OBJECTS
+
+
+def _place(url: str) -> list[str]:
+    """Split the URL of an object store: its scheme, its bucket, and the parts of the prefix in it.
+
+    Raises
+    ------
+    UsageError
+        It has no bucket, or a part that could mean another place than it says.
+    """
+    match = _SCHEME.match(url)
+    assert match is not None
+    scheme, (bucket, *parts) = match[1].lower(), url[match.end() :].rstrip("/").split("/")
+    if len(match[2]) != 2 or not _BUCKET.fullmatch(bucket):
+        raise UsageError(f"{url!r}: pass {scheme}://bucket/prefix as a str; a Path drops a slash, and a bucket has a name")
+    if any(part in ("", ".", "..") or "\\" in part for part in parts):
+        raise UsageError(f"{url!r}: a prefix has no empty part, no '.', no '..' and no backslash; write the place itself")
+    return [scheme, bucket, *parts]
 
 
 def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) -> Storage:
-    """Open the store that a path names: a folder, ``file:///folder`` or ``memory://name``.
+    """Open the store that a path names: a folder, ``file:///folder``, ``memory://name``, or a prefix in an object store.
 
-    `publish` waits at most `timeout_s` for another process that publishes in the same folder.
+    `publish` waits at most `timeout_s` for another process that publishes in the same folder, and a request to an object store is
+    repeated for as long.
 
     >>> open_storage("memory://run/step_100").url
     'memory://run/step_100'
@@ -79,13 +111,19 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
     if match is None:
         return LocalStorage(text, timeout_s=timeout_s)
     scheme, rest = match[1].lower(), text[match.end() :]
+    if scheme in _OBJECTS:
+        from .object_store import ObjectStorage  # only here: it is imported when it is used
+
+        _, bucket, *parts = _place(text)
+        return ObjectStorage(scheme, bucket, "/".join(parts), timeout_s=timeout_s)
     if len(match[2]) < 2:
         raise UsageError(f"{text!r}: pass {scheme}://… as a str, as a Path drops a slash; a folder of that name is './{text}'")
     if scheme == "memory" and len(match[2]) == 2 and rest.strip("/"):
         return MemoryStorage(rest.strip("/"))
     if scheme == "file":
         return LocalStorage(_file_path(text), timeout_s=timeout_s)
-    raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder and memory://name")
+    schemes = ", ".join(f"{name}://bucket/prefix" for name in _OBJECTS)
+    raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder, {schemes} and memory://name")
 
 
 def open_beside(storage: Storage, relative: str, key: str) -> Storage:
@@ -97,12 +135,14 @@ def open_beside(storage: Storage, relative: str, key: str) -> Storage:
     Raises
     ------
     CorruptError
-        The path leads above the root of the file system, or of the memory store.
+        The path leads above the root of the file system or of the memory store, or out of the run's prefix in an object store.
     """
     scheme, _, rest = storage.url.rpartition("://")
     if scheme:
         place = posixpath.normpath(f"{rest}/{relative}")
-        if place.startswith("."):
+        # In a bucket, a hostile catalog must not reach the files of other users beside the run. One level above is the run.
+        inside = f"{place}/".startswith(f"{rest.rpartition('/')[0]}/") and "/" in rest
+        if place.startswith(".") or (scheme in _OBJECTS and not inside):
             raise CorruptError(f"{storage.url}: refers to files at {relative!r}, which is no place; use another checkpoint")
         return open_storage(f"{scheme}://{place}")
     found = LocalStorage(os.path.normpath(os.path.join(rest, relative)))

@@ -32,6 +32,9 @@ def read_range(storage: Storage, key: str, offset: int, *sizes: int) -> list[byt
 class StorageContract:
     """Subclasses give a fixture `storage`: an empty one."""
 
+    many = 150
+    """Files that many threads read: more than a store keeps open."""
+
     # --- folders ---
 
     def test_folders_are_those_right_below(self, storage: Storage):
@@ -160,7 +163,7 @@ class StorageContract:
         assert storage.size("f") == 0
 
     def test_many_threads_read_many_files(self, storage: Storage):
-        files = {f"d/{i}": bytes([i]) * (i + 1) for i in range(150)}
+        files = {f"d/{i}": bytes([i]) * (i + 1) for i in range(self.many)}
         for key, data in files.items():
             put(storage, key, data)
 

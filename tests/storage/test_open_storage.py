@@ -46,7 +46,7 @@ def test_memory_urls_are_memory(path: str):
 
 @pytest.mark.parametrize(
     "path",
-    ["s3://bucket/x", "gs://b", "hdfs://h/x", "http://h/x", "s3+x.y-z://b", "memory://", "memory:///", "memory:///x",
+    ["s3://", "gs://b", "hdfs://h/x", "http://h/x", "s3+x.y-z://b", "memory://", "memory:///", "memory:///x",
      "file://host/x", "file://", "file://relative", "s3:/bucket", "", "a\0b", b"/bytes"],
 )  # fmt: skip
 def test_what_no_store_serves_is_an_error_and_no_folder(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -57,12 +57,14 @@ def test_what_no_store_serves_is_an_error_and_no_folder(path: str, tmp_path: Pat
 
 
 def test_a_url_that_became_a_path_says_so():
-    with pytest.raises(UsageError, match=r"'s3:/bucket/x': pass s3://… as a str, as a Path drops a slash"):
+    with pytest.raises(UsageError, match=r"'s3:/bucket/x': pass s3://bucket/prefix as a str; a Path drops a slash"):
         open_storage(Path("s3://bucket/x"))
 
 
 def test_an_unknown_scheme_says_what_there_is():
     with pytest.raises(
-        UsageError, match=r"'s3://bucket': no store serves that; there are a folder, file:///folder and memory://name"
+        UsageError,
+        match=r"'hdfs://host/x': no store serves that; there are a folder, file:///folder, "
+        r"s3://bucket/prefix, gs://bucket/prefix, az://bucket/prefix and memory://name",
     ):
-        open_storage("s3://bucket")
+        open_storage("hdfs://host/x")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...plugins import ABSENT, BytesOf, Catalog, Storage, ValueKind
+from ...plugins import BytesOf, Catalog, Storage, ValueKind
 from ...plugins.dcp import FolderLayout, write_folder
 from ...plugins.errors import NameCollisionError, UnsupportedError
 from ...plugins.names import paths_of_values
@@ -67,8 +67,8 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
     data = object_bytes(common, f"{storage.url}: {COMMON_FILE}")
     write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
-    storage.publish(COMMON_FILE, data, expected=ABSENT)
-    storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode(), expected=ABSENT)
+    storage.publish(COMMON_FILE, data)
+    storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode())
 
 
 def _refuse_other_models(catalog: Catalog) -> None:

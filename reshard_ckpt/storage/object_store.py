@@ -1,0 +1,377 @@
+"""The store of objects: ``s3://``, ``gs://`` and ``az://``, through obstore.
+
+An object store has no folders, no rename and no lock, and a round trip takes 30 ms. So:
+
+1. *Write*: a file up to one part is one PUT; a larger one is an upload in parts, which exists once its last request succeeded.
+2. *Publish*: one conditional PUT (If-None-Match, If-Match). A PUT whose answer was lost is sent again and then refused, though
+   the store holds its bytes. So each PUT carries a random id in the object's metadata, and after any failure the object is asked
+   for its id: only another id is a conflict.
+3. *Probe*: some servers ignore conditions, and two jobs would overwrite each other silently. Before the first conditional PUT of
+   a process to a bucket, a small object proves that conditions hold; a server that ignores them is refused.
+4. *Leases* take the place of locks: `object_lease`.
+
+Nothing is durable later than it is visible, so `sync` does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import StorageError
+from .locks import LocksUnsupported
+from .object_client import PublishUnknown, client_of, explained, is_refusal, obstore
+from .object_lease import ObjectLease, take_lease
+from .protocol import (
+    ABSENT,
+    ANY,
+    Buffer,
+    Document,
+    Hints,
+    Lock,
+    MissingKey,
+    Storage,
+    Version,
+    Writer,
+    conflict,
+    flat_bytes,
+    folder_parts,
+    folders_above,
+    key_parts,
+    missing,
+    short_file,
+    too_large,
+)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+HINTS = Hints(
+    requests=32,
+    read_bytes=8 << 20,
+    part_bytes=16 << 20,
+    near_bytes=1 << 20,
+    has_locks=False,
+    shows_unfinished=False,
+    durable_on_finish=True,
+)
+
+PARTS_IN_FLIGHT = 8
+"""Parts of one file that are sent at once. This times the size of a part bounds the memory of a writer."""
+
+MAX_PARTS = 9_000
+"""Most parts of a file; the stores allow 10,000."""
+
+DELETE_AT_ONCE = 1_000
+_ID = "reshardid"  # without "_", which some servers change
+_LAST_LOOK_S = 10.0
+"""Seconds for the question whether a PUT arrived, once `timeout_s` is over."""
+
+_WAIT_S = 0.2
+"""Seconds before a conditional PUT is sent again that met another one under way."""
+
+
+class ObjectStorage(Storage):
+    """A `Storage` below one prefix of a bucket.
+
+    Parameters
+    ----------
+    timeout_s
+        Seconds after which a request that keeps failing is a `StorageError`.
+    """
+
+    def __init__(self, scheme: str, bucket: str, prefix: str, *, timeout_s: float) -> None:
+        self._scheme, self._bucket, self._prefix, self._timeout_s = scheme, bucket, f"{prefix}/" if prefix else "", timeout_s
+        self._client = client_of(scheme, bucket, timeout_s)
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def hints(self) -> Hints:
+        return HINTS
+
+    def _path(self, key: str) -> str:
+        return self._prefix + "/".join(key_parts(key))
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> ObjectWriter:
+        return ObjectWriter(self._client, self._path(key), self._where(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS)))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        folders_above(keys)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        path, where = self._path(key), self._where(key)
+        views = [flat_bytes(buffer) for buffer in buffers]
+        wanted = sum(map(len, views))
+        if not wanted:  # no request asks for no bytes
+            if self.size(key) is None:
+                raise missing(where)
+            return
+        try:
+            with explained("read", where):
+                data = memoryview(obstore().get_range(self._client, path, start=offset, length=wanted))
+        except MissingKey:
+            raise
+        except StorageError:
+            size = self.size(key)
+            if size is not None and size <= offset:  # stores refuse a range that begins behind the end
+                raise short_file(where, offset, wanted, 0) from None
+            raise
+        if len(data) != wanted:
+            raise short_file(where, offset, wanted, len(data))
+        at = 0
+        for view in views:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        _at_once(lambda asked: self.read_into(*asked), ranges)
+
+    def read(self, key: str, limit: int) -> bytes:
+        return self._document(key, limit).data
+
+    def _document(self, key: str, limit: int) -> Document:
+        with explained("read", self._where(key)):
+            found = obstore().get(self._client, self._path(key))
+            if found.meta["size"] > limit:
+                raise too_large(self._where(key), limit)
+            return Document(bytes(found.bytes()), _version_of(found.meta))
+
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        def read(key: str) -> Document | None:
+            with suppress(MissingKey):
+                return self._document(key, limit)
+            return None
+
+        return _at_once(read, keys)
+
+    def size(self, key: str) -> int | None:
+        with suppress(MissingKey), explained("look at", self._where(key)):
+            return int(obstore().head(self._client, self._path(key))["size"])
+        return None
+
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        return _at_once(self.size, keys)
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
+        with explained("list", self._where(prefix)):
+            pages = obstore().list(self._client, path or None, chunk_size=1000)
+            return sorted((file["path"][len(self._prefix) :], int(file["size"])) for page in pages for file in page)
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
+        with explained("list", self._where(prefix)):
+            found = obstore().list_with_delimiter(self._client, path or None)
+        return tuple(sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]))
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
+        key_parts(key)
+        raise LocksUnsupported(f"{self.url}: an object store has no locks")
+
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> ObjectLease | None:
+        self._path(key)
+        return take_lease(self, key, note, ttl_s)
+
+    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
+        path, where, sent = self._path(key), self._where(key), uuid.uuid4().hex
+        if expected == ANY:
+            mode: Any = "overwrite"
+        else:
+            bucket = (self._scheme, self._bucket)
+            if bucket not in _QUOTED:
+                _QUOTED[bucket] = probe(self._client, self.url, self._prefix)
+            quoted = _QUOTED[bucket]
+            mode = "create" if expected == ABSENT else _update(expected, quoted)
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                result = obstore().put(self._client, path, bytes(data), attributes={_ID: sent}, mode=mode, use_multipart=False)
+                return _version_of(result)
+            except Exception as error:
+                current, ours = self._published(path, where, sent, error, until)
+                if ours:
+                    return current
+                if is_refusal(error) and current != expected:
+                    raise conflict(where, expected, current) from None
+                # Another conditional PUT is under way (409), or the request did not arrive: nothing says that it never will.
+                if time.monotonic() >= until or not _may_pass(error):
+                    _give_up(where, error)
+            time.sleep(_WAIT_S)
+
+    def _published(self, path: str, where: str, sent: str, error: Exception, until: float) -> tuple[Version, bool]:
+        """Return the version of an object after a PUT that failed, and whether it carries the id of that PUT."""
+        client = self._client if time.monotonic() < until else client_of(self._scheme, self._bucket, _LAST_LOOK_S)
+        try:
+            with explained("look at", where):
+                found = obstore().get(client, path, options={"head": True})
+        except MissingKey:
+            return ABSENT, False
+        except StorageError:
+            _give_up(where, error)
+        ids = {str(name).lower(): value for name, value in found.attributes.items()}
+        return _version_of(found.meta), ids.get(_ID) == sent
+
+    def delete(self, keys: Iterable[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        for begin in range(0, len(paths), DELETE_AT_ONCE):
+            batch = paths[begin : begin + DELETE_AT_ONCE]
+            with explained("delete", self.url):
+                try:
+                    obstore().delete(self._client, batch)
+                except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
+                    _at_once(self._delete_one, batch)
+
+    def _delete_one(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            obstore().delete(self._client, path)
+
+    def close(self) -> None:
+        pass
+
+
+class ObjectWriter(Writer):
+    """A new object. It exists once `finish` returns."""
+
+    def __init__(self, client: Any, path: str, where: str, part_bytes: int) -> None:
+        self._client, self._path, self._where, self._part_bytes = client, path, where, part_bytes
+        self._part = bytearray()
+        self._upload: Any = None
+        self._is_open = True
+
+    def write(self, data: Buffer) -> None:
+        if not self._is_open:
+            raise ValueError(f"{self._where}: written after it was closed")
+        view = flat_bytes(data)
+        while len(view):
+            room = self._part_bytes - len(self._part)
+            self._part += view[:room]
+            view = view[room:]
+            if len(self._part) == self._part_bytes:
+                self._send()
+
+    def _send(self) -> None:
+        with explained("write", self._where):
+            if self._upload is None:
+                self._upload = obstore().open_writer(
+                    self._client, self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
+                )
+            # A part of its own, which nothing changes: the upload reads it after this call.
+            part, self._part = bytes(self._part), bytearray()
+            self._upload.write(part)
+
+    def finish(self) -> None:
+        if not self._is_open:
+            return
+        with explained("write", self._where):
+            if self._upload is None:
+                obstore().put(self._client, self._path, bytes(self._part), use_multipart=False)
+            else:
+                if self._part:
+                    self._send()
+                self._upload.close()
+        self._is_open = False
+
+    def abort(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._upload is not None:
+            # The caller raises the reason for this abort; an error of the clean-up must not hide it.
+            with suppress(Exception):
+                self._upload.__exit__(InterruptedError, InterruptedError(), None)
+
+
+_QUOTED: dict[tuple[str, str], bool] = {}
+"""For each bucket that was probed, whether its server takes an ETag in quotes."""
+
+
+def probe(client: Any, url: str, prefix: str) -> bool:
+    """Prove that a bucket's server honours the conditions of a PUT, and return whether it takes an ETag in quotes.
+
+    Raises
+    ------
+    StorageError
+        It ignores them, or takes no ETag in either form.
+    """
+    path = f"{prefix}.probe-{uuid.uuid4().hex}"
+
+    def put(data: bytes, mode: Any) -> Any:
+        try:
+            return obstore().put(client, path, data, mode=mode, use_multipart=False)
+        except Exception as error:
+            if is_refusal(error):
+                return None
+            raise
+
+    try:
+        with explained("write", f"{url}: {path}"):
+            first = put(b"1", "overwrite")
+            if put(b"2", "create") is not None:
+                _refuse(url, "If-None-Match: * (create)")
+            for quoted in (True, False):
+                second = put(b"3", _update(_version_of(first), quoted))
+                if second is not None:
+                    break
+            else:
+                raise StorageError(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
+            if put(b"4", _update(_version_of(first), quoted)) is not None:
+                _refuse(url, "If-Match (update)")
+            return quoted
+    finally:
+        with suppress(Exception):
+            obstore().delete(client, path)
+
+
+_USE = "use a store with conditional writes: S3, GCS, Azure, SeaweedFS, MinIO and Ceph have them (docs/object-stores.md)"
+
+
+def _refuse(url: str, condition: str) -> NoReturn:
+    raise StorageError(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
+
+
+def _give_up(where: str, error: Exception) -> NoReturn:
+    """Raise the named error for a PUT that failed, whose outcome is unknown if the store did not answer."""
+    try:
+        with explained("publish", where):
+            raise error
+    except StorageError as known:
+        if _may_pass(error):
+            raise PublishUnknown(f"{known}; it may hold the new file or the old one: look before you delete anything") from None
+        raise
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a PUT that failed may yet be done by the store, or succeed if it is sent again."""
+    return type(error).__name__ == "GenericError" or is_refusal(error)
+
+
+def _version_of(meta: Any) -> Version:
+    return Version(f"{meta.get('e_tag') or ''}\n{meta.get('version') or ''}")
+
+
+def _update(version: Version, quoted: bool) -> dict[str, str]:
+    """Return obstore's condition for a PUT that replaces one version."""
+    tag, _, number = version.tag.partition("\n")
+    condition = {"e_tag": tag if quoted else tag.strip('"')}
+    return {**condition, "version": number} if number else condition
+
+
+def _at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """Call a function with each item, as many at once as the store serves well."""
+    if len(items) <= 1:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(min(HINTS.requests, len(items)), thread_name_prefix="reshard-ckpt-store") as pool:
+        return list(pool.map(call, items))

@@ -1,0 +1,115 @@
+"""An HTTP proxy before a store, which loses answers, cuts bodies and refuses requests as a test asks."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+Fault = Callable[[str, str], str]
+"""Maps the method and the path of a request to its fate: ``""``: passed on; ``"drop"``: done by the store, never answered;
+``"500"``: done, answered by 500; ``"503"``: not done; ``"cut"``: half of the answer's body."""
+
+_HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
+
+
+class FaultProxy:
+    """A running proxy: `endpoint`, the `fault` that decides, and the requests that it has `seen`."""
+
+    def __init__(self, target: str, *, drops: str = "", bare: bool = False) -> None:
+        self.fault: Fault = lambda method, path: ""
+        self.seen: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        place = urlsplit(target)
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _serve(self) -> None:
+                with proxy._lock:
+                    proxy.seen.append((self.command, self.path))
+                    fate = proxy.fault(self.command, self.path)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if fate == "503":
+                    self._answer(503, "Slow Down", {}, b"<Error><Code>SlowDown</Code></Error>")
+                    return
+                headers = {name: value for name, value in self.headers.items() if name.lower() != drops.lower()}
+                tag = self.headers.get("If-Match", "")
+                if bare and tag.startswith('"'):
+                    self._answer(412, "Precondition Failed", {}, b"<Error><Code>PreconditionFailed</Code></Error>")
+                    return
+                if bare and tag:
+                    headers = {**{n: v for n, v in headers.items() if n.lower() != "if-match"}, "If-Match": f'"{tag}"'}
+                upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+                upstream.request(self.command, self.path, body, headers)
+                answer = upstream.getresponse()
+                data = answer.read()
+                upstream.close()
+                if fate == "drop":
+                    self.close_connection = True
+                elif fate == "500":
+                    self._answer(500, "Internal Server Error", {}, b"<Error><Code>InternalError</Code></Error>")
+                else:
+                    found = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
+                    size = int(answer.getheader("Content-Length") or 0) if self.command == "HEAD" else len(data)
+                    self._answer(answer.status, answer.reason, found, data, size, cut=fate == "cut")
+
+            def _answer(
+                self,
+                status: int,
+                reason: str,
+                headers: dict[str, str],
+                data: bytes,
+                size: int | None = None,
+                *,
+                cut: bool = False,
+            ) -> None:
+                self.send_response_only(status, reason)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data) if size is None else size))
+                self.end_headers()
+                self.wfile.write(data[: len(data) // 2] if cut else data)
+                self.close_connection = self.close_connection or cut
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def once(self, fate: str, method: str, part: str) -> None:
+        """Meet the first request of a method whose path has a part with a fault."""
+        left = [1]
+
+        def fault(found: str, path: str) -> str:
+            if left and found == method and part in path:
+                left.clear()
+                return fate
+            return ""
+
+        self.fault = fault
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@contextmanager
+def fault_proxy(target: str, *, drops: str = "", bare: bool = False) -> Iterator[FaultProxy]:
+    """Run a proxy before the server at `target`. It forgets the header `drops`; if `bare`, it refuses ETags in quotes."""
+    proxy = FaultProxy(target, drops=drops, bare=bare)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
