@@ -32,7 +32,7 @@ from ..engine.saving.commit import check_free_space, look
 from ..errors import StorageError, UsageError
 from ..format.files import new_save_id
 from ..formats.source import Path, Source, open_shared_source
-from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
+from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
 from .selecting import Names, as_list, cast_dtypes, select_names
 from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
@@ -200,21 +200,23 @@ def _write(
     # An attempt that continues has its files already, so the space for a whole checkpoint is not checked again.
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
-    with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():
+    with _exclusive(target, save_id) if comm.rank == 0 else nullcontext() as lease:
         comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock that keeps other reshards out
         done = write_share(comm, source.storage, target, planned, save_id, verify=verify, report=report)
+        if lease is not None:
+            lease.check()
         done = commit(comm, target, planned, save_id, done, before)
     return _report(planned, save_id, done, dry_run)
 
 
 @contextmanager
-def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
+def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
     """Hold a lock on this result: the same command, started twice, would write the same files."""
     key = f"{save_id}/{_LOCK}"
     try:
-        lock = target.lock(key, make=True)
+        lock = target.lease(key, b"reshard")
     except LocksUnsupported:
-        yield  # without locks, a second reshard fails when it finds files that exist already
+        yield None  # without locks, a second reshard fails when it finds files that exist already
         return
     except MissingKey:
         lock = None  # the holder has just finished, and deleted the lock's key
@@ -222,7 +224,7 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
         raise StorageError(f"{target.url}: the same reshard is under way there; wait for its end, or pass another path")
     with lock:
         try:
-            yield
+            yield lock
         finally:
             target.delete([key])
 

@@ -23,9 +23,9 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import StorageError
-from .locks import LocksUnsupported
 from .object_client import PublishUnknown, client_of, explained, is_refusal, obstore
 from .object_lease import ObjectLease, take_lease
+from .posix import LocksUnsupported
 from .protocol import (
     ABSENT,
     ANY,
