@@ -109,8 +109,10 @@ class _Branch(dict[Any, Any]):
     """A dict that `unflatten` has made, as opposed to a dict that is a leaf."""
 
 
-def unflatten(entries: Iterable[tuple[Path, Any]]) -> Any:
+def unflatten(entries: Iterable[tuple[Path, Any]], *, index: type[int] = int) -> Any:
     """Build the tree with these leaves. Children with the keys 0, 1, … up to the last become a list, all others a dict.
+
+    Only keys of the type `index` count, so that a dict with the keys 0 and 1 can be told from a list.
 
     >>> unflatten([(("a", 0, "b"), 1), (("a", 1), 2), (("c", 1), 3)])
     {'a': [{'b': 1}, 2], 'c': {1: 3}}
@@ -123,14 +125,14 @@ def unflatten(entries: Iterable[tuple[Path, Any]]) -> Any:
     root = _Branch()
     for path, value in entries:
         put(root, path, value, branch=_Branch)
-    return _with_lists(root)
+    return _with_lists(root, index)
 
 
-def _with_lists(node: Any) -> Any:
+def _with_lists(node: Any, index: type[int]) -> Any:
     if not isinstance(node, _Branch):
         return node
-    children = {key: _with_lists(child) for key, child in node.items()}
-    is_list = bool(children) and all(type(key) is int for key in children) and children.keys() == set(range(len(children)))
+    children = {key: _with_lists(child, index) for key, child in node.items()}
+    is_list = bool(children) and all(type(key) is index for key in children) and children.keys() == set(range(len(children)))
     return [children[i] for i in range(len(children))] if is_list else children
 
 

@@ -71,9 +71,8 @@ def saved_path(keys: tuple[Any, ...]) -> Path:
 
 
 def paths_of_values(catalog: Catalog) -> dict[str, Path]:
-    """Return the path of each value of a catalog in the state, by its name. An index of a list is an int."""
-    paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table}
-    return {name: tuple(int(key) if isinstance(key, Index) else key for key in path) for name, path in paths.items()}
+    """Return the path of each value of a catalog in the state, by its name."""
+    return {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table}
 
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:

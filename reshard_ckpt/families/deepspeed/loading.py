@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...plugins import TORCH_DTYPES, Catalog, checkpoint, open_storage, values_of_all
 from ...plugins.errors import MismatchError, UsageError
 from ...plugins.groups import SWITCHES, Groups
-from ...plugins.names import paths_of_values
+from ...plugins.names import Index, paths_of_values
 from ...plugins.states import open_session
 from ...plugins.trees import unflatten
 from .engine_state import EngineState, Shared, base_optimizer, refuse_unsupported
@@ -234,7 +234,7 @@ def _values(found: Saved, numbers: Mapping[str, tuple[str, str]]) -> tuple[dict[
     keys = value_keys(found.catalog)
     groups = [name for name in [GROUPS_NAME] if name in found.catalog.value_names]
     read = found.read([*keys, *groups, *numbers])
-    tree = unflatten((path[1:], read[name]) for name, path in keys.items())
+    tree = unflatten(((path[1:], read[name]) for name, path in keys.items()), index=Index)
     shared: dict[str, dict[str, Any]] = {}
     for name, (fqn, key) in numbers.items():
         shared.setdefault(fqn, {})[key] = read[name]

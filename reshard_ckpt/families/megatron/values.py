@@ -16,7 +16,7 @@ from typing import Any
 
 from ...plugins import Catalog, CatalogBuilder, Ints, Storage, ValueKind
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
-from ...plugins.names import name_of, paths_of_values
+from ...plugins.names import Index, name_of, paths_of_values
 from ...plugins.torchfile import TorchFile, attributes_of, class_of
 from ...plugins.trees import flatten, unflatten
 from .names import COMMON_FILE, COMMON_OBJECT, NAME, NAMESPACE, NAMESPACE_TAG, Path, common_path, has_keys, noted
@@ -166,7 +166,7 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     if not has_keys(catalog):
         outer = _without_inner(catalog)
         paths = {name: inner_path(path, paths.values(), outer=name in outer) for name, path in paths.items()}
-    root = unflatten((path, values[name]) for name, path in paths.items())
+    root = unflatten(((path, values[name]) for name, path in paths.items()), index=Index)
     mark_namespaces(root, catalog)
     return dict(_alive(root))
 

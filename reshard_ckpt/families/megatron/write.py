@@ -14,7 +14,7 @@ from typing import Any
 from ...plugins import BytesOf, Catalog, Storage, ValueKind
 from ...plugins.dcp import FolderLayout, write_folder
 from ...plugins.errors import NameCollisionError, UnsupportedError
-from ...plugins.names import paths_of_values
+from ...plugins.names import Index, paths_of_values
 from ...plugins.torchfile import object_bytes
 from ...plugins.trees import put
 from .names import (
@@ -109,7 +109,8 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
     """Build the nested dicts of the common state, and note there how the optimizer is saved."""
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
     listed = paths_of_values(catalog)
-    paths = {entry.name: listed[entry.name] for entry in entries}
+    # A list whose elements have names of their own becomes a dict of its indices.
+    paths = {one.name: tuple(int(key) if isinstance(key, Index) else key for key in listed[one.name]) for one in entries}
     common: dict[Any, Any] = {}
     outer = lacks_masters(catalog)
     for entry in entries:

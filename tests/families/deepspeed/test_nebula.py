@@ -19,12 +19,22 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Memory
 from reshard_ckpt.errors import CheckpointNotFound
 from reshard_ckpt.families.deepspeed.engine import write_latest
+from reshard_ckpt.families.deepspeed.loading import _values, saved_at
 from reshard_ckpt.families.deepspeed.nebula import NebulaBlock, NebulaRun
 from reshard_ckpt.manager import open_runs
 from tests.launch import run_ranks
 from tests.layouts import values_of
 
 SHAPE = (6, 5)
+
+
+def test_values_of_a_user_keep_dicts_with_numbers_and_lists_apart(tmp_path: Path) -> None:
+    client = {"rates": {0: 0.5, 1: 0.25}, "seen": [1, [2]], "counts": [torch.ones(2), 3]}
+    checkpoint.save(tmp_path, {"deepspeed": {"client": client}})
+    (tree, _) = _values(saved_at(str(tmp_path)), {})
+    found = tree["deepspeed"]["client"]
+    assert found["rates"] == client["rates"]
+    assert found["seen"] == client["seen"]
 
 
 @pytest.fixture

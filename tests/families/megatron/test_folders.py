@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
 from reshard_ckpt.formats.registry import with_options
@@ -92,6 +92,13 @@ def test_values_stand_where_a_user_looks_for_them(folder: Unpacked, name: str) -
             assert state["torch_rng_state"].tolist() == [stage, rank, 7, 9]
             assert state["np_rng_state"][1].tolist() == [0, 1, 2, 3]
     assert any("_extra_state.shard_" in value for value in read)
+
+
+def test_a_chain_of_optimizers_is_a_dict_of_their_numbers_in_the_common_state(folder: Unpacked) -> None:
+    optimizers = megatron.load_common_state_dict(str(folder("0.15.3-moe")))["optimizer"]
+    assert isinstance(optimizers, dict)
+    assert [type(key) for key in optimizers] == [int, int]
+    assert all("param_groups" in optimizers[i]["optimizer"] for i in (0, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
