@@ -75,6 +75,8 @@ class SaveReport:
     stall_s
         Seconds of these in which training stood still. For `save`, all of them; for `async_save`, the seconds until it returned,
         and the seconds that a caller of ``staged()`` or an optimizer step waited for staging.
+    failed_before
+        For a manager with ``on_failure="warn"``: the saves in a row that had failed when this one began.
     """
 
     path: str
@@ -83,6 +85,7 @@ class SaveReport:
     total_bytes: int | None
     duration_s: float
     stall_s: float
+    failed_before: int = 0
 
     def __repr__(self) -> str:
         times = f"duration_s={self.duration_s:.3f}, stall_s={self.stall_s:.3f}"

@@ -13,27 +13,28 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import Comm, open_session, value_of_first
+from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import STEP_NAME, STEP_NAMES, StepNames, name_steps, names_at
+from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps
 from ..engine.saving.handle import SaveHandle
-from ..errors import CheckpointError, CheckpointNotFound, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage
 from .attempts import PRIOR_S, AttemptLog
-from .pending import PendingSaves
+from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
-from .run_folder import checked_root, refuse_memory_unless, take_lock, with_metric
+from .run_folder import checked_root, known_names, refuse_memory_unless, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -78,6 +79,10 @@ class Manager(RunSteps):
         earlier attempts, which are logged in the root.
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
+    on_failure, max_failures
+        ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
+        the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
+        ``max_failures`` saves in a row have failed, that is raised. ``save``, and ``result()`` of a handle, always raise.
     process_group, timeout_s
         As for `save`.
 
@@ -103,6 +108,8 @@ class Manager(RunSteps):
         interval: str | float | None = None,
         mtbf: str | float | None = None,
         max_overhead: float = MAX_OVERHEAD,
+        on_failure: str = "raise",
+        max_failures: int = 3,
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -118,6 +125,7 @@ class Manager(RunSteps):
         self._is_first = True
         self._is_closed = False
         self._pending = PendingSaves()
+        self._tolerated = ToleratedFailures(on_failure, max_failures)
         self._preemption = Preemption(self._root, self._session, self._pending)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
@@ -130,7 +138,7 @@ class Manager(RunSteps):
                 self._is_first = comm.rank == 0
                 had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))
                 self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
-                self._names = self._known_names(comm, storage, names)
+                self._names = known_names(comm, storage, names, read_only=read_only)
                 self._stored = StoredSteps(storage, self._root, self._names, self._rule, self._lineage, read_only=read_only)
                 if self._is_first and not read_only:
                     self._stored.remove_leftovers()
@@ -149,20 +157,6 @@ class Manager(RunSteps):
             is_first=self._is_first, session=self._session,
         )  # fmt: skip
         self._schedule = None if rule is None else SaveSchedule(*rule, self._agree_at, self._costs if self._is_first else None)
-
-    def _known_names(self, comm: Comm, storage: Storage, names: StepNames) -> StepNames:
-        """Return the names of the run's step folders, those of before included; note a new one in the root. Collective."""
-
-        def noted() -> list[str]:
-            known = names_at(storage)
-            if self._read_only and names == StepNames():
-                return list(known.patterns)
-            wanted = names.known_too(known.patterns)
-            if wanted != known and not self._read_only:
-                STEP_NAMES.keep(storage, wanted.patterns)
-            return list(wanted.patterns)
-
-        return StepNames(tuple(value_of_first(comm, noted)))
 
     def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
         with open_session("open the memory of", self._root, **self._session) as comm:
@@ -183,6 +177,11 @@ class Manager(RunSteps):
         step = checked_step(step)
         self._wait()
         return self._restoring.read(step, names)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The background saves that failed in a row, with ``on_failure="warn"``: a line for each, known once the next begins."""
+        return tuple(self._tolerated.in_a_row)
 
     @property
     def preempted(self) -> bool:
@@ -236,6 +235,7 @@ class Manager(RunSteps):
         self._refuse_unless_open("save")
         self._refuse_read_only()
         path = self._stored.new_path(checked_step(step))
+        self._compare_failures(step)
         if self._memory is not None:
             self._wait()
             self._memory.wait_for(step)
@@ -246,6 +246,8 @@ class Manager(RunSteps):
             if self._memory is not None:
                 self._memory.forget(step)  # a generation of this step in memory is older
             self._committed(step)
+        report = replace(report, failed_before=len(self._tolerated.in_a_row))
+        self._tolerated.in_a_row.clear()
         return report
 
     def async_save(
@@ -261,6 +263,7 @@ class Manager(RunSteps):
         self._refuse_unless_open("async_save")
         self._refuse_read_only()
         path = self._stored.new_path(checked_step(step))
+        self._compare_failures(step)
         with self._preemption.deferring():
             self._costs.begin()
             try:
@@ -270,14 +273,19 @@ class Manager(RunSteps):
                     handle = async_save(path, state, **options)
                 else:
                     handle = self._memory.async_save(step, path, state, options)
-            except BaseException:
+            except BaseException as error:
                 self._costs.end(None)
-                raise
+                if not self._tolerated.are_tolerated or not isinstance(error, StorageError):
+                    raise
+                self._tolerated.note(step, error)
+                return self._tolerated.failed_at_once(path, error)
             settled = self._pending.add(handle)
+            self._tolerated.add(handle)
 
             def settle(done: SaveHandle) -> None:
                 try:
                     self._costs.end(None if done.failed() else done.running.report())
+                    self._tolerated.note(step, done.running.failure)
                     # The memory tier prunes by its own rule; the store's rule is applied once the step is in the store.
                     if not done.failed() and self._memory is None:
                         self._committed(step)
@@ -368,6 +376,7 @@ class Manager(RunSteps):
         try:
             self._wait()
             self._pending.raise_errors()
+            self._tolerated.close()
         finally:
             failed = self._has_failed or self._pending.failed()
             self._end_attempt(failed=failed)
@@ -397,6 +406,13 @@ class Manager(RunSteps):
         attempts, self._attempts = self._attempts, None
         if attempts is not None:
             attempts.close(failed=failed)
+
+    def _compare_failures(self, step: int) -> None:
+        """With ``on_failure="warn"``, compare the saves that are over before a new one begins. Collective then."""
+        if self._tolerated.are_tolerated:
+            self._wait()
+            with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
+                self._tolerated.compare(comm)
 
     def _wait(self) -> None:
         """Wait for the saves in progress and for the pruning after each."""

@@ -1,10 +1,16 @@
-"""The background saves of a manager that are under way, or whose errors nobody has seen. Several threads may begin saves."""
+"""The background saves of a manager that are under way or have failed. Several threads may begin saves."""
 
 from __future__ import annotations
 
 import threading
+import warnings
+from typing import Any
 
-from ..engine.saving.handle import SaveHandle, joint_error
+from ..comm import Comm
+from ..comm.protocol import merge_of_all
+from ..core.words import check_count
+from ..engine.saving.handle import RunningSave, SaveHandle, joint_error
+from ..errors import CheckpointError, StorageError, UsageError
 
 
 class PendingSaves:
@@ -41,3 +47,78 @@ class PendingSaves:
             raise errors[0]
         if errors:
             raise joint_error(errors) from errors[0]
+
+
+class ToleratedFailures:
+    """The failed background saves of a manager with ``on_failure="warn"``, counted alike on all ranks.
+
+    Ranks compare their saves when the next one begins (`compare`): a save has failed if it failed on any rank.
+
+    Attributes
+    ----------
+    in_a_row
+        A line for each save that failed since the last one that was committed.
+    """
+
+    def __init__(self, on_failure: str, max_failures: int) -> None:
+        if on_failure not in ("raise", "warn"):
+            raise UsageError(f"on_failure={on_failure!r}: pass one of 'raise', 'warn'")
+        check_count("max_failures", max_failures, 1)
+        self.are_tolerated, self._max = on_failure == "warn", max_failures
+        self.in_a_row: list[str] = []
+        self._over: list[tuple[int, str]] = []
+        """The step of each save that is over and not yet compared, with its error; empty text for a committed one."""
+
+    def add(self, save: SaveHandle) -> None:
+        """Take the error of a save that has begun, so that no later save raises it."""
+        if self.are_tolerated:
+            save.running.failed_before = len(self.in_a_row)
+            save.running.take_error()
+
+    def failed_at_once(self, path: str, error: StorageError) -> SaveHandle:
+        """Return the handle of a save that the store refused before it went to the background."""
+        running = RunningSave(path, "")
+        running.finish_staging()
+        running.finish(error)
+        return SaveHandle(running)
+
+    def note(self, step: int, error: BaseException | None) -> None:
+        """Note that a save is over."""
+        if self.are_tolerated:
+            self._over.append((step, "" if error is None else f"{type(error).__name__}: {error}"))
+
+    def compare(self, comm: Comm) -> None:
+        """Say which saves have failed, on all ranks alike. Collective: a gather and a broadcast.
+
+        Raises
+        ------
+        CheckpointError
+            As many saves in a row have failed as the manager allows.
+        """
+
+        def merge(of_ranks: list[Any]) -> list[Any]:
+            known = zip(*of_ranks, strict=False)  # a save that is under way on one rank is compared the next time
+            return [[saves[0][0], next((text for _, text in saves if text), "")] for saves in known]
+
+        merged = merge_of_all(comm, self._over, merge)
+        self._over = self._over[len(merged) :]
+        self._count(merged)
+
+    def close(self) -> None:
+        """Say which saves have failed since the last comparison, on this rank alone; raise as `compare` does."""
+        over, self._over = self._over, []
+        self._count(over)
+
+    def _count(self, over: list[tuple[int, str]]) -> None:
+        for step, error in over:
+            if not error:
+                self.in_a_row.clear()
+                continue
+            self.in_a_row.append(f"step {step}: {error}")
+            count = f"{len(self.in_a_row)} of at most {self._max - 1} in a row"
+            warnings.warn(f"the save failed in the background ({count}), and training goes on: {self.in_a_row[-1]}", stacklevel=5)
+        if len(self.in_a_row) >= self._max:
+            failed, self.in_a_row = self.in_a_row, []
+            raise CheckpointError(
+                f"{len(failed)} saves in a row failed in the background, and max_failures={self._max}: {'; '.join(failed)}"
+            )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.listing import METRIC, metric_of
-from ..engine.common.step_folders import referred_keys
+from ..comm import Comm, value_of_first
+from ..engine.common.step_folders import STEP_NAMES, StepNames, names_at, referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.files import RUN_LOCK_KEY
@@ -80,6 +81,21 @@ def checked_root(root: Path) -> str:
         if key is not None:
             raise UsageError(f"{path}: this is a file; pass the folder that holds the run's checkpoints, or is to hold them")
     return path
+
+
+def known_names(comm: Comm, storage: Storage, names: StepNames, *, read_only: bool) -> StepNames:
+    """Return the names of a run's step folders, with names that the root has noted; note new names there. Collective."""
+
+    def noted() -> list[str]:
+        known = names_at(storage)
+        if read_only and names == StepNames():
+            return list(known.patterns)
+        wanted = names.known_too(known.patterns)
+        if wanted != known and not read_only:
+            STEP_NAMES.keep(storage, wanted.patterns)
+        return list(wanted.patterns)
+
+    return StepNames(tuple(value_of_first(comm, noted)))
 
 
 def refuse_memory_unless(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool) -> None:

@@ -48,6 +48,8 @@ class RunningSave:
         Future of the save's report, or of its error.
     threads
         The threads that carry out the save.
+    failed_before
+        As in its report.
     """
 
     def __init__(self, path: str, save_id: str) -> None:
@@ -55,6 +57,7 @@ class RunningSave:
         self._outcome: SaveReport | BaseException | None = None
         self._error_is_known = False
         self._stall_s = 0.0
+        self.failed_before = 0
         self.threads: list[threading.Thread] = []
         self._make_futures()
         _RUNNING.add(self)
@@ -119,7 +122,7 @@ class RunningSave:
     def report(self) -> SaveReport:
         """Return the report of a save that was committed, with the stalls so far."""
         report = self.committed.result()
-        return replace(report, stall_s=min(self._stall_s, report.duration_s))
+        return replace(report, stall_s=min(self._stall_s, report.duration_s), failed_before=self.failed_before)
 
     def take_error(self) -> BaseException | None:
         """Return the error of a failed save once; None if the save has not failed, or this was called before."""
