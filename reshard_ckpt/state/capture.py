@@ -30,7 +30,8 @@ from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
-from .parameters import Owners, optimizer_parameters
+from .owners import Owners
+from .parameters import optimizer_parameters
 from .paths import Steps, link_in_dict, saved_path
 from .targets import Below, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import check_writable, memory_of

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind
+from .fsdp1 import FlatModule, is_fsdp1
 from .tensors import TensorLike, is_tensor_like, parts_of
 
 EXTRA_STATE = "_extra_state"
@@ -48,6 +50,8 @@ class ModuleState:
         hook has put the value into the state dict.
     is_own
         Whether all of its tensors are the module's own, so that a write into them changes the module.
+    flat
+        Its parts that FSDP1 wraps, if there are any.
     """
 
     module: nn.Module
@@ -55,6 +59,7 @@ class ModuleState:
     rows: tuple[Entry, ...]
     takers: Mapping[str, tuple[str, nn.Module | None]]
     is_own: bool
+    flat: FlatModule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +78,19 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
     Raises
     ------
     UnsupportedError
-        It holds FSDP1 modules, or is on the meta device.
+        It is on the meta device, or FSDP1 flattened a parameter in an unknown way.
     NameCollisionError
         Two keys have one clean name.
     """
-    for prefix, child in module.named_modules():
-        if _is_fsdp1(child):
-            raise UnsupportedError(
-                f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
-                "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
-            )
+    units = [child for child in module.modules() if is_fsdp1(child)]
+    flat = FlatModule(units, name) if units else None
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
         keeps_vars = True
     except TypeError:  # a class's own `state_dict`, without torch's arguments
         keeps_vars = False
-    raw = dict(module.state_dict(keep_vars=True) if keeps_vars else module.state_dict())
+    with nullcontext() if flat is None else flat.without_hooks():
+        raw = dict(module.state_dict(keep_vars=True) if keeps_vars else module.state_dict())
     _refuse_meta(module, raw, name)
     # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
     own = {id(t) for m in module.modules() for of in (m._parameters, m._buffers, vars(m)) for t in of.values()}
@@ -96,19 +98,21 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
     takers: dict[str, tuple[str, nn.Module | None]] = {}
     seen: dict[str, str] = {}
     is_own = True
-    for key, value in raw.items():
+    for key, value in raw.items() if flat is None else flat.entries(raw):
         at = locate(module, key)
         if seen.setdefault(at.fqn, key) != key:
             raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
+        if flat is not None:
+            value = flat.saved_form(at.owner, key.rpartition(".")[2], value)
         full, below = f"{name}.{at.fqn}", (*path, at.fqn)
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
-            is_own = is_own and id(value) in own
+            is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
             how = _replication(value, at)
             rows += (Entry(full, below, Kind.TENSOR, part, name, replication=how) for part in parts_of(value, full))
         else:
             takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
             rows.append(Entry(full, below, Kind.VALUE, value, name))
-    return ModuleState(module, raw, tuple(rows), takers, is_own)
+    return ModuleState(module, raw, tuple(rows), takers, is_own, flat)
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
@@ -205,12 +209,19 @@ class ModulesTarget:
             f"{name}: saved as a value, for which the module has no place; {LEAVES_OUT}"
             for name, value in values.items()
             if name not in self._wanted and not is_nothing(value) and name.rpartition(".")[0] in self._here
+        ] + [
+            f"{self.name}: a hook of its state_dict() gives tensors that are not its own, and FSDP1 takes no state dict of "
+            "parts; remove the hook while you load"
+            for state in self._states
+            if state.flat is not None and not state.is_own
         ]
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         for state in self._states:
+            if state.flat is not None:
+                state.flat.finish()
             loaded = [(*taker, values[name]) for name, taker in state.takers.items() if name in values]
-            if state.is_own and all(owner is not None for _, owner, _ in loaded):
+            if state.flat is not None or (state.is_own and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
                     assert owner is not None
                     owner.set_extra_state(value)
@@ -226,10 +237,6 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple | dict) and not value)
 
 
-def _is_fsdp1(module: nn.Module) -> bool:
-    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
-
-
 def _is_fsdp(module: nn.Module) -> bool:
     """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
-    return _is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))
+    return is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))

@@ -36,9 +36,11 @@ from ..errors import UnsupportedError
 from ..format.columns import TORCH_DTYPES
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
+from .fsdp1 import StateOfParts
 from .layouts import Layout, LocalMemory, whole
 from .modules import is_nothing
-from .parameters import OptimizerView, Owner, ParamSlot
+from .owners import Owner
+from .parameters import OptimizerView, ParamSlot
 from .tensors import TensorLike, is_tensor_like, local_memory, parts_of
 from .walk import optimizers_of
 
@@ -288,6 +290,9 @@ class OptimizersTarget:
         """Put the loaded state into the optimizers; `skipped` are tensors that were not loaded."""
         for plan in self._plans:
             self._put(plan, values, skipped)
+        for view in self._views:
+            if isinstance(view.state, StateOfParts):
+                view.state.give_back()
         for view, group, selection in self._selections:
             _set_hyperparameters(group, selection.hyperparameters)
             members = {id(param) for param in group["params"]}

@@ -1,12 +1,4 @@
-"""The parameters of a state, and those of its optimizers. The state may hold an optimizer itself, or its state dict by number.
-
-*Owners*: the parameters of the state, as its optimizers refer to them.
-
-1. A parameter that a module or a dict holds is found by its identity.
-2. ``state_dict()`` hands out other tensors over the same memory. These are found by that memory, if they are exactly as large.
-3. A name leads to the tensor of that name, for its layout, as long as all tensors of the name are laid out alike.
-
-*Views*: an optimizer with its parameters.
+"""Views: an optimizer of a state, or its state dict by number, with the owners of its parameters.
 
 1. An optimizer whose ``state_dict`` is torch's own is read as its state and groups. (Any other opens a tree: see `walk`.)
 2. The parameter of a number in a state dict comes from the first of these that the state shows: the optimizer that gave the dict,
@@ -18,124 +10,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..core.catalog.names import unwrapped
 from ..errors import UsageError
-from .dtensor import is_dtensor
 from .entries import Entry, Kind
-from .layouts import Layout
+from .fsdp1 import FlatPart, StateOfParts
 from .optimizer_dicts import beside_numbers, names_by_number
-from .shards import FlatShard, LocalShard
-from .tensors import memory_of
+from .owners import Owner, Owners
 from .walk import Tree, Watched, by_number, optimizers_of
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A parameter: its FQNs, the key of the state that it is below, and the row with its layout.
-
-    If only its name is known, `param` and `row` are None.
-    """
-
-    param: torch.Tensor | None
-    fqns: tuple[str, ...]
-    key: str
-    row: Entry | None
-
-    @property
-    def layout(self) -> Layout | None:
-        return None if self.row is None else memory_of(self.row).layout
-
-
-class Owners:
-    """The parameters of the state.
-
-    A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
-
-    Parameters
-    ----------
-    rows
-        Every tensor of modules and of plain dicts: the key of the state that it is under, and its row.
-    """
-
-    def __init__(self, rows: Iterable[tuple[str, Entry]]) -> None:
-        self._by_id: dict[int, Owner] = {}
-        self._others: list[Owner] = []
-        """Tensors that are not parameters, but may be the memory of one."""
-        for key, row in rows:
-            fqn = row.name[len(key) + 1 :]
-            param = row.value.tensor if isinstance(row.value, LocalShard | FlatShard) else row.value
-            owner = Owner(param, (fqn,), key, row)
-            if not (isinstance(param, torch.nn.Parameter) or param.requires_grad):
-                self._others.append(owner)
-            elif (known := self._by_id.setdefault(id(param), owner)).key == key and fqn not in known.fqns:
-                self._by_id[id(param)] = replace(known, fqns=(*known.fqns, fqn))
-
-    def of(self, param: torch.Tensor) -> Owner | None:
-        """Find the owner of a parameter, if the state holds it."""
-        known = self._by_id.get(id(param))
-        if known is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
-            first = found[0]
-            fqns = dict.fromkeys(fqn for other in found if other.key == first.key for fqn in other.fqns)
-            known = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
-        return known
-
-    def named(self, param_name: str) -> Owner:
-        """Find the owner of a parameter that is known by its name."""
-        name = unwrapped(param_name)
-        for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
-            if found := self._by_name.get(fqn):
-                layouts = {(is_dtensor(o.param), o.layout and (o.layout.shape, o.layout.local_shape)) for o in found}
-                # Several tensors may have the name. If they are laid out differently, nobody knows which one it is.
-                return found[0] if len(layouts) == 1 else Owner(None, (fqn,), found[0].key, None)
-        return Owner(None, (name,), "", None)
-
-    @cached_property
-    def _by_place(self) -> dict[tuple[torch.device, int], list[Owner]]:
-        found: dict[tuple[torch.device, int], list[Owner]] = {}
-        for owner in self._others:
-            assert owner.param is not None
-            found.setdefault(_place(owner.param), []).append(owner)
-        return found
-
-    @cached_property
-    def _by_name(self) -> dict[str, list[Owner]]:
-        """The owners by FQN; a tensor that is not a parameter also by its name below each of its containers."""
-        found: dict[str, list[Owner]] = {}
-        for owner in self._by_id.values():
-            for fqn in owner.fqns:
-                found.setdefault(fqn, []).append(owner)
-        for owner in self._others:
-            suffix = owner.fqns[0]
-            while suffix:
-                found.setdefault(suffix, []).append(replace(owner, fqns=(suffix,)))
-                suffix = suffix.partition(".")[2]
-        return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():  # else `to_local` records the tensor for autograd
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-
-
-def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    local = _local(tensor)
-    return local.device, local.untyped_storage().data_ptr()
-
-
-def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
-    """Tell whether a tensor is the very memory of a parameter, also if that is empty."""
-    if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
-        return False
-    one, other = _local(tensor), _local(param)
-    return one.dtype == other.dtype and one.is_set_to(other)
-
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -236,36 +122,56 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
                 f"{name}: this ZeroRedundancyOptimizer has no optimizer inside yet; with overlap_with_ddp=True it appears "
                 "after some training steps: save or load after those"
             )
-    groups = [
-        (group, tuple(_owner_of(param, owners, name, i) for param in group["params"]))
-        for i, group in enumerate(optimizer.param_groups)
-    ]
+    outer = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    known = {id(param): _owners_of(param, owners, name, i) for i, param in outer}
+    groups = [(group, tuple(o for param in group["params"] for o in known[id(param)])) for group in optimizer.param_groups]
     _check_distinct(name, groups)
-    known = {id(o.param): o for _, members in groups for o in members}
-    slots = tuple(ParamSlot(p, known[id(p)], group) for group in inner.param_groups for p in group["params"])
-    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, inner.state, slots)
+    held = [(param, owner, group) for group in inner.param_groups for param in group["params"] for owner in known[id(param)]]
+    slots, state = _slots(held, inner.state)
+    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, state, slots)
 
 
-def _owner_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> Owner:
-    """Find the owner of a parameter in a group of an optimizer.
+def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], State]:
+    """Return the slots of parameters, and their state by the keys of the slots.
+
+    Parameters
+    ----------
+    held
+        The key of a parameter in the state, its owner or the owner of a part of it, and its group.
+    """
+    slots: list[ParamSlot] = []
+    parts: dict[Any, tuple[Any, FlatPart]] = {}
+    for key, owner, group in held:
+        if owner.row is not None and isinstance(owner.row.value, FlatPart) and not owner.row.value.tensor.numel():
+            continue  # FSDP1 gives this rank nothing of it, and so no gradient and no state
+        slot_key = key
+        if owner.part is not None:
+            slot_key = id(key), id(owner.part)
+            parts[slot_key] = key, owner.part
+        slots.append(ParamSlot(slot_key, owner, group))
+    return tuple(slots), StateOfParts(state, parts) if parts else state
+
+
+def _owners_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> tuple[Owner, ...]:
+    """Find the owner of a parameter in a group of an optimizer, or those of the parts of a flat parameter.
 
     Raises
     ------
     UsageError
         The state does not hold it.
     """
-    owner = owners.of(param)
-    if owner is None and param.is_meta:
+    found = owners.all_of(param)
+    if not found and param.is_meta:
         raise UsageError(
             f"{name}: a parameter of shape {tuple(param.shape)} in group {group} is on the meta device, and belongs "
             "to no module in the state: to_empty() has replaced it; make the optimizer after that, of model.parameters()"
         )
-    if owner is None:
+    if not found:
         raise UsageError(
             f"{name}: a parameter of shape {tuple(param.shape)} in group {group} belongs to no module in the state; pass the "
             "module that holds it in the same state, as in {'model': model, 'optimizer': optimizer}"
         )
-    return owner
+    return found
 
 
 def _check_distinct(name: str, groups: Iterable[tuple[Mapping[str, Any], tuple[Owner, ...]]]) -> None:
@@ -279,18 +185,19 @@ def _check_distinct(name: str, groups: Iterable[tuple[Mapping[str, Any], tuple[O
             )
 
 
-def _view_of_dict(row: Entry, members: Mapping[int, Owner]) -> OptimizerView:
+def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> OptimizerView:
     """View a state dict by number; `members` are the owners of its numbers."""
     tree = row.value
-    groups = [(group, tuple(members[number] for number in group["params"])) for group in tree["param_groups"]]
+    groups = [(group, tuple(owner for number in group["params"] for owner in members[number])) for group in tree["param_groups"]]
     _check_distinct(row.name, groups)
-    slots = tuple(ParamSlot(number, members[number], group) for group, _ in groups for number in group["params"])
+    held = [(number, owner, group) for group, _ in groups for number in group["params"] for owner in members[number]]
+    slots, state = _slots(held, tree["state"])
     beside = tuple(map(str, beside_numbers(tree).get("state", {})))
-    return OptimizerView(row.name, groups, (), tree["state"], slots, beside)
+    return OptimizerView(row.name, groups, (), state, slots, beside)
 
 
-def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, Owner] | None:
-    """Find the owner of each number of a state dict, which `source` gave if it is known; None if the state does not show them.
+def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
+    """Find the owners of each number of a state dict, which `source` gave if it is known; None if the state does not show them.
 
     Raises
     ------
@@ -303,7 +210,7 @@ def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -
     if members is not None:
         return members
     if (names := names_by_number(groups)) is not None:
-        return {number: owners.named(name) for number, name in names.items()}
+        return {number: (owners.named(name),) for number, name in names.items()}
     if isinstance(tree.owner, Optimizer) and tree.path == row.path:  # it numbers its own groups
         source = source or tree.owner
         numbers = _numbers_of(source, groups)
@@ -311,7 +218,7 @@ def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -
         if members is None and numbers is not None:
             for i, group in enumerate(source.param_groups):
                 for param in group["params"]:
-                    _owner_of(param, owners, row.name, i)
+                    _owners_of(param, owners, row.name, i)
     return members
 
 
@@ -354,10 +261,9 @@ def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Nu
     return {number: param for group, mine in pairs for number, param in zip(group["params"], mine["params"], strict=True)}
 
 
-def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, Owner] | None:
-    members = {number: owners.of(param) for number, param in (numbers or {}).items()}
-    known = {number: owner for number, owner in members.items() if owner is not None}
-    return known if numbers is not None and len(known) == len(members) else None
+def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, tuple[Owner, ...]] | None:
+    members = {number: owners.all_of(param) for number, param in (numbers or {}).items()}
+    return members if numbers is not None and all(members.values()) else None
 
 
 def _left_out(name: str, optimizer: Optimizer) -> Iterator[str]:

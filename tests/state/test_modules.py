@@ -165,11 +165,13 @@ def test_modules_deep_in_a_dict_take_the_names_of_their_path():
     ]
 
 
-def test_fsdp1_is_refused_with_what_to_use_instead():
-    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its constructor wants a GPU
+def test_fsdp1_of_another_release_of_torch_is_refused_with_what_to_save_instead():
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # without the fields that its constructor sets
     nn.Module.__init__(wrapped)
     wrapped._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match=r"model: inner is wrapped by FSDP1 .*fully_shard"):
+    with pytest.raises(
+        UnsupportedError, match=r"model: torch .* flat parameters of FSDP1 .*_handle.*get_state_dict.*fully_shard"
+    ):
         capture({"model": nn.ModuleDict({"inner": wrapped})})
 
 

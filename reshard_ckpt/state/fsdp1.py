@@ -1,0 +1,270 @@
+"""The parameters of modules that FSDP1 (``FullyShardedDataParallel``) wraps, as runs under their own names.
+
+FSDP1 flattens the parameters of a unit, puts them in a row, and cuts the row evenly over ranks. So a rank holds the whole of some
+parameters, a run of one or two others, and nothing of the rest:
+
+1. The state dict of the module is read without FSDP1's hooks, which would gather all parameters.
+2. Each parameter becomes a `FlatPart`, a `FlatShard` over this rank's memory. With ``use_orig_params=True`` its tensor is the
+   module's parameter. Otherwise it is a view into the flat parameter, and an optimizer knows only that.
+3. A buffer that mixed precision has cast is copied to its first dtype, as FSDP1's own state dict does, and copied back after a
+   load.
+4. An optimizer of flat parameters has state of them alone. `StateOfParts` shows it by parts.
+5. After a load, parameters that a forward left gathered are freed, so that the next forward gathers the loaded ones.
+
+torch has no public way to these facts. All private names that this library needs of FSDP1 are in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.catalog.names import unwrapped
+from ..core.catalog.specs import Ints
+from ..errors import MismatchError, UnsupportedError
+from .dtensor import dtensor_layout, known_class
+from .shards import FlatShard
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Tell whether FSDP1 wraps a module."""
+    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+class FlatPart(FlatShard):
+    """This rank's run of one parameter that FSDP1 flattened.
+
+    Attributes
+    ----------
+    held_in
+        The parameter that an optimizer knows: the parameter itself, or the flat parameter that it is a part of.
+    shard
+        This rank's part of the flat parameter, if `held_in` is that.
+    at
+        The index in `shard` of the first element.
+    """
+
+    __slots__ = ("at", "held_in", "shard")
+
+    def __init__(self, tensor: torch.Tensor, held_in: Any, shard: torch.Tensor | None, at: int, **where: Any) -> None:
+        super().__init__(tensor, **where)
+        self.held_in, self.shard, self.at = held_in, shard, at
+
+
+class FlatModule:
+    """The units of FSDP1 in one module, whose name is `name`.
+
+    Raises
+    ------
+    UnsupportedError
+        This release of torch keeps flat parameters in another way, or the memory order of a parameter is not row-major.
+    """
+
+    def __init__(self, units: Sequence[Any], name: str) -> None:
+        self._name = name
+        self._parts: dict[tuple[int, str], FlatPart] = {}
+        """The part of each parameter, by the id of the module that holds the parameter, and its name there."""
+        self._inside: dict[int, list[tuple[str, FlatPart]]] = {}
+        """The parameters in each flat parameter, by its id."""
+        self._cast: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Buffers, and their copies in their own dtypes."""
+        try:
+            self._handles = [unit._handle for unit in units if unit._handle is not None]
+            for handle in self._handles:
+                self._open(handle.flat_param)
+            self._hooks = [hooks for unit in units for hooks in (unit._state_dict_pre_hooks, unit._state_dict_hooks)]
+            self._dtypes = {key: dtype for unit in units for key, dtype in _dtypes_before_cast(unit)}
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"{name}: torch {torch.__version__} keeps the flat parameters of FSDP1 in a way that is unknown here ({error}); "
+                "save the result of torch.distributed.checkpoint.state_dict.get_state_dict, or use fully_shard"
+            ) from None
+
+    def _open(self, flat: Any) -> None:
+        """Find this rank's part of each parameter in a flat parameter."""
+        # A forward may have put the gathered parameters into `flat`. Before the first forward, it is the shard itself.
+        shard = getattr(flat, "_local_shard", flat).detach()
+        inside = self._inside[id(flat)] = []
+        columns = flat._fqns, flat._shapes, flat._contiguities, flat._param_extensions, flat._shard_param_infos, flat._param_infos
+        for i, (fqn, shape, is_contiguous, extension, run, (own_name, owner, _)) in enumerate(zip(*columns, strict=True)):
+            if not is_contiguous:
+                raise UnsupportedError(
+                    f"{self._name}: FSDP1 flattened {fqn} of shape {tuple(shape)} in the order of its memory, which is not "
+                    "row-major (channels_last?); make parameters contiguous before FSDP1 wraps them, or use fully_shard"
+                )
+            at, count, start = (run.offset_in_shard, run.numel_in_shard, run.intra_param_start_idx) if run.in_shard else (0, 0, 0)
+            where = {"start": start, **_place_of(tuple(shape), extension, f"{self._name}.{fqn}")}
+            memory = shard[at : at + count]
+            if flat._params is None:
+                part = FlatPart(memory, flat, shard, at, **where)
+            else:  # use_orig_params=True
+                own = flat._params[i]
+                # If a summon has put the whole parameter there, this rank's part is in the shard alone.
+                part = FlatPart(own if own.numel() == count else memory, own, None, 0, **where)
+            self._parts[id(owner), own_name] = part
+            inside.append((fqn, part))
+        for own_name, owner, below, first_name, first_owner, _ in flat._shared_param_infos:
+            part = self._parts[id(owner), own_name] = self._parts[id(first_owner), first_name]
+            inside.append((f"{below}.{own_name}" if below else own_name, part))
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Take FSDP1's own hooks out of ``state_dict`` for a while, and leave the hooks of others."""
+        with ExitStack() as undo:
+            for hooks in self._hooks:
+                before = dict(hooks)
+                undo.callback(hooks.update, before)
+                undo.callback(hooks.clear)
+                for key, hook in before.items():
+                    if hook.__module__.startswith("torch.distributed.fsdp."):
+                        del hooks[key]
+            yield
+
+    def entries(self, raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the entries of a state dict, with the parameters inside of each flat parameter in its place."""
+        for key, value in raw.items():
+            above = key.rpartition(".")[0]
+            inside = self._inside.get(id(value), [("", value)])
+            yield from ((".".join(filter(None, (above, fqn))) if fqn else key, part) for fqn, part in inside)
+
+    def saved_form(self, owner: nn.Module, name: str, value: Any) -> Any:
+        """Return the entry of a state dict as it is saved and loaded, by the module that holds it and its name there."""
+        part = self._parts.get((id(owner), name))
+        if part is not None:
+            return part
+        dtype = self._dtypes.get(id(value))
+        if dtype is None or value.dtype == dtype:
+            return value
+        copied = value.to(dtype)
+        self._cast.append((value, copied))
+        return copied
+
+    def is_own(self, value: Any) -> bool:
+        """Tell whether a load into a saved form changes the module, now or in `finish`."""
+        return isinstance(value, FlatPart) or any(copied is value for _, copied in self._cast)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy loaded buffers back, and free gathered parameters, which a forward without a backward leaves behind."""
+        for buffer, copied in self._cast:
+            buffer.copy_(copied)
+        for handle in self._handles:
+            is_gathered = hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
+            if is_gathered:
+                handle.reshard(True)
+                handle.post_reshard()
+                handle._prefetched = False
+
+
+def _place_of(shape: Ints, extension: Any, name: str) -> dict[str, Any]:
+    """Return the part of a global tensor that FSDP1 flattened: the whole, or the local tensor of a DTensor."""
+    if extension is None:
+        return {"global_shape": shape}
+    # With tensor parallelism, the extension is the spec of the DTensor.
+    spec = SimpleNamespace(device_mesh=extension.mesh, placements=extension.placements, shape=extension.shape)
+    boxes = dtensor_layout(spec, shape, name).boxes
+    pieces = [(box.local_offsets, box.offsets, box.lengths) for box in boxes]
+    return {"global_shape": extension.shape, "pieces": pieces, "local_shape": shape}
+
+
+def _dtypes_before_cast(unit: Any) -> Iterator[tuple[int, torch.dtype]]:
+    """Yield the id and the first dtype of each buffer below a unit that casts buffers."""
+    if unit.mixed_precision.buffer_dtype is None:
+        return
+    first = {unwrapped(name): dtype for name, dtype in unit._buffer_name_to_orig_dtype.items()}
+    for name, buffer in unit.module.named_buffers():
+        if unwrapped(name) in first:
+            yield id(buffer), first[unwrapped(name)]
+
+
+class StateOfParts(MutableMapping[Any, dict[str, Any]]):
+    """The state of an optimizer of flat parameters, seen by parts: the entries of a part hold its run of each state tensor.
+
+    Entries that are not of flat parameters are those of the optimizer.
+
+    Parameters
+    ----------
+    own
+        The state of the optimizer.
+    parts
+        The key in `own` and the part, for each key here.
+    """
+
+    def __init__(self, own: MutableMapping[Any, dict[str, Any]], parts: Mapping[Any, tuple[Any, FlatPart]]) -> None:
+        self._own, self._parts = own, parts
+        self._slots: dict[Any, list[Any]] = {}
+        """The keys of the parts of each flat parameter."""
+        for slot, (key, _) in parts.items():
+            self._slots.setdefault(key, []).append(slot)
+        self._entries = {slot: self._run_of(own[key], part) for slot, (key, part) in parts.items() if key in own}
+
+    @staticmethod
+    def _run_of(entry: Mapping[str, Any], part: FlatPart) -> dict[str, Any]:
+        assert part.shard is not None
+        size, first, last = part.shard.shape, part.at, part.at + part.tensor.numel()
+        is_flat = {key: isinstance(value, torch.Tensor) and value.shape == size for key, value in entry.items()}
+        return {key: value[first:last] if is_flat[key] else value for key, value in entry.items()}
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        return self._entries[key] if key in self._parts else self._own[key]
+
+    def __contains__(self, key: object) -> bool:  # the own state may be a defaultdict, where looking makes an entry
+        return key in (self._entries if key in self._parts else self._own)
+
+    def __setitem__(self, key: Any, entry: dict[str, Any]) -> None:
+        (self._entries if key in self._parts else self._own)[key] = entry
+
+    def __delitem__(self, key: Any) -> None:
+        del (self._entries if key in self._parts else self._own)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (key for key in self._own if key not in self._slots)
+        yield from self._entries
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def give_back(self) -> None:
+        """Put the entries of the parts together in the state of the optimizer. A part without an entry has zeros.
+
+        Raises
+        ------
+        MismatchError
+            The parts of a flat parameter have different values where it can have only one.
+        """
+        for flat_key, slots in self._slots.items():
+            mine = [(self._parts[slot][1], self._entries.pop(slot)) for slot in slots if slot in self._entries]
+            if not mine:
+                self._own.pop(flat_key, None)
+                continue
+            entry = self._own.setdefault(flat_key, {})
+            for key in list(entry):
+                if not any(key in found for _, found in mine):
+                    del entry[key]
+            for key in dict.fromkeys(key for _, found in mine for key in found):
+                entry[key] = _together([(part, found[key]) for part, found in mine if key in found], entry.get(key), key)
+
+
+def _together(values: list[tuple[FlatPart, Any]], known: Any, key: str) -> Any:
+    """Return the state of a flat parameter, by the state of its parts; `known` is its state before the load."""
+    part, value = values[0]
+    assert part.shard is not None
+    if isinstance(value, torch.Tensor) and value.shape == part.tensor.shape:
+        if isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            return known  # the parts are views of it
+        whole = torch.zeros(part.shard.shape, dtype=value.dtype, device=value.device)
+        for part, value in values:
+            whole[part.at : part.at + value.numel()] = value
+        return whole
+    for _, other in values[1:]:
+        if not (torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other):
+            raise MismatchError(
+                f"state {key}: the parameters of one flat parameter of FSDP1 were saved with {value} and {other}, and it can "
+                "have only one; wrap the module with use_orig_params=True"
+            )
+    return value
