@@ -18,10 +18,10 @@ from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
-    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep", "Manager",
-    "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Sizes", "Timeline", "Value", "VerifyReport", "async_save",
-    "catalog", "compact", "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "reshard_live",
-    "save", "sizes", "timeline", "verify", "write_manifest",
+    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep",
+    "Manager", "Memory", "PerRank", "RecoveryReport", "ReshardReport", "SaveHandle", "SaveReport", "Sizes", "Timeline",
+    "Value", "VerifyReport", "async_save", "catalog", "compact", "convert", "diff", "goodput", "inspect", "load", "plot",
+    "prepare", "read", "recover", "reshard", "reshard_live", "save", "sizes", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = [
     "AsyncCheckpointerType",

@@ -8,6 +8,7 @@ from ..engine.checking.verify import VerifyReport
 from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import Manager
+from ..manager.recovering import recover
 from ..manager.restoring import LoadedStep
 from ..manager.sizes import Sizes, sizes
 from ..memory.options import Memory
@@ -21,6 +22,7 @@ from .live import LiveReshard, reshard_live
 from .loading import load
 from .plotting import plot
 from .reading import catalog, read, timeline, verify, write_manifest
+from .recovering import RecoveryReport
 from .resharding import ReshardReport, reshard
 from .saving import async_save, prepare, save
 
@@ -36,6 +38,7 @@ __all__ = [
     "Manager",
     "Memory",
     "PerRank",
+    "RecoveryReport",
     "ReshardReport",
     "SaveHandle",
     "SaveReport",
@@ -54,6 +57,7 @@ __all__ = [
     "plot",
     "prepare",
     "read",
+    "recover",
     "reshard",
     "reshard_live",
     "save",

@@ -94,13 +94,13 @@ class Job:
     _source: LiveSource
     _first: _Opened | None
     resolved: Resolved
-    _verdict: VoteResult
+    verdict: VoteResult
     _moves: Moves
 
     def __init__(self, src: State, dst: State, options: Options, process_group: Any, timeout_s: float) -> None:
         self._src, self._dst = ({} if state is None else state for state in (src, dst))
         self._options, self._group, self._timeout_s = options, process_group, timeout_s
-        self._values = LiveValues()
+        self._values = LiveValues(may_lack=options.load.may_lack)
         self._turn: Turn | None = None
         """The last turn in which all ranks met."""
 
@@ -118,12 +118,12 @@ class Job:
         self._rank, self._size = comm.rank, comm.size
         captured = capture(self._src, process_group=self._group)
         held = describe_local(captured.tensors, (), None, comm.rank)
-        self._source = open_live(comm, held, self._travels(held))
+        self._source = open_live(comm, held, self._travels(held), may_lack=self._options.load.may_lack)
         self._values.share(comm, captured.values, self._source.tables)
         opened = self._open(held)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
-        self._verdict = self._vote(comm, opened, resolved)
-        self.resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
+        self.verdict = self._vote(comm, opened, resolved)
+        self.resolved = drop_refused(opened.saved, resolved, self.verdict.refused)
         # place: the index in dst of each wanted tensor. _sources: for each that will be loaded, the catalog's tensor with its
         # bytes.
         place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
@@ -156,6 +156,23 @@ class Job:
         self._addresses = _addresses(opened)
         self._first = opened
         return self
+
+    @property
+    def saved(self) -> Catalog:
+        """The catalog of the source, with its values, as `begin` opened it."""
+        assert self._first is not None
+        return self._first.saved
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The decoded values of the source, as `begin` opened it; of a `PerRank`, those of all ranks."""
+        assert self._first is not None
+        return self._first.values
+
+    @property
+    def lost_values(self) -> dict[str, list[int]]:
+        """The ranks whose value of a `PerRank` no rank has, by name."""
+        return self._values.lost
 
     def first(self, comm: Comm) -> LoadReport:
         """Move the state that `begin` opened, in its session. Collective: gather, compare replicas, exchange."""
@@ -260,7 +277,7 @@ class Job:
         A tensor that is the very memory of its source receives nothing, so it needs none.
         """
         staged, tied = self._sources.keys() - self.overlaps.identical, {i for group in self.overlaps.tied for i in group}
-        return Spares(opened.wanted, staged if self._options.staged else tied)
+        return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
 
     def _open(self, held: LocalShards) -> _Opened:
         """Open the destination, with the values that the sources of all ranks have now."""
@@ -364,7 +381,7 @@ class Job:
             f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
         ]
         saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
-        report = self._verdict.report
+        report = self.verdict.report
         return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
 
 

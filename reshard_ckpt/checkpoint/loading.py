@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -171,6 +172,26 @@ def load_wanted(
     return report
 
 
+def load_given(
+    path: Path,
+    wanted: Mapping[str, Any] | Prepare,
+    options: Mapping[str, Any],
+    *,
+    opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
+) -> LoadReport:
+    """Load with the options of `load` into a state, or the tensors and values that a function wants and nothing else.
+
+    `opened` opens the source in place of `path`.
+    """
+    inspect.signature(load).bind(path, {}, **options)  # a wrong option is a TypeError, as in `load`
+    is_state = isinstance(wanted, Mapping)
+    prepare = target_of(wanted) if isinstance(wanted, Mapping) else wanted
+    chosen = LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS})
+    others = {name: value for name, value in options.items() if name not in LOAD_OPTIONS}
+    report, _ = load_target(path, prepare, chosen, only_wanted=not is_state, opened=opened, **others)
+    return report
+
+
 def load_target(
     path: Path,
     prepare: Prepare,
@@ -245,7 +266,16 @@ def load_target(
     ]
     saved_as = [f"{name}: saved as {other}" for name, other in resolved.saved_as.items()]
     counts = len(resolved.targets), resolved.plan.num_bytes, fetched.bytes_read
-    return verdict.report.loaded(*counts, converted, saved_as, bytes_unverified=fetched.bytes_unverified), saved
+    # from_peers: the indices of the files that lie in the memory of other nodes.
+    from_peers = {index for index, file in enumerate(source.catalog.files) if file.key in source.on_peers}
+    done = verdict.report.loaded(
+        *counts,
+        converted,
+        saved_as,
+        bytes_unverified=fetched.bytes_unverified,
+        bytes_from_peers=resolved.plan.num_bytes - resolved.plan.num_bytes_but_of(sorted(from_peers)),
+    )
+    return done, saved
 
 
 def wanted_names(target: Target) -> tuple[str, ...]:

@@ -119,6 +119,8 @@ class LoadReport:
     bytes_unverified
         Bytes that this rank wanted and that no checksum has verified: all of them if the format has no checksums, or with
         ``verify=False``; 0 for this library's own format.
+    bytes_from_peers
+        Bytes that this rank wanted, and that came from the memory of other nodes (see `Memory`).
     """
 
     missing: tuple[str, ...] = ()
@@ -134,6 +136,7 @@ class LoadReport:
     num_bytes: int = 0
     bytes_read: int = 0
     bytes_unverified: int = 0
+    bytes_from_peers: int = 0
 
     def __repr__(self) -> str:
         named = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -165,6 +168,7 @@ class LoadReport:
         saved_as: Sequence[str] = (),
         *,
         bytes_unverified: int = 0,
+        bytes_from_peers: int = 0,
     ) -> LoadReport:
         """Return the report with the numbers of this rank's load added."""
         return replace(
@@ -173,6 +177,7 @@ class LoadReport:
             num_bytes=num_bytes,
             bytes_read=bytes_read,
             bytes_unverified=bytes_unverified,
+            bytes_from_peers=bytes_from_peers,
             converted=tuple(converted),
             saved_as=tuple(saved_as),
         )

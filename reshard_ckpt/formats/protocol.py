@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,6 +53,8 @@ class Source:
         Values as they lie in the files, by the names that they were saved under, even if the catalog cannot hold them.
     sha256
         The SHA-256 of files by their keys, where the format lists them.
+    on_peers
+        The keys of files that lie in the memory of other nodes.
     """
 
     storage: Storage
@@ -61,6 +63,7 @@ class Source:
     advice: Mapping[str, str] = field(default_factory=dict)
     raw: Mapping[str, RawValue] = field(default_factory=dict)
     sha256: Mapping[str, bytes] = field(default_factory=dict)
+    on_peers: Collection[str] = ()
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
         """Return the advice about names that are equal to one of `prefixes`, or that lie below one."""

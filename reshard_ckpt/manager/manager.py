@@ -315,7 +315,7 @@ class Manager(RunSteps):
         step = checked_step(step)
         self._wait()
         try:
-            return self._restoring.load(step, state, options, goes_on=goes_on)
+            return self._restoring.load(step, state, options, goes_on=goes_on).report
         except CheckpointNotFound as error:
             raise CheckpointNotFound(f"{self._stored.path(step)}: no committed checkpoint; {self._steps_text()}") from error
 

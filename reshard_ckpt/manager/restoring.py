@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load
+from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, Prepare, load_given
 from ..checkpoint.reading import read
 from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
@@ -86,22 +86,31 @@ class Restoring:
         self._root, self._stored, self._lineage, self._memory = root, stored, lineage, memory
         self._deferring, self._is_first, self._session = deferring, is_first, session
 
-    def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool = True) -> LoadReport:
-        """Load the checkpoint of one step; see `Manager.load`. With `goes_on`, the run goes on from this step."""
+    def load(
+        self, step: int, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any], *, goes_on: bool = True
+    ) -> LoadedStep:
+        """Load the checkpoint of one step, as `load_given` does. With `goes_on`, the run goes on from this step."""
         passed: dict[str, PassedOver] = {}
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
             for verify in (False, True):
                 _, found = self._find(lambda: 0, passed, step, verify=verify)
-                loaded = self._from_memory(found, state, options, passed, verify=verify)
+                loaded = self._from_memory(found, wanted, options, passed, verify=verify)
                 if loaded is not None:
                     if goes_on:
-                        self._begin_at(step, in_store=False)
-                    return loaded.report
-        report = self._from_store(step, state, options)
+                        self.begin_at(step, in_store=False)
+                    return loaded
+        report = self._from_store(step, wanted, options)
         if goes_on:
-            self._begin_at(step, in_store=True)
-        return report
+            self.begin_at(step, in_store=True)
+        return LoadedStep(step, report, tuple(_lines(passed)))
+
+    def has(self, step: int) -> bool:
+        """Return on every rank whether memory or the store has the checkpoint of a step. Collective."""
+        if self._memory is not None and self._find(lambda: 0, {}, step, verify=False)[1] is not None:
+            return True
+        with open_session("has", f"{self._root} at {step}", **self._session) as comm:
+            return bool(value_of_first(comm, lambda: step in self._stored.counted()))
 
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of one step; see `Manager.read`."""
@@ -131,7 +140,7 @@ class Restoring:
                 step, found = self._find(lambda: self._stored.newest_except(passed), in_memory, verify=verify)
                 loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
                 if loaded is not None and found is not None:
-                    self._begin_at(loaded.step, in_store=False)
+                    self.begin_at(loaded.step, in_store=False)
                     self._memory.persist_found(found)
                     return loaded
                 if found is not None:
@@ -148,7 +157,7 @@ class Restoring:
                 if self._is_first:
                     warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=3)
                 continue
-            self._begin_at(step, in_store=True)
+            self.begin_at(step, in_store=True)
             return LoadedStep(step, report, (*_lines(in_memory), *passed.values()))
         if passed or any(one.is_damaged for one in in_memory.values()):
             lines = (*_lines(in_memory), *passed.values())
@@ -165,14 +174,14 @@ class Restoring:
                     f"again once it can be read; or give it up, by manager.load of an older step, or manager.delete({step})"
                 ) from error
 
-    def _from_store(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
+    def _from_store(self, step: int, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> LoadReport:
         with self._deferring():
-            return load(self._stored.path(step), state, **options)
+            return load_given(self._stored.path(step), wanted, options)
 
     def _from_memory(
         self,
         found: Restorable | None,
-        state: Mapping[str, Any],
+        wanted: Mapping[str, Any] | Prepare,
         options: Mapping[str, Any],
         passed: dict[str, PassedOver],
         passed_in_store: Mapping[int, str] = MappingProxyType({}),
@@ -185,7 +194,7 @@ class Restoring:
         step = found.generation.step
         try:
             with self._deferring():
-                report, tier = self._memory.load(found, state, options)
+                report, tier = self._memory.load(found, wanted, options)
         except (CorruptError, StorageError) as error:
             if not verify:
                 LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
@@ -214,8 +223,8 @@ class Restoring:
             if self._is_first:
                 warnings.warn(f"passed over, as it cannot be loaded: {one.line}", stacklevel=5)
 
-    def _begin_at(self, step: int, *, in_store: bool) -> None:
-        """Record that a step was loaded: from the next save on, saves beyond that step no longer count."""
+    def begin_at(self, step: int, *, in_store: bool) -> None:
+        """Record that the run goes on from a step: from the next save on, saves beyond that step no longer count."""
         self._lineage.loaded(step, in_store=in_store)
         if in_store:
             self._stored.note_good(step)

@@ -270,6 +270,11 @@ class JobImages:
         """Whether to read many windows at once: only for files of other nodes. A read of this node's memory has no latency, and a
         small window is hashed while it is in the processor's cache."""
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The keys of the files that are read from other nodes."""
+        return frozenset(self._asked)
+
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes; None if the generation has no such file."""
         return self._sizes.get(key)
@@ -309,5 +314,6 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
             server = stack.enter_context(serving(make_links(name), keys, images.read_into))
         # A load uses only these methods of a storage.
-        storage = cast(Storage, JobImages(images, catalog, found.owners, comm.rank, server))
-        yield Source(storage, catalog)
+        files = JobImages(images, catalog, found.owners, comm.rank, server)
+        storage = cast(Storage, files)
+        yield Source(storage, catalog, on_peers=files.asked)

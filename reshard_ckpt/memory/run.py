@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.listing import metric_of
-from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load, load_target, target_of
+from ..checkpoint.loading import Prepare, load_given
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store, value_of_first
@@ -268,20 +268,16 @@ class MemoryRun:
         with open_session("find in memory", f"{self._root} at {step}", **self._session) as comm:
             return find_newest(comm, self._folder, self._tier.topology, wanted, at_least, excluded, verify=verify)
 
-    def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
-        """Load a generation in place. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
+    def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
+        """Load a generation in place, as `load_given` does. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
         where = f"{self._root}/{self._names.of(found.generation.step)} in memory"
-        inspect.signature(load).bind(where, state, **options)  # a wrong option is a TypeError, as in `load`
         make_links = None if found.is_local(self._tier.topology) else self._job_links
 
         def opened(comm: Comm) -> AbstractContextManager[Any]:
             return open_images(comm, self._folder, found, make_links)
 
         self._tier.adopt(found.generation)
-        chosen = LoadOptions(**{k: v for k, v in options.items() if k in LOAD_OPTIONS})
-        others = {k: v for k, v in options.items() if k not in LOAD_OPTIONS}
-        report, _ = load_target(where, target_of(state), chosen, opened=opened, **others)
-        return report, "memory" if make_links is None else "peer"
+        return load_given(where, wanted, options, opened=opened), "memory" if make_links is None else "peer"
 
     def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of a generation, on every rank."""

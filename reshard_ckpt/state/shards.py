@@ -365,6 +365,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class PerRankValues:
-    """The saved values of all ranks under one name, in order of rank. `values` may decode each value only when it is indexed."""
+    """The saved values of all ranks under one name, in order of rank. `values` may decode each value only when it is indexed.
+
+    `lost` are the ranks whose value nobody has any more: they keep the value that they have.
+    """
 
     values: Sequence[Any]
+    lost: frozenset[int] = frozenset()

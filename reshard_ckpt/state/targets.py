@@ -239,6 +239,8 @@ class TreeTarget:
                 f"{name}: saved by {plural(num_saved, 'rank')}, wanted on {size}; pass PerRank(value, combine=...) to say what "
                 "becomes of the saved values"
             )
+        if rank in value.lost:
+            return None
         own = value.values[rank] if num_saved == size else holder.combined(value.values, rank, size)
         self._held.append((holder, own))
         return None

@@ -78,7 +78,7 @@ def test_ranks_that_meet_different_things_decide_alike(job: Job, managers: list[
         raise errors[LOCAL.rank]
 
     with monkeypatch.context() as patched:
-        patched.setattr(restoring, "load", load)
+        patched.setattr(restoring, "load_given", load)
         outcomes = latest(job, managers)
     assert {type(error) for error in outcomes} == {StorageError}, outcomes
     assert all("the device failed" in str(error) for error in outcomes)

@@ -152,12 +152,12 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     )
 
 
-def _merged_runs(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
-    """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor."""
+def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
+    """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor, or only do not overlap."""
     tables, boxes, merged = merge_metadata(job_metadata)
     rows = _cut_rows(merged)
     runs = _distinct_runs(rows)
-    _check_tiling(tables, boxes, rows, runs)
+    _check_tiling(tables, boxes, rows, runs, may_lack=may_lack)
     return tables, boxes, rows, runs
 
 
@@ -243,13 +243,14 @@ def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
     return row
 
 
-def _check_tiling(tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs) -> None:
-    """Raise LayoutError if the runs of some tensor overlap or leave a region uncovered."""
+def _check_tiling(tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs, *, may_lack: bool) -> None:
+    """Raise LayoutError if the runs of some tensor overlap or, unless they may lack some, leave a region uncovered."""
     # An alias has no runs, so it is checked as an empty tensor.
     shape = np.where((tables.alias >= 0)[:, None], 0, tables.shape)
     problems = [
         _describe_fault(fault, tables, rows.rank[runs.holder[runs.begin[list(fault.rows)]]])
         for fault in find_faults(shape, boxes.offsets, boxes.lengths, runs.tensor, runs.box, runs.start, runs.count)
+        if fault.rows or not may_lack
     ]
     if problems:
         advice = "the shards of each tensor must cover it exactly once; correct the declared offsets, or give distinct names"
@@ -324,15 +325,15 @@ class HeldRows:
     checks: Checks
 
 
-def find_holders(job_metadata: JobMetadata) -> HeldRows:
-    """Find the ranks that hold each run of all tensors.
+def find_holders(job_metadata: JobMetadata, *, may_lack: bool = False) -> HeldRows:
+    """Find the ranks that hold each run of all tensors; with `may_lack`, the runs may leave regions of tensors uncovered.
 
     Raises
     ------
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, rows, runs = _merged_runs(job_metadata)
+    tables, boxes, rows, runs = _merged_runs(job_metadata, may_lack=may_lack)
     # first[i]: entry i of runs.holder is the lowest rank of its run; chosen: all holders, but of a buffer only that one.
     first = np.zeros(len(runs.holder), bool)
     first[runs.begin[:-1]] = True

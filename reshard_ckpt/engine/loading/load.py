@@ -60,6 +60,8 @@ class LoadOptions:
     read_once: bool = False
     tied_under_one_name: bool = False
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
+    may_lack: bool = False
+    """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does: they keep their value."""
     can_resize: bool = True
     """Whether the function that the user called has ``allow_resize``, so that an error may advise it."""
 
@@ -249,7 +251,7 @@ def resolve(
         kept=found.kept,
         saved_as=found.saved_as,
         named=frozenset(catalog.index(name) for name in saved_names if name in catalog),
-        refused=frozenset(gaps),
+        refused=frozenset(() if options.may_lack else gaps),
         window_bytes=window_bytes,
     )
 

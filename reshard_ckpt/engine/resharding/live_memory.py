@@ -94,13 +94,15 @@ class Spares:
         The destinations.
     chosen
         The indices of the tensors that get spare memory.
+    may_lack
+        Whether the source may lack some of the elements that the pieces of the destinations cover.
     """
 
-    def __init__(self, wanted: LocalShards, chosen: Collection[int]) -> None:
+    def __init__(self, wanted: LocalShards, chosen: Collection[int], *, may_lack: bool = False) -> None:
         tensors = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
         counts = {i: sum(piece.count for piece in wanted.specs[i].pieces) for i in tensors}
-        # Tensors whose pieces do not cover all of their elements.
-        self._partial = {i for i, tensor in tensors.items() if counts[i] < tensor.numel()}
+        # Tensors that may receive only some of their elements.
+        self._partial = {i for i, tensor in tensors.items() if may_lack or counts[i] < tensor.numel()}
         self.memory = {
             i: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for i, t in tensors.items()
         }

@@ -56,7 +56,7 @@ class LiveSource:
     checks: Checks | None = None
 
 
-def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSource:
+def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_lack: bool = False) -> LiveSource:
     """Open the live state of all ranks. Collective.
 
     Parameters
@@ -65,6 +65,8 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
         The tensors that this rank holds, without values.
     devices
         For each row of `local`, whether its elements may be sent from device memory, without a copy in host memory.
+    may_lack
+        Whether the shards may leave regions of tensors uncovered.
 
     Raises
     ------
@@ -78,7 +80,7 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
         return LiveSource(decode_catalog(zlib.decompress(comm.broadcast(None))))
     tensors, rows, flags = zip(*(msgpack.unpackb(zlib.decompress(data)) for data in gathered), strict=True)
     metadata = decode_metadata(tensors, rows)
-    holders = find_holders(metadata)
+    holders = find_holders(metadata, may_lack=may_lack)
     catalog = _catalog(holders)
     comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
     # num_rows[r]: rows of rank r; bits[r]: the `devices` of rank r, one 0 or 1 for each row (sent packed, 8 to a byte)
@@ -150,13 +152,17 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 
 
 class LiveValues:
-    """The values of all ranks that are no tensors. Each rank remembers its last message, and sends only a changed one."""
+    """The values of all ranks that are no tensors. Each rank remembers its last message, and sends only a changed one.
 
-    def __init__(self) -> None:
+    With `may_lack`, the values of a `PerRank` keep the places of their ranks, and those of ranks without one are lost.
+    """
+
+    def __init__(self, *, may_lack: bool = False) -> None:
+        self._may_lack = may_lack
         self._sent = b""
         self._of_rank: list[Any] = []
         self._table: tuple[ValueEntry, ...] = ()
-        self._per_rank: Mapping[str, Sequence[bytes]] = {}
+        self._per_rank: Mapping[str, Sequence[bytes | None]] = {}
 
     def have_changed(self, values: Sequence[ValueSpec]) -> bool:
         """Return whether this rank's values differ from the ones that it last shared."""
@@ -188,21 +194,30 @@ class LiveValues:
 
     def _merged(self, tables: MergedTables) -> bytes:
         """Merge the values of all ranks and encode them, on rank 0."""
-        per_rank: dict[str, list[bytes]] = {}
+        per_rank: dict[str, list[bytes | None]] = {}
         entries: dict[str, ValueEntry] = {}
         plain: list[tuple[int, list[ValueSpec]]] = []
         for rank, values in enumerate(self._of_rank):
             plain.append((rank, [value for value in values if value.kind is not ValueKind.PER_RANK]))
             for value in values:
                 if value.kind is ValueKind.PER_RANK:
-                    per_rank.setdefault(value.name, []).append(value.data)
+                    of_ranks = per_rank.setdefault(value.name, [None] * len(self._of_rank))
+                    of_ranks[rank] = value.data
                     entries[value.name] = ValueEntry(value.name, value.path, value.kind, None)
         merged = {entry.name: entry for entry in merge_values(plain, tables)}
         if both := sorted(merged.keys() & entries.keys()):
             raise LayoutError(f"{both[0]}: PerRank on some ranks, and a plain value on others; make it one of both everywhere")
+        if not self._may_lack:
+            per_rank = {name: [data for data in of_ranks if data is not None] for name, of_ranks in per_rank.items()}
         table = [entry for _, entry in sorted({**merged, **entries}.items())]
         packed: bytes = msgpack.packb([encode_values(table), per_rank])
         return packed
+
+    @property
+    def lost(self) -> dict[str, list[int]]:
+        """The ranks that have no value of their own under the name of a `PerRank`, by name; only with `may_lack`."""
+        lost = {name: [rank for rank, one in enumerate(data) if one is None] for name, data in self._per_rank.items()}
+        return {name: ranks for name, ranks in lost.items() if ranks}
 
     def added_to(self, catalog: Catalog) -> Catalog:
         """Return the catalog with these values."""
@@ -218,14 +233,16 @@ class LiveValues:
         old_names
             The name under which a renamed value is known here.
         per_rank
-            Called with the list of all ranks' values of a `PerRank`; returns the one object to load.
+            Called with the list of all ranks' values of a `PerRank`, and the set of the ranks whose value is lost. Returns the
+            one object to load.
         """
         out: dict[str, Any] = {}
         below = tuple(f"{prefix}." for prefix in prefixes)
         for entry in (entry for entry in table if entry.name in prefixes or entry.name.startswith(below)):
             if entry.kind is ValueKind.PER_RANK:
                 data = self._per_rank[old_names.get(entry.name, entry.name)]
-                out[entry.name] = per_rank([decode_value(one, name=entry.name) for one in data])
+                lost = frozenset(rank for rank, one in enumerate(data) if one is None)
+                out[entry.name] = per_rank([None if one is None else decode_value(one, name=entry.name) for one in data], lost)
             else:
                 assert entry.data is not None
                 out[entry.name] = decode_value(entry.data, name=entry.name)

@@ -1,0 +1,358 @@
+"""`recover`: fill a state after a failure, each run of a tensor from its nearest holder, so that only lost parts are read.
+
+1. `_ask_survivors`: all ranks say whether they are alive, and at which step. The survivors must be at one step.
+2. `Job.begin` opens the states of the survivors as a checkpoint that may lack regions. `_lost` names the regions that it lacks.
+3. If it lacks none, `Job.first` fills the other ranks from the survivors. Storage is not touched.
+4. If it lacks some, and there is a checkpoint of that very step, `Job.first` fills all that the survivors have. Then a load reads
+   the lost regions alone (`core.planning.lost`).
+5. Otherwise all ranks go back to the newest whole checkpoint, and the report says why.
+
+A survivor's state changes only in the last case. If that fails halfway, the state no longer counts as alive (`_Touched`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_first
+from ..comm.wire import name_ranks
+from ..core.catalog.model import Catalog
+from ..core.catalog.names import optimizer_of, state_name
+from ..core.catalog.specs import ValueKind
+from ..core.planning.lost import lost_parts
+from ..core.report import LoadReport, summarize
+from ..engine.common.progress import LOGGER
+from ..engine.common.tensor_bytes import LocalTensor, outside_inference_mode
+from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError
+from ..format.values import decode_value
+from ..formats.source import Path
+from ..state.capture import capture, prepare_load
+from ..state.entries import Captured, Target
+from ..state.shards import PerRankValues
+from ..storage import path_text
+from .live import MEMORY_BYTES
+from .live_job import Job, Options
+from .loading import LoadOptions, Prepare, load_given
+from .reading import catalog as read_catalog
+
+SOURCES = ("self", "rank", "memory", "peer", "store")
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """The outcome of `recover`, the same on all ranks.
+
+    Attributes
+    ----------
+    step
+        The step that the state is at; None if nothing tells it.
+    bytes_from
+        Bytes of tensors that all ranks want, by their source: ``"self"`` (the rank had them), ``"rank"`` (live memory of another
+        rank), ``"memory"`` and ``"peer"`` (checkpoints in the memory of the own node, and of other nodes), ``"store"``.
+    went_back
+        The reason why all ranks went back to a checkpoint; empty if the survivors kept their state.
+    lost_values
+        A line for each `PerRank` value that was lost with its rank: the rank that took its place keeps the value that it has.
+    pls
+        The portion of lost samples; 0.0 with ``policy="exact"``, where nothing is mixed.
+    steps
+        With ``policy="partial"``, the steps that tensors are at, by name, where they are mixed.
+    """
+
+    step: int | None
+    bytes_from: Mapping[str, int]
+    went_back: str = ""
+    lost_values: tuple[str, ...] = ()
+    pls: float = 0.0
+    steps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def run_recovery(
+    state: State, alive: bool | State, step: int | None, checkpoints: Checkpoints | None, session: Mapping[str, Any]
+) -> RecoveryReport:
+    """Recover as `recover` does, with the checkpoints to fall back on and the options of every session. Collective."""
+    with outside_inference_mode():
+        if alive is True and _is_torn(state):
+            LOGGER.warning(
+                "recover: a recovery that failed has overwritten a part of this rank's state, so it does not count as alive"
+            )
+            alive = False
+        before = _versions(state)
+        try:
+            return _Recovery(state, alive, step, checkpoints, session).run()
+        except BaseException:
+            _note_torn(state, before)
+            raise
+
+
+_TORN: set[tuple[int, int]] = set()
+"""Address and version of each tensor that a failed recovery has changed. A tensor that changes again has another version."""
+
+
+def _versions(state: State) -> dict[int, int]:
+    tensors = (memory for _, memory in capture(state, process_group=ALONE).tensors if memory.numel())
+    return {memory.data_ptr(): 0 if memory.is_inference() else memory._version for memory in tensors}
+
+
+def _is_torn(state: State) -> bool:
+    return bool(_TORN) and not _TORN.isdisjoint(_versions(state).items())
+
+
+def _note_torn(state: State, before: Mapping[int, int]) -> None:
+    _TORN.update(pair for pair in _versions(state).items() if before.get(pair[0], pair[1]) != pair[1])
+
+
+class _Recovery:
+    """One call of `recover` on one rank."""
+
+    def __init__(
+        self, state: State, alive: bool | State, step: int | None, checkpoints: Checkpoints | None, session: Mapping[str, Any]
+    ) -> None:
+        self._state, self._step, self._checkpoints, self._session = state, step, checkpoints, session
+        self._keeps = alive is True
+        """Whether this rank's tensors are right as they are, so that nothing is loaded into them unless all ranks go back."""
+        self._source: State = state if alive is True else alive or {}
+
+    def run(self) -> RecoveryReport:
+        """Recover. Collective: one session in which the survivors are asked and move their state, then the loads."""
+        try:
+            with open_session("recover", "exact", **self._session) as comm:
+                step = self._ask_survivors(comm)
+                job = self._begin(comm)
+                lost = self._lost(comm, job)
+                lost_values = [
+                    f"{name}: {name_ranks(ranks)} had no part in it, so they keep the values that they have"
+                    for name, ranks in job.lost_values.items()
+                ]
+                if not lost:
+                    return self._report(comm, step, job.first(comm), lost_values=lost_values)
+        except LayoutError as error:
+            return self._go_back(str(error))
+        if step is None or self._checkpoints is None or not self._checkpoints.has(step):
+            which = "of a step that nothing tells, pass step=" if step is None else f"of step {step}, at which the survivors are"
+            return self._go_back(f"no survivor holds {summarize(lost, f'and there is no checkpoint {which}')}")
+        return self._fill_up(step, job)
+
+    def _ask_survivors(self, comm: Comm) -> int | None:
+        """Return the step of the survivors.
+
+        Raises
+        ------
+        LayoutError
+            No rank is alive, or they are at different steps.
+        """
+        captured = capture(self._source, process_group=self._session["process_group"])
+        step = _step_of(captured) if self._step is None else self._step
+        everyone = merge_of_all(comm, [bool(self._source), step, _counts(captured), _without_state(captured)])
+        survivors = [(rank, step, counts) for rank, (is_alive, step, counts, _) in enumerate(everyone) if is_alive]
+        self._without = union([without for _, _, _, without in everyone])
+        self._is_alone = len(survivors) == 1
+        if not survivors:
+            raise LayoutError("no rank's state is alive")
+        found: dict[str, tuple[int, Any]] = {}
+        for rank, step, counts in survivors:
+            for what, number in {"step": step, **counts}.items():
+                first, known = found.setdefault(what, (rank, number))
+                if known != number and None not in (known, number):
+                    text = "step" if what == "step" else f"count {what}"
+                    raise LayoutError(
+                        f"the survivors are not at one step: {text} is {known} on rank {first}, {number} on rank {rank}"
+                    )
+        return next((step for _, step, _ in survivors if step is not None), None)
+
+    def _begin(self, comm: Comm) -> Job:
+        """Open the states of the survivors, and plan the parts that they send. Collective."""
+        options = Options(LoadOptions(strict=False, can_resize=False, may_lack=True), None, False, MEMORY_BYTES, "verify")
+        return Job(self._source, self._state, options, **self._session).begin(comm)
+
+    def _lost(self, comm: Comm, job: Job) -> list[str]:
+        """Return a line for each part of the state that no survivor holds, the same on all ranks. Collective."""
+        report = job.verdict.report
+        if differing := (*report.shape, *report.dtype, *report.unexpected):
+            raise MismatchError(summarize(differing, "give the state the tensors that the survivors have"), differing)
+        lost = [*report.missing, *report.uncovered, *report.values]
+        # A new optimizer wants no state by itself. If survivors have the state of different parameters, as ZeRO by parameters has
+        # it, a gone rank may have been the only holder of some: so a checkpoint is asked whether these had state.
+        having = {state_name(link.optimizer, link.fqn) for link in job.saved.links().values()}
+        without = tuple(f"{name}." for name in self._without if name not in having)
+        is_divided = self._is_alone or not having.isdisjoint(self._without)
+        if not without or not is_divided or self._checkpoints is None:
+            return lost
+        names = self._checkpoints.names
+        had = value_of_first(comm, lambda: [name for name in names() if name.startswith(without)])
+        return [*lost, *(f"{name}: its only holder is gone" for name in had)]
+
+    def _fill_up(self, step: int, job: Job) -> RecoveryReport:
+        """Fill the state from the survivors, and the regions that they lack from the checkpoint of their step. Collective."""
+        assert self._checkpoints is not None
+        live, values = job.saved, job.values
+        try:
+            with open_session("recover", f"step {step}", **self._session) as comm:
+                moved = job.first(comm)
+            loaded = self._checkpoints.load_part(step, partial(self._wanted_of, live, values))
+        except (LayoutError, CheckpointNotFound, CorruptError) as error:
+            return self._go_back(str(error))
+        with open_session("recovered", f"step {step}", **self._session) as comm:
+            return self._report(comm, step, moved, loaded)
+
+    def _wanted_of(self, live: Catalog, values: Mapping[str, Any], saved: Catalog, comm: Comm) -> Target:
+        """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
+        if self._keeps:
+            return Target((), (), (), (), lambda values: [], lambda values, skipped: None)
+        target = prepare_load(self._state, saved, rank=comm.rank, size=comm.size)
+        parts = lost_parts([spec for spec, _ in target.tensors], live)
+        tensors = [LocalTensor(spec, memory) for spec, (_, memory) in zip(parts, target.tensors, strict=True) if spec is not None]
+        own = {name for name, value in values.items() if isinstance(value, PerRankValues) and comm.rank not in value.lost}
+
+        def wanted(saved_values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in saved_values.items() if name not in own}
+
+        return replace(
+            target,
+            tensors=tuple(tensors),
+            values=tuple(name for name in target.values if name not in own),
+            check=lambda saved_values: target.check(wanted(saved_values)),
+            finish=lambda saved_values, skipped: target.finish(wanted(saved_values), skipped),
+        )
+
+    def _go_back(self, reason: str) -> RecoveryReport:
+        """Load the newest whole checkpoint on all ranks. Collective."""
+        if self._checkpoints is None:
+            raise CheckpointNotFound(f"{reason}; pass manager= or path= to go back to a checkpoint")
+        loaded = self._checkpoints.load_newest(self._state, reason)
+        with open_session("recovered", "checkpoint", **self._session) as comm:
+            if comm.rank == 0:
+                LOGGER.warning("recover: all ranks went back to the checkpoint of step %s: %s", loaded.step, reason)
+            return self._report(comm, loaded.step, None, loaded, went_back=reason)
+
+    def _report(
+        self,
+        comm: Comm,
+        step: int | None,
+        moved: LoadReport | None,
+        loaded: Loaded | None = None,
+        *,
+        went_back: str = "",
+        lost_values: Sequence[str] = (),
+    ) -> RecoveryReport:
+        """Add up the bytes of all ranks, and say from which step the run goes on. Collective: a gather and a broadcast."""
+        own = dict.fromkeys(SOURCES, 0)
+        if moved is not None:
+            own["self"], own["rank"] = moved.num_bytes - moved.bytes_read, moved.bytes_read
+        if loaded is not None:
+            own["peer"] = loaded.report.bytes_from_peers
+            own["store" if loaded.tier == "store" else "memory"] += loaded.report.num_bytes - loaded.report.bytes_from_peers
+        everyone = merge_of_all(comm, list(own.values()))
+        total = {source: sum(column) for source, column in zip(SOURCES, zip(*everyone, strict=True), strict=True)}
+        if moved is not None and step is not None and self._checkpoints is not None:
+            self._checkpoints.go_on_from(step)
+        if comm.rank == 0:
+            LOGGER.info("recovered at step %s: %s", step, ", ".join(f"{n} bytes from {s}" for s, n in total.items() if n))
+        return RecoveryReport(step, total, went_back, tuple(lost_values))
+
+
+def _step_of(captured: Captured) -> int | None:
+    """Return the one integer among the values called ``step`` of a state; None if there is none, or several that differ."""
+    named = [v for v in captured.values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
+    return _one_integer(decode_value(v.data, name=v.name) for v in named if v.data is not None)
+
+
+def _one_integer(values: Iterable[Any]) -> int | None:
+    found = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _counts(captured: Captured) -> dict[str, float]:
+    """Return for each optimizer the largest number of steps that it has counted for any parameter of this rank."""
+    found: dict[str, float] = {}
+    counted = [(spec.link, memory) for spec, memory in captured.tensors if memory.numel() == 1]
+    plain = [(v.link, decode_value(v.data, name=v.name)) for v in captured.values if v.link is not None and v.data is not None]
+    for link, count in (*counted, *plain):
+        if link is not None and link.key == "step" and isinstance(count, int | float | torch.Tensor):
+            found[link.optimizer] = max(found.get(link.optimizer, 0.0), float(count))
+    return found
+
+
+def _without_state(captured: Captured) -> list[str]:
+    """Name the state of each parameter in this rank's groups that has none here; of optimizers that have stepped."""
+    links = [spec.link for spec, _ in captured.tensors] + [value.link for value in captured.values]
+    having = {(link.optimizer, link.fqn) for link in links if link is not None}
+    stepped = {optimizer for optimizer, _ in having}
+    found: list[str] = []
+    for value in captured.values:
+        if value.kind is ValueKind.PARAM_GROUPS and value.data is not None and (optimizer := optimizer_of(value.name)) in stepped:
+            fqns = [fqn for group in decode_value(value.data, name=value.name) for fqn in group["params"]]
+            found += [state_name(optimizer, fqn) for fqn in fqns if (optimizer, fqn) not in having]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was loaded, wholly or in part: its step, if that is known, the report, and its `LoadedStep.tier`."""
+
+    step: int | None
+    report: LoadReport
+    tier: str
+
+
+class Checkpoints(Protocol):
+    """The checkpoints to fall back on. All methods but `names` and `go_on_from` are collective."""
+
+    def has(self, step: int) -> bool:
+        """Return whether there is a checkpoint of this very step."""
+
+    def load_part(self, step: int, prepare: Prepare) -> Loaded:
+        """Load from the checkpoint of a step the tensors and values that a function wants, and nothing else."""
+
+    def load_newest(self, state: State, reason: str) -> Loaded:
+        """Load the newest whole checkpoint; an error that there is none begins with the reason."""
+
+    def names(self) -> Sequence[str]:
+        """List the names of tensors in the newest checkpoint, on this rank alone."""
+
+    def go_on_from(self, step: int) -> None:
+        """Record that the run goes on from a step, which need not be saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfPath:
+    path: Path
+    session: Mapping[str, Any]
+
+    def has(self, step: int) -> bool:
+        return self._step() == step
+
+    def _step(self) -> int | None:
+        """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
+
+        def look() -> int | None:
+            values = [v for v in read_catalog(self.path).values_table if v.name.rpartition(".")[2] == "step" and v.link is None]
+            found = _one_integer(decode_value(v.data, name=v.name) for v in values if v.data is not None)
+            number = re.search(r"\d+$", path_text(self.path).rstrip("/"))
+            return int(number[0]) if found is None and number else found
+
+        with open_session("step of", path_text(self.path), **self.session) as comm:
+            step: int | None = value_of_first(comm, look)
+        return step
+
+    def load_part(self, step: int, prepare: Prepare) -> Loaded:
+        return Loaded(step, load_given(self.path, prepare, self.session), "store")
+
+    def load_newest(self, state: State, reason: str) -> Loaded:
+        report = load_given(self.path, state, self.session)
+        step = self._step()
+        return Loaded(step, report, "store")
+
+    def names(self) -> Sequence[str]:
+        return read_catalog(self.path).names
+
+    def go_on_from(self, step: int) -> None:
+        pass

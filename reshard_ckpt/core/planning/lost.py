@@ -1,0 +1,93 @@
+"""The regions of wanted tensors that a catalog lacks, as pieces: the catalog of a live state whose ranks are partly gone.
+
+1. Count the elements of every wanted piece that the catalog has (`load_plan`). Most pieces are there whole, or not at all.
+2. Cut each of the others into boxes, and take every row of the catalog out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..catalog.model import Catalog
+from ..catalog.specs import Ints, Piece, TensorSpec, box_piece
+from ..geometry.runs import I64, decompose
+from .load_plan import plan_load
+from .local_metadata import piece_columns, width_of
+
+_WHOLE_WINDOW = 1 << 60
+
+Box = tuple[Ints, Ints]
+"""The lowest corner of a box, and the one behind its highest."""
+
+
+def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec | None]:
+    """Return each spec with the pieces that the catalog lacks alone; None for a spec that lacks nothing.
+
+    Tensors are matched by name, and have the shape that they have in the catalog.
+    """
+    known = [i for i, spec in enumerate(specs) if spec.name in catalog]
+    source = np.array([catalog.index(specs[i].name) for i in known], np.int64)
+    chosen = [specs[i] for i in known]
+    wanted = piece_columns(chosen, width_of(chosen))
+    # covered: the number of elements that the catalog has of each piece of the chosen specs, in order.
+    covered = iter(plan_load(catalog, source, wanted, _WHOLE_WINDOW).covered.tolist())
+    out: list[TensorSpec | None] = [spec if any(piece.count for piece in spec.pieces) else None for spec in specs]
+    for i in known:
+        left: list[Piece] = []
+        for piece in specs[i].pieces:
+            count = next(covered)
+            if count == 0:
+                left.append(piece)
+            elif count < piece.count:
+                left += _without(piece, _boxes_of(catalog, catalog.source(catalog.index(specs[i].name)), len(piece.lengths)))
+        out[i] = replace(specs[i], pieces=tuple(left)) if out[i] is not None and left else None
+    return out
+
+
+def _without(piece: Piece, taken: Sequence[Box]) -> list[Piece]:
+    """Cut a piece into pieces that are boxes, without the elements in the boxes `taken`."""
+    cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
+    left = _as_pairs(cut.offsets + np.array(piece.offsets), cut.lengths)
+    for low, high in taken:
+        left = [part for box in left for part in _difference(box, low, high)]
+    pieces = []
+    for low, high in left:
+        lengths = tuple(b - a for a, b in zip(low, high, strict=True))
+        steps = ((a - first) * stride for a, first, stride in zip(low, piece.offsets, piece.strides, strict=True))
+        pieces.append(box_piece(low, lengths, piece.base + sum(steps), piece.strides))
+    return pieces
+
+
+def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
+    """Cut a box into boxes that tile it without the box from `low` to `high`."""
+    begin, end = map(list, box)
+    if any(first >= last or first >= b or last <= a for a, b, first, last in zip(begin, end, low, high, strict=True)):
+        return [box]
+    out: list[Box] = []
+    for dim, (first, last) in enumerate(zip(low, high, strict=True)):
+        # The slabs before and behind the box along this dim; along the dims before it, only the part that they share.
+        if begin[dim] < first:
+            out.append((tuple(begin), (*end[:dim], first, *end[dim + 1 :])))
+            begin[dim] = first
+        if last < end[dim]:
+            out.append(((*begin[:dim], last, *begin[dim + 1 :]), tuple(end)))
+            end[dim] = last
+    return out
+
+
+def _boxes_of(catalog: Catalog, tensor: int, ndim: int) -> list[Box]:
+    """Return the boxes that the rows of a tensor consist of."""
+    row = slice(*catalog.tensors_table.row_start[tensor : tensor + 2].tolist())
+    rows, box = catalog.rows, catalog.rows.box[row]
+    lengths = catalog.boxes.lengths[box]
+    cut = decompose(lengths, rows.start[row], rows.count[row])
+    offsets = catalog.boxes.offsets[box][cut.parent] + cut.offsets
+    width = offsets.shape[1]
+    return _as_pairs(offsets[:, width - ndim :], cut.lengths[:, width - ndim :])
+
+
+def _as_pairs(offsets: I64, lengths: I64) -> list[Box]:
+    return [(tuple(low), tuple(high)) for low, high in zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)]
