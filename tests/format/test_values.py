@@ -16,7 +16,6 @@ import sys
 import types
 import zoneinfo
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -457,27 +456,6 @@ def test_decode_does_not_reserve_what_a_header_claims():
         with pytest.raises(CorruptError):
             decode_value(data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-
-
-@examples(300)
-@given(
-    value=VALUES,
-    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
-    cut=st.integers(0, 9),
-)
-def test_damaged_values_raise_nothing_but_corrupt_error(value: Any, changes: list[tuple[int, int]], cut: int):
-    data = bytearray(encode_value(value, "x"))
-    for at, byte in changes:
-        data[at % len(data)] = byte
-    with suppress(CorruptError):
-        decode_value(bytes(data[: max(len(data) - cut, 0)] if cut > 4 else data))
-
-
-@examples(300)
-@given(data=st.binary(max_size=60))
-def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
-    with suppress(CorruptError):
-        decode_value(data)
 
 
 def test_parsed_arguments_and_buffers_come_back():

@@ -20,19 +20,22 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from safetensors import deserialize
 from safetensors.torch import save as save_safetensors
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
+from reshard_ckpt.format.catalog_check import problems
 from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_blocks
-from reshard_ckpt.format.files import decode_timeline
+from reshard_ckpt.format.files import decode_manifest, decode_timeline, encode_manifest
 from reshard_ckpt.format.shard_file import parse_header
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value
 from reshard_ckpt.storage import open_storage
@@ -84,6 +87,9 @@ def save_sample() -> bytes:
 def run_catalog(data: bytes) -> None:
     """A catalog that is accepted is used, too, over the files of the sample."""
     catalog = decode_catalog(data)
+    assert not list(problems(catalog))
+    list(catalog.tensors())  # indices lead somewhere
+    catalog.summary()
     with suppress(UnsupportedError):  # metadata of any kind of value
         assert decode_catalog(encode_catalog(catalog)).names == catalog.names
     with open_storage(URL) as storage:
@@ -110,6 +116,8 @@ def catalog_seeds() -> Iterator[bytes]:
 
 def run_header(data: bytes) -> None:
     parsed = parse_header(data, file_size=None)
+    # What is accepted here is accepted by safetensors.
+    deserialize(data[: parsed.num_bytes] + bytes(sum(member.num_bytes for member in parsed.members)))
     for member, offset in zip(parsed.members, parsed.offsets, strict=True):
         assert offset >= parsed.num_bytes
         assert member.num_bytes >= 0
@@ -233,11 +241,25 @@ def foreign(name: str) -> Callable[[bytes], None]:
         (SCRATCH / name).parent.mkdir(exist_ok=True)
         (SCRATCH / name).write_bytes(data)
         where = SCRATCH / name if name.count("/") == 0 else (SCRATCH / name).parent
-        for use in (checkpoint.inspect, checkpoint.read, checkpoint.verify):
-            with suppress(CheckpointError):
-                use(where)
+        with suppress(CheckpointError):
+            checkpoint.verify(where)
+        with suppress(CheckpointError):
+            catalog, read = checkpoint.catalog(where), checkpoint.read(where)
+            # Damage may change elements, as these files have no checksums, but no shape that the catalog says.
+            assert all(read[name].shape == catalog.shape(catalog.index(name)) for name in catalog.names)
+            assert all(prod(catalog.shape(i)) < 10_000 for i in range(len(catalog.names)))
 
     return run
+
+
+def run_manifest(data: bytes) -> None:
+    for path, digest in decode_manifest(data, where="here").items():
+        assert path
+        assert len(digest) == 32
+
+
+def manifest_seeds() -> Iterator[bytes]:
+    yield encode_manifest({"catalog.msgpack": bytes(range(32)), "s/rank00000-0.safetensors": bytes(32)})
 
 
 def index_seeds() -> Iterator[bytes]:
@@ -358,6 +380,7 @@ TARGETS = {
     "header": Target(run_header, file_seeds, with_length(mutated_json)),
     "digests": Target(run_digests, digests_seeds),
     "value": Target(run_value, value_seeds, mutated_value, max_bytes=4096),
+    "manifest": Target(run_manifest, manifest_seeds),
     "timeline": Target(run_timeline, timeline_seeds, mutated_json),
     "safetensors": Target(foreign("x.safetensors"), file_seeds, with_length(mutated_json)),
     "index": Target(foreign("hub/model.safetensors.index.json"), index_seeds, mutated_json, max_bytes=4096),

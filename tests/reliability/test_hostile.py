@@ -18,8 +18,6 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import BoxTable, RowTable
@@ -28,9 +26,7 @@ from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
-from tests.fuzz.targets import TARGETS, mutated_zip, torch_seeds
-from tests.reliability.hostile import mutated_bytes, mutated_catalog, seal, unseal
-from tests.tries import examples
+from tests.reliability.hostile import mutated_catalog, seal, unseal
 
 MIB = 1 << 20
 
@@ -71,18 +67,6 @@ def uses(path: str | Path) -> list[Callable[[], object]]:
         lambda: checkpoint.load(path, target, strict=False, allow_resize=True, verify=False),
         lambda: checkpoint.load(path, target, strict=False, allow_resize=True),
     ]
-
-
-@examples(250)
-@given(seed=st.integers(0, 2**64 - 1))
-def test_a_sealed_catalog_with_wrong_fields_loads_or_is_refused(url: str, good: bytes, seed: int):
-    chance = random.Random(seed)
-    data = mutated_catalog(good, chance)
-    put(url, data if chance.random() < 0.7 else mutated_catalog(data, chance))
-    for use in uses(url):
-        with suppress(CheckpointError):
-            use()
-    put(url, good)
 
 
 def changed(good: bytes, **sections: dict[str, object]) -> bytes:
@@ -219,29 +203,6 @@ def test_a_gap_among_many_shards_is_found_by_halving():
     offsets = np.arange(count)[:, None]
     kept = np.delete(offsets, 123_456, axis=0)[::-1]
     assert find_gap(np.array([count]), kept, np.ones_like(kept)) == ((123_456,), (123_457,))
-
-
-@examples(120)
-@given(seed=st.integers(0, 2**64 - 1))
-def test_a_torch_file_of_any_contents_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, seed: int):
-    chance = random.Random(seed)
-    data = chance.choice(list(torch_seeds()))
-    path = tmp_path_factory.getbasetemp() / "hostile.pt"
-    path.write_bytes(chance.choice([mutated_zip, mutated_bytes])(data, chance))
-    for use in (checkpoint.catalog, checkpoint.read):
-        with suppress(CheckpointError):
-            use(path)
-
-
-@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("dcp_")])
-def test_a_folder_of_dcp_of_any_contents_opens_or_is_refused(name: str):
-    target, chance = TARGETS[name], random.Random(name)
-    [data] = target.seeds()
-    target.run(data)
-    assert target.mutate is not None
-    for _ in range(60):
-        with suppress(CheckpointError):
-            target.run(target.mutate(data, chance))
 
 
 # --- paths and permissions ---
