@@ -27,14 +27,14 @@ from .peers import Ended
 from .wire import name_ranks
 
 CHUNK_BYTES = 2 << 20
-"""Bytes of a chunk: small enough that the receiver copies it out of a socket while it is still in the processor's cache."""
+"""Bytes of a chunk of a swap: small enough that the receiver copies it out of a socket while it is still in the processor's
+cache."""
 
 AHEAD = 32
 """Chunks of one buffer that are under way at once."""
 
 _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
-_BUFFERS = 8
 _DONE, _READ = 0, 1
 _NO_DEADLINE = timedelta(days=365)
 _FAREWELL_S = 5.0
@@ -128,17 +128,11 @@ class Links:
 
     def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
         """Send a buffer, and wait until it is out."""
-        self.begin_send(rank, data, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
-
-    def begin_send(self, rank: int, data: torch.Tensor, tag: int) -> Any:
-        """Begin to send a buffer; returns what to wait for until it is out."""
-        return self._group.send([data], rank, tag)
+        self._group.send([data], rank, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer from a rank, in the chunks in which it is sent, within one time for all."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        for one in [self._group.recv([data[at : at + CHUNK_BYTES]], rank, tag) for at in range(0, len(data), CHUNK_BYTES)]:
-            one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        """Fill a buffer from a rank, which sends all of it at once."""
+        self._group.recv([data], rank, tag).wait(self._timeout)
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
         """Fill a buffer from whichever rank sends first, whenever that is: others may have nothing to ask for long."""
@@ -151,18 +145,19 @@ class Serving:
 
     Parameters
     ----------
-    read_into
-        Fills buffers from a byte of a file of this rank on.
+    lend
+        Takes a key, a first byte and a number of bytes. Returns a context with these bytes of a file of this rank, which raises a
+        `CorruptError` where the file has none, or where they have changed when the context ends.
     keys
         The keys of all files, in the same order on all ranks.
     """
 
-    def __init__(self, links: Links, keys: Sequence[str], read_into: Callable[[str, int, Sequence[memoryview]], None]) -> None:
-        self._links, self._keys, self._read_into = links, keys, read_into
+    def __init__(
+        self, links: Links, keys: Sequence[str], lend: Callable[[str, int, int], AbstractContextManager[memoryview]]
+    ) -> None:
+        self._links, self._keys, self._lend = links, keys, lend
         self._number = {key: i for i, key in enumerate(keys)}
         self._lock, self._tag = threading.Lock(), _DATA
-        self._under_way: deque[tuple[torch.Tensor, Any]] = deque()
-        self._free = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_BUFFERS)]
         self._thread = threading.Thread(target=self._serve, name="reshard-ckpt-memory", daemon=True)
         self._thread.start()
 
@@ -187,7 +182,8 @@ class Serving:
         try:
             request = self._message(_READ, self._number[key], offset, length, tag)
             self._links.send(rank, request, _REQUEST, self._links.timeout_s)
-            self._links.receive(rank, data, tag)
+            if length:
+                self._links.receive(rank, data, tag)
             self._links.receive(rank, failed, tag + 1)
         except RuntimeError as error:
             raise PeerError(f"rank {rank} did not hand on {key} from its memory: {error}", ranks=(rank,)) from error
@@ -221,37 +217,25 @@ class Serving:
                     left -= 1
                     continue
                 self._answer(rank, number, offset, length, tag)
-            for _, sent in self._under_way:
-                sent.wait(timedelta(seconds=self._links.timeout_s))
         except RuntimeError:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
     def _answer(self, rank: int, number: int, offset: int, length: int, tag: int) -> None:
-        """Begin to send bytes of a file, each chunk while the next is read; then a byte that says whether all could be read."""
-        failed = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        for at in range(0, length, CHUNK_BYTES):
-            buffer = self._free_buffer()
-            chunk = buffer[: min(CHUNK_BYTES, length - at)]
-            if not self._fill(number, offset + at, chunk):
-                failed[0] = 1
-            self._under_way.append((buffer, self._links.begin_send(rank, chunk, tag)))
-        self._under_way.append((failed, self._links.begin_send(rank, failed, tag + 1)))
+        """Send bytes of a file from where they lie.
 
-    def _free_buffer(self) -> torch.Tensor:
-        while not self._free:
-            data, sent = self._under_way.popleft()
-            sent.wait(timedelta(seconds=self._links.timeout_s))
-            if len(data) == CHUNK_BYTES:
-                self._free.append(data)
-        return self._free.pop()
-
-    def _fill(self, number: int, offset: int, chunk: torch.Tensor) -> bool:
-        """Read bytes of a file; returns whether they could be read."""
+        A byte follows that says whether they were there, and did not change meanwhile.
+        """
+        failed, timeout_s, is_sent = torch.zeros(1, dtype=torch.uint8, device="cpu"), self._links.timeout_s, not length
         try:
-            self._read_into(self._keys[number], offset, [_bytes_of(chunk)])
+            with self._lend(self._keys[number], offset, length) as data:
+                if length:
+                    self._links.send(rank, torch.frombuffer(data, dtype=torch.uint8), tag, timeout_s)
+                    is_sent = True
         except (StorageError, CorruptError, OSError):
-            return False
-        return True
+            failed[0] = 1
+        if not is_sent:  # the other rank waits for as many bytes as it has asked for
+            self._links.send(rank, torch.zeros(length, dtype=torch.uint8, device="cpu"), tag, timeout_s)
+        self._links.send(rank, failed, tag + 1, timeout_s)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -260,9 +244,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def serving(links: Links, keys: Sequence[str], read_into: Callable[[str, int, Sequence[memoryview]], None]) -> Iterator[Serving]:
+def serving(
+    links: Links, keys: Sequence[str], lend: Callable[[str, int, int], AbstractContextManager[memoryview]]
+) -> Iterator[Serving]:
     """Serve this rank's files to others while the ``with`` block lasts, and a while longer if they still read."""
-    server = Serving(links, keys, read_into)
+    server = Serving(links, keys, lend)
     try:
         yield server
     except BaseException:

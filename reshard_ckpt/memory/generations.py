@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,11 @@ class NodeImages:
         """
         slot, extent = self._find(key)
         slot.read_into(extent, offset, [flat_bytes(buffer) for buffer in buffers])
+
+    def lend(self, key: str, offset: int, num_bytes: int) -> AbstractContextManager[memoryview]:
+        """Return a context with bytes of a file where they lie; see `ReadSlot.lend`."""
+        slot, extent = self._find(key)
+        return slot.lend(extent, offset, num_bytes)
 
     def read(self, key: str, limit: int) -> bytes:
         """Return the bytes of a whole file, which may have up to `limit` bytes."""

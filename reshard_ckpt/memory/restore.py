@@ -34,6 +34,10 @@ from .topology import Topology
 
 VERIFY_BYTES = 1 << 20
 
+PEER_WINDOWS = 32
+"""Most neighbouring windows that are requested from another node at once. They land in their targets, so no buffer is that
+large."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
@@ -266,9 +270,9 @@ class JobImages:
             ranks = owners[file.key]
             if rank not in ranks:  # spread readers and files over the owners
                 self._asked[file.key] = self._asked[file.digests_key] = ranks[(rank + number) % len(ranks)]
-        self.joins_windows = bool(self._asked)
-        """Whether to read many windows at once: only for files of other nodes. A read of this node's memory has no latency, and a
-        small window is hashed while it is in the processor's cache."""
+        self.join_windows = PEER_WINDOWS if self._asked else 1
+        """Most windows to read at once: many for files of other nodes, as each request crosses the network three times. A read of
+        this node's memory has no latency, and a small window is hashed while it is in the processor's cache."""
 
     @property
     def asked(self) -> frozenset[str]:
@@ -312,7 +316,7 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
         server = None
         if make_links is not None:
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
-            server = stack.enter_context(serving(make_links(name), keys, images.read_into))
+            server = stack.enter_context(serving(make_links(name), keys, images.lend))
         # A load uses only these methods of a storage.
         files = JobImages(images, catalog, found.owners, comm.rank, server)
         storage = cast(Storage, files)

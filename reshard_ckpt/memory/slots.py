@@ -17,9 +17,10 @@ the process by SIGBUS.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +235,7 @@ class ReadSlot:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._size = os.fstat(self._fd).st_size
+        self._map: memoryview | None = None
         try:
             head = os.pread(self._fd, HEADER_BYTES, 0)
             # _begins: magic, digest and length, to be compared after each read.
@@ -251,23 +253,38 @@ class ReadSlot:
             The slot was refilled meanwhile, or the file ends before the buffers are full. The buffers may then hold bytes of
             another save.
         """
-        at = extent.offset + offset
-        if offset < 0 or offset + sum(len(buffer) for buffer in buffers) > extent.size:
+        with self._unchanged(extent, offset, sum(map(len, buffers))) as at:
+            for buffer in buffers:
+                done = 0
+                while done < len(buffer):
+                    got = os.preadv(self._fd, [buffer[done:]], at)
+                    if got == 0:
+                        raise CorruptError(f"{self.path}: the slot ends too early; this copy is not used")
+                    done, at = done + got, at + got
+
+    @contextmanager
+    def lend(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        """Yield bytes of a file of this slot as a view of its memory. It raises the errors of `read_into`."""
+        if self._map is None:
+            # A private mapping that could be written, because torch warns of memory that cannot; nobody writes to it.
+            self._map = memoryview(mmap.mmap(self._fd, self._size, access=mmap.ACCESS_COPY))
+        with self._unchanged(extent, offset, num_bytes) as at:
+            yield self._map[at : at + num_bytes]
+
+    @contextmanager
+    def _unchanged(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[int]:
+        """Yield the position of bytes of a file in this slot, to be read in the context; see `read_into` for the errors."""
+        if offset < 0 or offset + num_bytes > extent.size:
             raise CorruptError(f"{self.path}: a read beyond the end of a file of {extent.size} bytes; this copy is not used")
-        for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                got = os.preadv(self._fd, [buffer[done:]], at)
-                if got == 0:
-                    raise CorruptError(f"{self.path}: the slot ends too early; this copy is not used")
-                done, at = done + got, at + got
+        yield extent.offset + offset
         # The owner erases the magic before it overwrites an image, and a refilled slot has another digest. So an unchanged
         # beginning of the header, read after the bytes, proves that they belong to the save of `table`.
         if os.pread(self._fd, _FIXED, 0) != self._begins:
             raise CorruptError(f"{self.path}: the slot was filled anew while it was read; this copy is not used")
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
+        """Close the file. A second call does nothing. A mapping lives as long as a view of it."""
+        self._map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -40,7 +40,7 @@ WAITS = {
     ("comm/home.py", "_client_at"): ["the first session"],
     ("comm/links.py", "_meet"): ["opening links", "links that met half"],
     ("comm/links.py", "swap"): ["links"],
-    ("comm/links.py", "begin_send"): ["a read over links", "the end of links"],
+    ("comm/links.py", "send"): ["a read over links", "the end of links"],
     ("comm/links.py", "receive"): ["a read over links"],
     ("comm/links.py", "receive_any"): ["the end of links"],
     ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],

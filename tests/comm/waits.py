@@ -164,10 +164,10 @@ def swap(rank: int, seconds: float, folder: Path, die: Die) -> None:
 
 
 def read(rank: int, seconds: float, folder: Path, die: Die) -> None:
-    def read_into(key: str, offset: int, buffers: Any) -> None:
+    def lend(key: str, offset: int, num_bytes: int) -> Any:
         die()
 
-    with serving(links(rank, seconds), ["file"], read_into) as server:
+    with serving(links(rank, seconds), ["file"], lend) as server:
         if rank == 1:
             server.read(0, "file", 0, [memoryview(bytearray(8))])
 

@@ -10,8 +10,8 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,8 +31,9 @@ from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm import links as links_module
 from reshard_ckpt.comm import shared_store
 from reshard_ckpt.comm.links import Links, Serving, serving
-from reshard_ckpt.errors import CheckpointError, PeerError, StorageError
+from reshard_ckpt.errors import CheckpointError, CorruptError, PeerError, StorageError
 from reshard_ckpt.memory import tier
+from reshard_ckpt.memory.generations import NodeImages
 from reshard_ckpt.memory.node import run_path
 from reshard_ckpt.memory.slots import HEADER_BYTES, ReadSlot
 from reshard_ckpt.memory.tier import MemoryTarget, Tier
@@ -273,16 +275,18 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         dist.barrier()
         out["both copies damaged"] = reloaded()
 
-        fill = Serving._fill
+        lend = NodeImages.lend
 
-        def wrong(server: Serving, number: int, offset: int, chunk: torch.Tensor) -> bool:
-            filled = fill(server, number, offset, chunk)
-            chunk[8] ^= 1
-            return filled
+        @contextmanager
+        def wrong(images: NodeImages, key: str, offset: int, num_bytes: int) -> Iterator[memoryview]:
+            with lend(images, key, offset, num_bytes) as data:
+                damaged = bytearray(data)
+                damaged[8] ^= 1
+                yield memoryview(damaged)
 
-        Serving._fill = wrong  # type: ignore[method-assign]
+        NodeImages.lend = wrong  # type: ignore[method-assign]
         out["damaged on the way back"] = reloaded()
-        Serving._fill = fill  # type: ignore[method-assign]
+        NodeImages.lend = lend  # type: ignore[method-assign]
     dist.barrier()
     return out
 
@@ -379,11 +383,18 @@ def read_from_another() -> bytes:
     links = Links(*shared_store("read"), rank, 2, timeout_s=600)
     links._group = group = _NotingGroup(links._group)
 
-    def read_into(key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            buffer[:] = bytes(range(offset + 100 * rank, offset + 100 * rank + len(buffer)))
+    @contextmanager
+    def lend(key: str, offset: int, num_bytes: int) -> Iterator[memoryview]:
+        if offset > 100:
+            raise CorruptError("no such bytes")
+        yield memoryview(bytearray(range(offset + 100 * rank, offset + 100 * rank + num_bytes)))
+        if offset == 9:
+            raise CorruptError("the slot was filled anew")
 
-    with serving(links, ["file"], read_into) as server:
+    with serving(links, ["file"], lend) as server:
+        for refused in (9, 101):
+            with pytest.raises(CorruptError, match=f"rank {1 - rank} could not read file in the memory of its node"):
+                server.read(1 - rank, "file", refused, [memoryview(bytearray(5))])
         server.read(1 - rank, "file", 7, [memoryview(data)])
         parts = bytearray(9), bytearray(6)
         server.read(1 - rank, "file", 7, [memoryview(part) for part in parts])
@@ -397,7 +408,7 @@ def read_from_another() -> bytes:
     # A rank that leaves by an error waits only shortly for the others' word that they are done.
     links, finish, waits = Links(*shared_store("leave"), rank, 2, timeout_s=600), Serving.finish, []
     Serving.finish = lambda server, wait_s: (waits.append(wait_s), finish(server, 600))  # type: ignore[assignment,method-assign]
-    with suppress(PeerError), serving(links, ["file"], read_into):
+    with suppress(PeerError), serving(links, ["file"], lend):
         raise PeerError("another rank failed")
     Serving.finish = finish  # type: ignore[method-assign]
     assert waits == [links_module._FAREWELL_S]

@@ -113,8 +113,8 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
         A block is damaged; the message names it, the tensors that need it, and the tensors that already have new values.
     """
     # Windows that are hashed right after the read are kept small, so that they are still in the processor's cache.
-    joins = getattr(task.storage, "joins_windows", True) or not task.blocks
-    reads = reads_of(task, join=JOIN_WINDOWS if joins else 1)
+    join = getattr(task.storage, "join_windows", JOIN_WINDOWS) if task.blocks else JOIN_WINDOWS
+    reads = reads_of(task, join=join)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
     try:
         in_threads(reader.read_window, range(reads.num_windows))
