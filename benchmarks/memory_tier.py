@@ -4,10 +4,11 @@
 Copies cross from one to the other by gloo over this machine's loopback.
 
 1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds; the same bytes read from
-   a file of the tmpfs and nothing else, by calls of read, and by a mapping; the same bytes sent from each rank to the other in
-   one message of gloo, from one of them alone, and from one of them that copies its own part meanwhile; an eager save without
-   the tier, one with it and without copies, and one with a copy. Of saves it times the stall; with the tier also the time until
-   they are committed in memory, and that of the copy.
+   a file of the tmpfs and nothing else, by calls of read, also with a hash of each block, and by a mapping; the same bytes sent
+   from each rank to the other in one message of gloo, and from one of them alone; an eager save without the tier, one with it
+   and without copies, and one with a copy. Of saves it times the stall; with the tier also the time until they are committed in
+   memory, and that of the copy. The bare work of a restore from the other node is timed too: one rank sends its part from a
+   mapping while it reads and hashes it as its own part, and the other rank receives and hashes. All of that runs on this machine.
 2. Then the job is left as by a failure, and is restored from its own memory, verified and not; from the other node's, one node
    having lost its own, while the other loads its own part; and from the disk, whose pages are in the cache.
 3. The hours are simulated: failures come at random, some take a node with its memory, and a restart begins at the newest
@@ -35,11 +36,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links
 from reshard_ckpt.core.planning.copies import copy_holders, survives
+from reshard_ckpt.format.checksums import BLOCK_BYTES
+from reshard_ckpt.memory.restore import PEER_WINDOWS
 
 from .ranks import Ranks, cpu_s, launch, save_json
 from .report import machine
@@ -47,10 +51,10 @@ from .report import machine
 READ_BYTES = 1 << 20
 
 TIMES = (
-    "memcpy", "read from tmpfs", "copy from a new mapping of tmpfs", "raw send", "raw send beside a memcpy",
-    "raw send both ways", "stall without the tier", "stall with the tier", "committed in memory, no copy",
-    "committed in memory", "copy to the other node", "restore from own memory", "restore from own memory, unverified",
-    "restore from the other node", "restore from disk",
+    "memcpy", "read from tmpfs", "read from tmpfs and hash", "copy from a new mapping of tmpfs", "raw send",
+    "raw send and hash, beside a read", "raw send both ways", "stall without the tier", "stall with the tier",
+    "committed in memory, no copy", "committed in memory", "copy to the other node", "restore from own memory",
+    "restore from own memory, unverified", "restore from the other node", "restore from disk",
 )  # fmt: skip
 
 
@@ -64,6 +68,7 @@ class Worker:
         self.part = torch.zeros(num, 1024, dtype=torch.int32)
         self.state = {"w": LocalShard(self.part, (num * size, 1024), (num * rank, 0))}
         self.touched = torch.ones_like(self.part)
+        self.into = memoryview(self.touched.numpy()).cast("B")
         self.node, self.folder, self.step = Path(tempfile.mkdtemp(prefix="reshard-ckpt-bench-", dir=memory)), folder, 0
         self.times: dict[str, list[float]] = {name: [] for name in TIMES}
         self.cpu_times: dict[str, list[float]] = {name: [] for name in TIMES}
@@ -89,20 +94,41 @@ class Worker:
         memory = Memory(copies, folder=str(self.node))
         return Manager(self.folder / ("tier" if copies else "alone"), memory=memory, persist_every="10h")
 
-    def send(self, name: str, senders: Sequence[int], *, copies: bool = False) -> None:
-        """Send what a rank holds to the other one in one message: what a copy, or a restore from the other node, cannot beat.
-
-        With `copies`, the sender copies its part meanwhile, as it loads it where the other one restores from its memory.
-        """
+    def send(self, name: str, senders: Sequence[int]) -> None:
+        """Send what a rank holds to the other one in one message: a copy cannot beat that."""
         rank = self.ranks.rank
         with self.timed(name):
             work = [dist.irecv(self.touched, 1 - rank)] if 1 - rank in senders else []
             work += [dist.isend(self.part, 1 - rank)] if rank in senders else []
-            if copies and rank in senders:
-                self.touched.copy_(self.part)
             for one in work:
                 assert one is not None
                 one.wait()
+
+    def restore_raw(self) -> None:
+        """Do the bare work of a restore from the other node: rank 1 loads its own part, and sends another part to rank 0."""
+        with self.timed("raw send and hash, beside a read"):
+            starts = range(0, len(self.into), PEER_WINDOWS << 20)
+            if self.ranks.rank:
+                with mmap.mmap(self.raw, len(self.into), access=mmap.ACCESS_COPY) as mapping:
+                    sent = torch.frombuffer(mapping, dtype=torch.uint8)
+                    work = [dist.isend(sent[at : at + (PEER_WINDOWS << 20)], 0) for at in starts]
+                    self.read_parts(hashes=True)
+                    for one in work:
+                        assert one is not None
+                        one.wait()
+                    del sent, work
+            else:
+                flat = self.touched.flatten().view(torch.uint8)
+                for part in [flat[at : at + (PEER_WINDOWS << 20)] for at in starts]:
+                    dist.recv(part, 1)
+                    hash_blocks(memoryview(part.numpy()))
+
+    def read_parts(self, *, hashes: bool) -> None:
+        for at in range(0, len(self.into), READ_BYTES):
+            part = self.into[at : at + READ_BYTES]
+            os.preadv(self.raw, [part], at)
+            if hashes:
+                hash_blocks(part)
 
     def memcpy(self) -> None:
         with self.timed("memcpy"):
@@ -110,12 +136,15 @@ class Worker:
 
     def read(self) -> None:
         """Read a file of the tmpfs in parts, and copy it from a mapping: a restore from this node's memory beats neither."""
-        into = memoryview(self.touched.numpy()).cast("B")
         with self.timed("read from tmpfs"):
-            for at in range(0, len(into), READ_BYTES):
-                os.preadv(self.raw, [into[at : at + READ_BYTES]], at)
-        with self.timed("copy from a new mapping of tmpfs"), mmap.mmap(self.raw, len(into), prot=mmap.PROT_READ) as mapping:
-            into[:] = mapping
+            self.read_parts(hashes=False)
+        with self.timed("read from tmpfs and hash"):
+            self.read_parts(hashes=True)
+        with (
+            self.timed("copy from a new mapping of tmpfs"),
+            mmap.mmap(self.raw, len(self.into), prot=mmap.PROT_READ) as mapping,
+        ):
+            self.into[:] = mapping
 
     def save(self, manager: Manager, *, with_tier: bool, copies: int = 1) -> None:
         begin, cpu = time.perf_counter(), cpu_s()
@@ -147,7 +176,7 @@ class Worker:
                 self.memcpy,
                 self.read,
                 partial(self.send, "raw send", [1]),
-                partial(self.send, "raw send beside a memcpy", [1], copies=True),
+                self.restore_raw,
                 partial(self.send, "raw send both ways", [0, 1]),
                 partial(self.save, alone, with_tier=True, copies=0),
                 partial(self.save, plain, with_tier=False),
@@ -202,6 +231,12 @@ class Worker:
         return {unit: {name: min(samples) for name, samples in times.items()} for unit, times in both.items()}
 
 
+def hash_blocks(data: memoryview) -> None:
+    """Hash each block, as verifying does."""
+    for at in range(0, len(data), BLOCK_BYTES):
+        xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES])
+
+
 def ratios(times: dict[str, float]) -> dict[str, float]:
     """Compare the tier with the physical limits, all from one run."""
     pairs = (
@@ -209,12 +244,15 @@ def ratios(times: dict[str, float]) -> dict[str, float]:
         ("committed in memory, no copy", "memcpy"),
         ("copy to the other node", "raw send both ways"),
         ("read from tmpfs", "memcpy"),
+        ("read from tmpfs and hash", "memcpy"),
         ("copy from a new mapping of tmpfs", "memcpy"),
         ("restore from own memory", "memcpy"),
+        ("restore from own memory", "read from tmpfs and hash"),
         ("restore from own memory, unverified", "memcpy"),
         ("restore from own memory, unverified", "read from tmpfs"),
+        ("raw send and hash, beside a read", "raw send"),
         ("restore from the other node", "raw send"),
-        ("restore from the other node", "raw send beside a memcpy"),
+        ("restore from the other node", "raw send and hash, beside a read"),
         ("restore from own memory", "restore from disk"),
     )
     return {f"{one} ÷ {other}": times[one] / times[other] for one, other in pairs}

@@ -45,6 +45,7 @@ def launch(module: str, ranks: int, args: Sequence[str], *, timeout_s: float) ->
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common["LOCAL_WORLD_SIZE"] = str(ranks)  # they share this machine's cores
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", module, "--worker", *args]
     ending = partial(end_with, os.getpid())
