@@ -2,7 +2,7 @@
 
 Ranks 0 to 3 train under FSDP2 over tensor parallelism. Every few steps their weights go to an engine of two tensor-parallel
 ranks, 4 and 5, which generates from them. No storage is involved: each rank of the engine gets just its own part of each weight,
-from a trainer that holds it.
+from a trainer that holds it, and after the first time only the elements that changed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
         model = tensor_parallel(NextToken(), engines)
 
     state = {"model": model}
-    push = checkpoint.LiveReshard(state if trains else None, None if trains else state)
+    push = checkpoint.LiveReshard(state if trains else None, None if trains else state, delta=True)
     for step in range(1, STEPS + 1):
         if trains:
             loss = nn.functional.cross_entropy(model(TEXT[:-1]), TEXT[1:])

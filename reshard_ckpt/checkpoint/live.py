@@ -100,6 +100,11 @@ class LiveReshard:
     replicas
         As for `reshard_live`, in each `run`. The default is ``"trust"``, because comparing takes a session in each run.
 
+    delta
+        Send only runs of elements that changed since the last `run`; the same on all ranks. A sender keeps a copy of what it sent
+        last, in host memory, and all bytes pass through host memory. The first `run` sends everything. Before each `run`,
+        receivers send checksums of what they hold: a rank whose content is not that of the last `run` gets everything.
+
     Raises
     ------
     MismatchError, UsageError, PeerError
@@ -119,12 +124,13 @@ class LiveReshard:
         allow_missing: Patterns = False,
         ignore: Sequence[str] = (),
         replicas: str = "trust",
+        delta: bool = False,
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, can_resize=False)
-        options = Options(load, rename, staged, memory_bytes, replicas)
-        self._turn = partial(_turn, process_group, timeout_s, replicas)
+        options = Options(load, rename, staged, memory_bytes, replicas, delta)
+        self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
         with outside_inference_mode(), self._turn().opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
@@ -142,7 +148,8 @@ class LiveReshard:
             return self._job.again(self._turn())
 
 
-def _turn(process_group: Any, timeout_s: float, replicas: str) -> Turn:
-    # The name of the call contains `replicas`, so ranks that differ in it get an error that says so.
-    call = "reshard_live" if replicas == "trust" else f"reshard_live(replicas={replicas!r})"  # ranks that differ are told so
+def _turn(process_group: Any, timeout_s: float, replicas: str, *, delta: bool = False) -> Turn:
+    # The name of the call contains these options, so ranks that differ in one get an error that says so.
+    shown = [*([] if replicas == "trust" else [f"replicas={replicas!r}"]), *(["delta=True"] if delta else [])]
+    call = f"reshard_live({', '.join(shown)})" if shown else "reshard_live"
     return open_turn(call, "", process_group=process_group, timeout_s=timeout_s)

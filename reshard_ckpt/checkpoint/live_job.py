@@ -20,16 +20,17 @@ import numpy as np
 import torch
 
 from ..comm import CHANGED, FAILED, Comm, Turn, merge_of_all, union
-from ..comm.exchange import HOST, carries, node_name, open_exchange
+from ..comm.exchange import HOST, Exchange, carries, node_name, open_exchange
 from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rename import renamed
-from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
+from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, Traffic, named_error, settle
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
+from ..engine.resharding.delta import DeltaMover
 from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
 from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
 from ..engine.resharding.live_source import LiveSource, LiveValues, compare_live, open_live
@@ -55,10 +56,13 @@ class Options:
     staged: bool
     memory_bytes: int
     replicas: str
+    delta: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas not in ("verify", "trust"):
             raise UsageError(f"replicas={self.replicas!r}: pass one of 'verify', 'trust'")
+        if type(self.delta) is not bool:
+            raise UsageError(f"delta={self.delta!r}: pass True or False")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
 
@@ -144,7 +148,8 @@ class Job:
         )
         self.spares = self._make_spares(opened)
         into = self.spares.instead_of(opened.wanted)
-        self.movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
+        kinds = (DeltaMover if self._options.delta else Mover, Mover)
+        self.movers = [kind(self._moves, device, comm.rank, comm.size, opened.held, into) for device, kind in enumerate(kinds)]
         # Making a group is collective; all ranks agree here because they know the same number of rounds.
         devices = (HOST, self._device(opened))
         self.exchanges = [
@@ -153,6 +158,7 @@ class Job:
         ]
         first = int.from_bytes(digest128(self._source.catalog.save_id.encode())[:3], "little") << 7
         self._buffers = [Buffers(device, first) for device in devices]
+        self._small_buffers = Buffers(HOST, first ^ 1 << 30)
         self._addresses = _addresses(opened)
         self._first = opened
         return self
@@ -301,6 +307,8 @@ class Job:
 
     def _travels(self, local: LocalShards) -> list[bool]:
         """Tell for each row whether its memory may be sent without a copy through the host."""
+        if self._options.delta:  # snapshots are compared in host memory
+            return [False] * len(memory_rows(local))
         known: dict[str, bool] = {"cpu": False}
         for tensor in memory_rows(local):
             kind = tensor.device.type
@@ -349,10 +357,16 @@ class Job:
         for mover in self.movers:
             mover.begin()
         # The exchange without the host is the second one; all ranks run both in this order.
-        running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
+        running: list[tuple[Traffic, Exchange, Buffers]] = []
+        for mover, exchange, buffers in zip(self.movers, self.exchanges, self._buffers, strict=True):
+            if exchange is not None and isinstance(mover, DeltaMover):
+                *small, messages = mover.traffics()
+                running += [*((traffic, exchange, self._small_buffers) for traffic in small), (messages, exchange, buffers)]
+            elif exchange is not None:
+                running.append((mover, exchange, buffers))
         try:
-            for i, (mover, exchange, buffers) in enumerate(running):
-                rounds = Rounds(exchange, mover, buffers)
+            for i, (traffic, exchange, buffers) in enumerate(running):
+                rounds = Rounds(exchange, traffic, buffers)
                 # A rank that has failed takes part, and tells the others in its first messages.
                 rounds.failure = move.failure
                 rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))

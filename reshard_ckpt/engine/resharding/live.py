@@ -369,6 +369,11 @@ class _Schedule:
     def _of(self, number: int) -> slice:
         return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())
 
+    def by_peer(self, number: int, size: int) -> list[list[int]]:
+        """Return the parts of a round for each rank at the other end, in their order."""
+        part = self._of(number)
+        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(size)]
+
     def rows(self, number: int) -> I64:
         """Return the indices of the parts of a round."""
         return self._rows[self._of(number)]

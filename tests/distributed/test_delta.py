@@ -1,0 +1,154 @@
+"""``LiveReshard(delta=True)``: only what changed crosses, and the result is that of a whole push, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.engine.resharding.delta import DeltaMover, decoded_runs, encode_runs
+from reshard_ckpt.errors import UsageError
+from tests.distributed.outcomes import outcome
+from tests.launch import run_ranks
+
+ROWS, COLUMNS, STEPS = 256, 512, 50
+NAMES = ("a", "b", "c")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 70_000), st.integers(1, 700)), max_size=8), st.sampled_from([np.int8, np.int16, np.int64])
+)
+def test_encoded_runs_read_back(runs: list[tuple[int, int]], dtype: Any):
+    old = np.arange(100_000).astype(dtype)
+    new = old.copy()
+    for start, length in runs:
+        new[start : start + length] += 1
+    data = encode_runs(old, new)
+    for index, elements in decoded_runs(data + encode_runs(old, old), dtype):
+        old[index] = elements
+    assert np.array_equal(old, new)
+    assert len(data) <= 5 + (8 * len(runs) + int((old != np.arange(100_000).astype(dtype)).sum()) * new.itemsize) * 1.1
+
+
+def test_single_elements_cost_little():
+    old = np.zeros(100_000, np.int16)
+    new = old.copy()
+    new[np.random.default_rng(0).choice(len(new), 2000, replace=False)] = 1  # 2 % of them
+    assert len(encode_runs(old, new)) < 0.05 * new.nbytes
+
+
+def sources(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(ROWS, COLUMNS, generator=generator).to(dtype) for name in NAMES}
+
+
+def rows_of(whole: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+    """Half of the rows of each tensor, as a trainer holds them."""
+    half = ROWS // 2
+    return {
+        n: LocalShard(t[rank * half : (rank + 1) * half].clone(), (ROWS, COLUMNS), (rank * half, 0)) for n, t in whole.items()
+    }
+
+
+def columns_of(rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    half = COLUMNS // 2
+    return {name: LocalShard(torch.zeros(ROWS, half, dtype=dtype), (ROWS, COLUMNS), (0, rank * half)) for name in NAMES}
+
+
+def pushes(dtype: torch.dtype, engine: torch.dtype, staged: bool) -> dict[str, Any]:
+    """Two ranks train, two generate: 50 steps change random runs of rows, and each is pushed both as a delta and whole."""
+    rank, trains = dist.get_rank(), dist.get_rank() < 2
+    src = rows_of(sources(dtype), rank) if trains else None
+    into, whole_into = (None if trains else columns_of(rank - 2, engine) for _ in range(2))
+    cast = True if dtype is not engine else None
+    push = checkpoint.LiveReshard(src, into, delta=True, staged=staged, cast=cast, memory_bytes=1 << 20)
+    whole = checkpoint.LiveReshard(src, whole_into, cast=cast)
+    generator = torch.Generator().manual_seed(rank)
+    first = push.run().bytes_read
+    out: dict[str, Any] = {"first": first, "ratios": [], "equal": True, "nothing": push.run().bytes_read}
+    for step in range(STEPS):
+        changed = torch.zeros((), dtype=torch.int64)
+        if src is not None:
+            for name in NAMES:
+                at = int(torch.randint(0, ROWS // 2 - 12, (), generator=generator))
+                num = int(torch.randint(1, 12, (), generator=generator))
+                local = src[name].tensor
+                before = local.to(engine).clone()
+                with torch.no_grad():
+                    local[at : at + num, : COLUMNS // (1 + step % 3)] += 1.0
+                changed += int((local.to(engine) != before).sum()) * engine.itemsize
+        sent = torch.tensor(push.run().bytes_read)
+        whole.run()
+        dist.all_reduce(changed)
+        dist.all_reduce(sent)
+        out["ratios"].append(int(sent) / int(changed))
+        if into is not None and whole_into is not None:
+            out["equal"] &= all(torch.equal(into[n].tensor, whole_into[n].tensor) for n in NAMES)
+    # A receiver whose tensors are not those of the last push gets them whole, the other one does not.
+    if rank == 2 and into is not None:
+        into["a"].tensor[3, 3] = 99.0
+    out["changed by hand"] = push.run().bytes_read
+    if rank == 3 and into is not None:
+        into["b"] = LocalShard(torch.zeros_like(into["b"].tensor), (ROWS, COLUMNS), (0, COLUMNS // 2))
+    out["replaced"] = push.run().bytes_read
+    # A push that fails on one rank fails on all, and the next one mends what it left.
+    with mock.patch.object(DeltaMover, "unpack", side_effect=OSError("no")) if rank == 2 else mock.MagicMock():
+        if src is not None:
+            src["c"].tensor += 1
+        out["failed"] = outcome(push.run).error
+    push.run()
+    whole.run()
+    if into is not None and whole_into is not None:
+        out["equal"] &= all(torch.equal(into[n].tensor, whole_into[n].tensor) for n in NAMES)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "staged"),
+    [(torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.bfloat16, False)],
+    ids=str,
+)
+def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged: bool):
+    answers = run_ranks(pushes, 4, dtype, engine, staged)
+    part = len(NAMES) * ROWS * COLUMNS // 2 * engine.itemsize
+    for rank, out in enumerate(answers):
+        assert out["failed"] == "PeerError"
+        assert out["equal"]
+        assert max(out["ratios"]) <= 1.3, max(out["ratios"])
+        if rank >= 2:
+            assert part <= out["first"] < part * 1.01
+            assert out["nothing"] < part * 0.01
+            # Each receiver has two senders: the one whose rows it has no longer sends all that it has, half of the rows.
+            assert (out["changed by hand"] >= part // 2) == (rank == 2)
+            assert (out["replaced"] >= part // 2) == (rank == 3)
+        else:
+            assert out["first"] < 1000
+
+
+def differ() -> str:
+    rank = dist.get_rank()
+    state = {"x": torch.ones(3)} if rank == 0 else None
+    into = {"x": torch.zeros(3)} if rank == 1 else None
+    return outcome(lambda: checkpoint.LiveReshard(state, into, delta=rank == 0)).message
+
+
+def test_ranks_pass_the_same():
+    assert all("reshard_live(delta=True)" in message for message in run_ranks(differ, 2))
+    with pytest.raises(UsageError, match="delta='yes': pass True or False"):
+        checkpoint.LiveReshard({"x": torch.ones(1)}, {"x": torch.ones(1)}, delta="yes")  # type: ignore[arg-type]
+
+
+def test_one_process_alone_copies():
+    src, into = {"x": torch.arange(5.0)}, {"x": torch.zeros(5)}
+    push = checkpoint.LiveReshard(src, into, delta=True)
+    push.run()
+    src["x"] += 1
+    assert push.run().bytes_read == 0
+    assert torch.equal(into["x"], src["x"])
