@@ -12,6 +12,8 @@ from typing import Any
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch asks for the name of each address that connects; where nobody knows it, each connection of a store took 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # A save waits for the disk several times, and the disk takes ms each time. A process that is killed loses nothing of what it
 # has written to either; a power cut is simulated. PYTEST_DEBUG_TEMPROOT=/tmp runs the tests on a disk all the same.
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free >= 8 << 30:

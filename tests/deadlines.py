@@ -47,10 +47,10 @@ def over_when_here_are_all_but(*absent: int, once: Callable[[], bool] = lambda: 
     wait = StoreComm._wait
     with over_when(lambda: False) as clock:
 
-        def waits(self: StoreComm, done: Callable[[], bool], timeout_s: float) -> bool:
+        def waits(self: StoreComm, done: Callable[[], bool], timeout_s: float, *pause: Callable[[float], None]) -> bool:
             is_step = timeout_s == self._timeout_s  # not the farewell, in which ranks wait for others to leave
             clock.is_over = lambda: is_step and once() and {*range(self.size)} - self._arrived() == {*absent}
-            return wait(self, done, timeout_s)
+            return wait(self, done, timeout_s, *pause)
 
         with mock.patch.object(StoreComm, "_wait", waits):
             yield

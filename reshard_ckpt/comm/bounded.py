@@ -5,6 +5,8 @@
    starting a thread takes longer than the reply of a store.
 2. A `Line` is a connection to a store. After a missed reply the line is lost: every `BoundedStore` on it fails at once, so no
    time is waited for twice, and the next `open` connects anew.
+3. A wait for a key blocks in the store's server (`BoundedStore.begin_get`), and would block its connection for all other calls.
+   So a line has more connections, one for each wait at a time, and keeps them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -36,6 +38,9 @@ _LEAST_S, _LAST_S = 1.0, 5.0
 """Seconds for a store to answer when the time is over already, because a rank that gives up still tells the others: `timeout_s`,
 but at least the first and at most the second of these."""
 
+_LATER_S = 60.0
+"""Seconds by which a wait in a server outlasts its caller's."""
+
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
@@ -46,6 +51,7 @@ class _Call(Generic[T]):
         self._function = function
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._ended = False
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -55,7 +61,13 @@ class _Call(Generic[T]):
         except BaseException as error:
             self._error = error
 
+    def ends(self, within_s: float) -> bool:
+        """Wait for the end of the call, at most this long; return whether it has ended. Used by one thread."""
+        self._ended = self._ended or self.done.acquire(timeout=max(within_s, 0.0))
+        return self._ended
+
     def outcome(self) -> T:
+        """Return the result of a call that has ended, or raise its error."""
         try:
             if self._error is not None:
                 raise self._error
@@ -110,14 +122,9 @@ def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callabl
     PeerError
         The time is over. The call goes on in its thread, so its arguments must not be used any more.
     """
-    try:
-        worker = _IDLE.pop() if _IDLE else _Worker()
-    except IndexError:  # another thread was faster
-        worker = _Worker()
-    except RuntimeError:  # the interpreter is about to end, and starts no thread any more
+    made = _begin(call)
+    if made is None:
         return call()
-    made = _Call(call)
-    worker.begin(made)
     waited = 0.0
     while not _is_done(made, min(_SLICE_S, timeout_s - waited)):
         if waited >= timeout_s:
@@ -129,9 +136,22 @@ def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callabl
     return made.outcome()
 
 
+def _begin(call: Callable[[], T]) -> _Call[T] | None:
+    """Begin a call in another thread. Return None if the interpreter is about to end, and starts no thread any more."""
+    try:
+        worker = _IDLE.pop() if _IDLE else _Worker()
+    except IndexError:  # another thread was faster
+        worker = _Worker()
+    except RuntimeError:
+        return None
+    made = _Call(call)
+    worker.begin(made)
+    return made
+
+
 def _is_done(made: _Call[Any], seconds: float) -> bool:
     try:
-        return made.done.acquire(timeout=max(seconds, 0.0))
+        return made.ends(seconds)
     except BaseException:  # raised by the handler of a signal
         made.done.acquire(timeout=_INTERRUPT_S)
         raise
@@ -191,6 +211,8 @@ class Line:
     def __init__(self, connect: Callable[[float], Any], client: Any = None) -> None:
         self._connect, self._client = connect, client
         self._lock = threading.Lock()
+        self._can_wait = True
+        self.free: list[Any] = []
 
     def open(self, timeout_s: float) -> BoundedStore:
         """Return the store. Each reply may take `timeout_s`.
@@ -210,11 +232,22 @@ class Line:
     def lose(self, client: Any) -> None:
         """Mark a client as lost, because it did not answer."""
         if self._client is client:
-            self._client = None
+            self._client, self.free = None, []
 
     def has(self, client: Any) -> bool:
         """Whether this is still the client of this line."""
         return self._client is client
+
+    def waiting(self, client: Any, timeout_s: float) -> Any:
+        """Return a connection that no other call uses, to be put into the list `free`; None if the store has no more."""
+        with suppress(IndexError):
+            return self.free.pop()
+        if self._can_wait and hasattr(client, "clone"):
+            try:
+                return bounded(client.clone, timeout_s, "no further connection came")
+            except (PeerError, RuntimeError):  # such as too many open files
+                self._can_wait = False
+        return None
 
 
 class _Limit:
@@ -232,9 +265,12 @@ class _Limit:
 class BoundedStore:
     """A `KeyValueStore` on a line. Every call raises `DistError` if no reply comes in time."""
 
-    def __init__(self, client: Any, line: Line, limit: _Limit, store: Any = None) -> None:
-        self._client, self._line, self._limit = client, line, limit
-        self._store = client if store is None else store
+    def __init__(self, client: Any, line: Line, limit: _Limit, prefix: str = "") -> None:
+        self._client, self._line, self._limit, self._prefix = client, line, limit, prefix
+        self._store = self._part_of(client)
+
+    def _part_of(self, client: Any) -> Any:
+        return _STORES.PrefixStore(self._prefix, client) if self._prefix else client
 
     @classmethod
     def of(cls, store: Any, timeout_s: float) -> BoundedStore:
@@ -243,11 +279,11 @@ class BoundedStore:
             return Line(lambda _: store).open(timeout_s)
         if store._limit.timeout_s == timeout_s:
             return store
-        return cls(store._client, store._line, _Limit(timeout_s), store._store)
+        return cls(store._client, store._line, _Limit(timeout_s), store._prefix)
 
     def below(self, name: str) -> BoundedStore:
         """Return the part of the store below a name, with the same time limit."""
-        return BoundedStore(self._client, self._line, self._limit, _STORES.PrefixStore(name, self._store))
+        return BoundedStore(self._client, self._line, self._limit, f"{self._prefix}/{name}" if self._prefix else name)
 
     def allow(self, seconds: float) -> None:
         """Limit all replies from now on to `seconds` in all; `_Limit.left` is the least that one reply may take."""
@@ -260,6 +296,28 @@ class BoundedStore:
         client = self._store.clone()
         client.set_timeout(timedelta(seconds=timeout_s))
         return client
+
+    def begin_get(self, key: str, timeout_s: float) -> _Call[bytes] | None:
+        """Begin to wait in the server for a key and to return its value. A caller that gives up must write the key.
+
+        Returns None if the store cannot wait in another connection: before torch 2.8, and while the interpreter ends.
+        """
+        if not self._line.has(self._client):
+            raise StoreLost("it has not replied before")
+        client = self._line.waiting(self._client, self._limit.left())
+        if client is None:
+            return None
+        free = self._line.free
+
+        def get() -> bytes:
+            store = self._part_of(client)
+            # A wait that is over prints a warning. Callers have shorter limits, so only a server that hangs lets it end.
+            store.set_timeout(timedelta(seconds=timeout_s + _LATER_S))
+            value = bytes(store.get(key))
+            free.append(client)
+            return value
+
+        return _begin(get)
 
     def append(self, key: str, value: bytes, /) -> None:
         self._ask("append", key, value)

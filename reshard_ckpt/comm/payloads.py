@@ -58,15 +58,17 @@ class Payloads:
     def drop(self, key: str) -> None:
         """Delete a payload if the store has it."""
         if self._store.check([f"{key}/0"]):
-            length = _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0]
-            # The first one last, so that an interrupted deletion can be taken up again.
-            for i in reversed(range(_num_chunks(length))):
-                self._store.delete_key(f"{key}/{i}")
+            self._delete(key, _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0])
+
+    def _delete(self, key: str, length: int) -> None:
+        # The first one last, so that an interrupted deletion can be taken up again.
+        for i in reversed(range(_num_chunks(length))):
+            self._store.delete_key(f"{key}/{i}")
 
     def take(self, key: str) -> bytes:
         """Return a payload, and delete it."""
         payload = self.load(key)
-        self.drop(key)
+        self._delete(key, len(payload))
         return payload
 
 

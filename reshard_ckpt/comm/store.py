@@ -14,9 +14,11 @@ all ranks go on, or all raise the same error. Ranks wait for decisions, and rank
 5. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
    completes the number deletes the session's keys: usually rank 0, or a rank that the others had given up.
 
-Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be interrupted,
-would hold the client's lock against every other user in this process, and would print warnings when its time is over. If the
-store does not reply because its process hangs, it is waited for no longer than a rank (`comm.bounded`).
+A rank waits in the store's server, in another thread and on a connection of its own. So it can be interrupted, and it looks
+meanwhile whether a rank has ended. A rank that gives up refuses the step. That writes both keys that ranks wait for, so it wakes
+the others and its own thread. Before torch 2.8, waiting is polling, at intervals of a tenth of the time waited so far, and longer
+ones in larger jobs. If the store does not reply because its process hangs, it is waited for no longer than a rank
+(`comm.bounded`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 from torch.distributed import DistError
 
@@ -37,9 +41,11 @@ from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refus
 # The decisions that let a step pass: the name of rank 0's call in that step.
 _PASSED = (b"gather", b"broadcast", b"scatter")
 
+_INLINE = b"\0"
+"""Between a decision and its payload; JSON, the form of a refusal, does not contain it."""
 _INLINE_BYTES = 64 << 10
 
-_FIRST_PAUSE_S = 0.0002
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
@@ -75,8 +81,8 @@ class StoreComm:
         self._payloads = Payloads(self._store)
         self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
         self._title, self._timeout_s = title, timeout_s
-        # Thousands of ranks that poll twenty times a second would saturate the store.
-        self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
+        # A server answers some 50,000 requests a second: polls of all ranks together must leave it most of its time.
+        self._pauses_s = max(_FIRST_PAUSE_S, size * 20e-6), max(_LAST_PAUSE_S, size * 100e-6)
         self._step, self._look_at = 0, 0.0
         self._given_up_before = _given_up
         self._refusal: Refusal | None = None
@@ -102,11 +108,14 @@ class StoreComm:
             self._stop_if_over()
             key = self._key("all")
             if self.rank:
-                self._await_decision("broadcast")
-                return self._payloads.load(key)
+                inline = self._await_decision("broadcast")
+                return self._payloads.load(key) if inline is None else inline
             assert payload is not None
-            self._payloads.save({key: payload})
-            self._decide("broadcast")
+            if len(payload) > _INLINE_BYTES:
+                self._payloads.save({key: payload})
+                self._decide("broadcast")
+            else:
+                self._decide("broadcast", payload)
             return bytes(payload)
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
@@ -211,11 +220,17 @@ class StoreComm:
         """Count this rank out; the last rank deletes all keys. Raises nothing if the store is gone."""
         self._store.allow(self._farewell())
         with suppress(DistError):
-            if self.rank == 0 and waits:
-                absent = frozenset(self._refusal.absent if self._refusal else ())
-                self._wait(lambda: self._have_left(absent), self._farewell())
-            if self._store.add("left", 1) == self.size:
+            if self.rank == 0 and waits and self.size > 1:
+                if self._refusal is None:
+                    if not self._wait_for("gone", self._farewell())[0]:
+                        self._store.set("gone", b"")
+                else:
+                    self._wait(partial(self._have_left, frozenset(self._refusal.absent)), self._farewell())
+            num_left = self._store.add("left", 1)
+            if num_left == self.size:
                 self._store.together(self._delete_all)
+            elif num_left == self.size - 1 and self.rank and self._refusal is None:
+                self._store.set("gone", b"")  # rank 0 waits for it
 
     def _farewell(self) -> float:
         return min(self._farewell_s, self._timeout_s)
@@ -262,8 +277,7 @@ class StoreComm:
 
     def _collect(self, own: bytes) -> list[bytes]:
         """Wait on rank 0 for all messages of this step, and return them by rank."""
-        bell = self._key("bell")
-        self._await([bell])
+        self._await(self._key("bell"), self._refuse_without_ended)
         if self._store.check([self._key("decision")]):
             self._apply(self._store.get(self._key("decision")), "gather")
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
@@ -273,15 +287,20 @@ class StoreComm:
             messages.append(self._payloads.take(self._key("from", rank)) if frame.separate else frame.payload)
         return messages
 
-    def _decide(self, call: str) -> None:
-        """Let the step pass, unless a rank has refused it. Called on rank 0."""
-        self._apply(self._store.compare_set(self._key("decision"), b"", call.encode()), call)
+    def _decide(self, call: str, inline: bytes | None = None) -> None:
+        """Let the step pass, unless a rank has refused it. Called on rank 0. A small payload for all ranks is part of the decision."""
+        decision = call.encode() if inline is None else b"".join((call.encode(), _INLINE, inline))
+        self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 
-    def _await_decision(self, call: str) -> None:
-        """Wait for the step's decision, and apply it. Called on the ranks above 0."""
-        decision = self._key("decision")
-        self._await([decision])
-        self._apply(self._store.get(decision), call)
+    def _await_decision(self, call: str) -> bytes | None:
+        """Wait for the step's decision, apply it, and return its payload, or None. Called on the ranks above 0."""
+        key = self._key("decision")
+        decision = self._await(key, self._refuse_without_ended)
+        if decision is None:
+            decision = self._store.get(key)
+        self._apply(decision, call)
+        _, has_payload, payload = decision.partition(_INLINE)
+        return payload if has_payload else None
 
     def _apply(self, decision: bytes, call: str) -> None:
         """Go on to the next step, or raise the error if the decision is a refusal."""
@@ -314,11 +333,32 @@ class StoreComm:
         self._refusal = Refusal.decode(decision)
         return self._refusal
 
-    def _await(self, keys: list[str]) -> None:
-        """Wait for a key, the bell or the decision. Refuse the step when the time is over or a needed rank has ended."""
-        if not self._wait(lambda: self._store.check(keys) or self._refuse_without_ended(), self._timeout_s):
+    def _await(self, key: str, refuse: Callable[[], bool]) -> bytes | None:
+        """Wait for a key, the bell or the decision. Refuse the step when the time is over or `refuse` has done so.
+
+        Return the key's value if it came with the wait, else None.
+        """
+        came, value = self._wait_for(key, self._timeout_s, refuse)
+        if not came:
             self._stop_if_given_up()
             self._expire()
+        return value
+
+    def _wait_for(self, key: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[bool, bytes | None]:
+        """Wait for a key, or until `stop` returns True. Return as `_wait` does, and the key's value if the server sent it."""
+        waiting = self._store.begin_get(key, timeout_s)
+
+        def came() -> bool:
+            return (self._store.check([key]) if waiting is None else waiting.ends(0)) or stop()
+
+        def pause(seconds: float) -> None:
+            if waiting is None:
+                time.sleep(seconds)
+            else:
+                waiting.ends(max(seconds, _LAST_PAUSE_S))
+
+        in_time = self._wait(came, timeout_s, pause)
+        return in_time, waiting.outcome() if waiting is not None and waiting.ends(0) else None
 
     def _stop_if_given_up(self) -> None:
         if self._given_up_before != _given_up:
@@ -361,14 +401,17 @@ class StoreComm:
             return  # all are here: the last one was just about to ring
         self._refuse(expired(self._title, absent, self._timeout_s))
 
-    def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait(
+        self, done: Callable[[], bool], timeout_s: float, pause: Callable[[float], None] = lambda seconds: time.sleep(seconds)
+    ) -> bool:
         """Poll until `done` returns True, and return True; False when the time is over or all sessions are given up."""
         begin = time.monotonic()
+        first, last = self._pauses_s
         while not done():
             waited = time.monotonic() - begin
             if waited >= timeout_s or self._given_up_before != _given_up:
                 return False
-            time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
+            pause(min(max(waited / 10, first), last, timeout_s - waited))
         return True
 
     def _delete_all(self, store: KeyValueStore) -> None:
@@ -383,7 +426,8 @@ class StoreComm:
             for rank in range(1, self.size):
                 payloads.drop(f"{self._step}/from/{rank}")
                 payloads.drop(f"{self._step}/to/{rank}")
-        store.delete_key("left")
+        for name in ("left", "gone"):
+            store.delete_key(name)
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -409,4 +453,5 @@ def give_up_sessions() -> None:
 
 def _passed(decision: bytes) -> str:
     """Return the call that a decision lets pass, or "" if the decision is a refusal."""
-    return decision.decode() if decision in _PASSED else ""
+    name = decision.partition(_INLINE)[0]
+    return name.decode() if name in _PASSED else ""

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
+from torch.distributed import DistError
+
 from ..errors import PeerError
 from .calls import did_not_arrive
 from .payloads import KeyValueStore
 from .protocol import Comm
 from .store import StoreComm
-from .wire import Refusal, name_ranks
+from .wire import Refusal, name_ranks, refusal_of
 
 FAILED, CHANGED = 1, 2
 """Flags with which a rank comes to `Meeting.meet`."""
@@ -49,11 +51,17 @@ class Meeting(StoreComm):
             self._store.append("here", b"%d " % self.rank)
             if not is_last:
                 self._may_look()  # in half a second: mostly all are here by then
-                if not self._wait(lambda: self._store.check(["verdict"]) or self._miss_ended(look), self._timeout_s):
-                    self._stop_if_given_up()
-                    missing = self._missing()
-                    self._miss(missing, did_not_arrive(missing, self._timeout_s))
-                verdict = self._store.get("verdict")
+                try:
+                    came, value = self._wait_for("verdict", self._timeout_s, lambda: self._miss_ended(look))
+                    if not came:
+                        self._stop_if_given_up()
+                        missing = self._missing()
+                        self._miss(missing, did_not_arrive(missing, self._timeout_s))
+                except BaseException as error:
+                    with suppress(DistError):
+                        self._store.compare_set("verdict", b"", refusal_of(error, self.rank).encode())
+                    raise
+                verdict = self._store.get("verdict") if value is None else value
         if not verdict.isdigit():
             raise Refusal.decode(verdict).error()
         return int(verdict)

@@ -257,16 +257,59 @@ def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, c
     assert told <= {f"rank {rank}: ValueError: boom {rank}" for rank in originals}
 
 
+class Noting:
+    """A store that notes the names of the calls to it, also to its clones, and says when a rank waits in it."""
+
+    def __init__(self, store: Any, calls: list[str], waits: threading.Event) -> None:
+        self.store, self.calls, self.waits = store, calls, waits
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            clone = self.store.clone  # missing before torch 2.8
+            return lambda: Noting(clone(), self.calls, self.waits)
+        self.calls.append(name)
+        if name == "get":
+            self.waits.set()
+        return getattr(self.store, name)
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="before torch 2.8, sessions poll")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_waits_in_the_server_and_asks_nothing_meanwhile(server: Server, fails: bool):
+    calls, waits = {rank: [] for rank in range(3)}, {rank: threading.Event() for rank in range(3)}
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            assert waits[0].wait(600)
+            assert waits[2].wait(600)
+            if fails:
+                raise LayoutError("tensor w: overlaps")
+        elif comm.rank == 2:
+            waits[2].clear()
+        comm.gather(b"")
+
+    outcomes = run_session(server, 3, body, wrap=lambda store, rank: Noting(store, calls[rank], waits[rank]))
+    assert [type(outcome) for outcome in outcomes] == ([LayoutError] * 3 if fails else [type(None)] * 3)
+    # A gather is an append, a count, and a wait. Rank 2 leaves by a count; it may be the last of those that rank 0 waits for.
+    gather = ["append", "add", "set_timeout", "get"]
+    num_gathers = 2 if fails else 3
+    assert [name for name in calls[2] if name != "set"] == gather * num_gathers + ["add"]
+
+
 # --- interrupted at any moment ---
 
 
 class Interrupting:
     """A store that raises KeyboardInterrupt in place of (or just after) the n-th operation."""
 
-    def __init__(self, store: Any, n: int, after: bool) -> None:
-        self.store, self.n, self.after = store, n, after
+    def __init__(self, store: Any, n: int, after: bool, waits: bool) -> None:
+        self.store, self.n, self.after, self.waits = store, n, after, waits
 
     def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            if not self.waits:
+                raise AttributeError(name)
+            return lambda: self
         operation = getattr(self.store, name)
 
         def run(*args: Any) -> Any:
@@ -282,9 +325,12 @@ class Interrupting:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("waits", [False, True], ids=["polls", "waits"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(rank: int, after: bool, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(
+    rank: int, after: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+):
     """All others finish, or all others are told; and no key stays, unless the interrupt hit the very act of leaving."""
     monkeypatch.setattr(store_module, "_FAREWELL_S", 0.2)
     leaving, told, finished = 0, 0, 0
@@ -295,7 +341,7 @@ def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(rank: int, after:
         def wrap(store: Any, of: int, n: int = n, faulty: list[Interrupting] = faulty) -> Any:
             if of != rank:
                 return store
-            faulty.append(Interrupting(store, n, after))
+            faulty.append(Interrupting(store, n, after, waits))
             return faulty[0]
 
         outcomes = run_session(server, 3, lambda comm: program(comm, lambda step: None), wrap=wrap)

@@ -114,7 +114,7 @@ class Noted:
         self._store, self._done = store, done
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name == "check":
+        if name in ("check", "clone"):
             self._done.set()
         return getattr(self._store, name)  # type: ignore[no-any-return]
 
