@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.control --ranks 256 --write-s 2 --json bench_out/control.json``
 
-Each rank is a forked process that calls `checkpoint.save`. It writes a few bytes, and its write takes `--write-s` seconds. No rank
-uses a process group of torch for anything but its number, so the backend is torch's fake one; the stores are real.
+Each rank is a forked process that calls `checkpoint.save`. It writes a few bytes, and its write takes `--write-s` seconds. The
+process group only gives each rank its number, so the backend is torch's fake one; the stores are real.
 
 1. *Requests*: the messages that torch sends to rank 0's store in a save: two for a ``get``, which first waits for its key.
 2. *Polls*: the requests among them that only ask whether a key is there.
@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,18 @@ def server_cpu_s() -> float:
 def count_requests() -> Counter[str]:
     """Count from now on the calls of this process to stores, by method."""
     counted: Counter[str] = Counter()
-    ask = BoundedStore._ask
+    together = BoundedStore.together
 
-    def counting(self: BoundedStore, method: str, *args: Any) -> Any:
-        counted[method] += 1
-        return ask(self, method, *args)
+    class Counting:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, method: str) -> Any:
+            counted[method] += 1
+            return getattr(self._store, method)
+
+    def counting(self: BoundedStore, requests: Callable[[Any], Any]) -> Any:
+        return together(self, lambda store: requests(Counting(store)))
 
     begin_get = BoundedStore.begin_get
 
@@ -70,7 +78,7 @@ def count_requests() -> Counter[str]:
         counted["get"] += begun is not None
         return begun
 
-    BoundedStore._ask, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
+    BoundedStore.together, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
     return counted
 
 

@@ -20,7 +20,8 @@ from ..engine.loading.load import LoadOptions, check_whole, fetch, resolve
 from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.columns import TORCH_DTYPES
-from ..format.files import MAX_TIMELINE_BYTES, decode_timeline, timeline_key
+from ..format.files import timeline_key
+from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..formats.source import NATIVE, Path, Source, open_source
 from .selecting import match_names
 

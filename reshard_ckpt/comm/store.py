@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 from torch.distributed import DistError
 
@@ -288,7 +287,7 @@ class StoreComm:
         return messages
 
     def _decide(self, call: str, inline: bytes | None = None) -> None:
-        """Let the step pass, unless a rank has refused it. Called on rank 0. A small payload for all ranks is part of the decision."""
+        """Let the step pass, unless a rank has refused it. Called on rank 0. A small payload travels with the decision."""
         decision = call.encode() if inline is None else b"".join((call.encode(), _INLINE, inline))
         self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 

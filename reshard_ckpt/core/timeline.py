@@ -11,7 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .catalog.specs import Mesh
+
+STEP_NAMES = (
+    *("meet", "turn", "capture", "agree", "compare", "stage", "copy", "write", "sync"),
+    *("receipts", "check", "publish", "clean up", "other"),
+)
+"""The names that a step may have, in the order of their codes; a new one goes before the last."""
+
+STEP_THREADS = ("caller", "stage", "save")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +35,8 @@ class Step:
         The rank.
     name
         The name of the step: ``"meet"`` (wait for the other ranks), ``"turn"`` (wait for the previous save), ``"capture"``,
-        ``"agree"``, ``"compare"`` (hash samples of replicas), ``"stage"``, ``"write"``, ``"sync"``; on rank 0 also ``"receipts"``
-        (wait for the other ranks), ``"check"``, ``"publish"``, ``"clean up"``.
+        ``"agree"``, ``"compare"`` (hash samples of replicas), ``"stage"``, ``"copy"`` (to another node's memory), ``"write"``,
+        ``"sync"``; on rank 0 also ``"receipts"`` (wait for the other ranks), ``"check"``, ``"publish"``, ``"clean up"``.
     thread
         The thread of the rank that took the step: ``"caller"``, which does not train meanwhile, or ``"stage"`` or ``"save"`` in
         the background.
@@ -117,23 +128,22 @@ def rank_label(rank: int, mesh: Mesh | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClockBounds:
-    """Bounds, in seconds, of how far one clock is ahead of another."""
+    """Bounds, in seconds, of how far the clocks of ranks are ahead of another clock."""
 
-    least: float
-    most: float
+    least: NDArray[np.float64]
+    most: NDArray[np.float64]
 
     @property
-    def offset(self) -> float:
-        """The difference to assume: 0 if the bounds allow it, else the bound that is nearest to 0.
+    def offset(self) -> NDArray[np.float64]:
+        """The differences to assume: 0 if the bounds allow it, else the bound that is nearest to 0.
 
-        >>> ClockBounds(-0.1, 0.3).offset, ClockBounds(7.0, 7.5).offset
-        (0.0, 7.0)
+        >>> ClockBounds(np.array([-0.1, 7.0]), np.array([0.3, 7.5])).offset.tolist()
+        [0.0, 7.0]
         """
-        if self.least > self.most:  # the bounds contradict each other: a clock ran faster, or was set, meanwhile
-            return (self.least + self.most) / 2
-        return min(max(0.0, self.least), self.most)
+        # Bounds that contradict each other: a clock ran faster, or was set, meanwhile.
+        return np.where(self.least > self.most, (self.least + self.most) / 2, np.minimum(np.maximum(0.0, self.least), self.most))
 
     @property
-    def uncertainty(self) -> float:
+    def uncertainty(self) -> NDArray[np.float64]:
         """The largest possible error of `offset`."""
-        return max(abs(self.most - self.offset), abs(self.offset - self.least))
+        return np.maximum(np.abs(self.most - self.offset), np.abs(self.offset - self.least))

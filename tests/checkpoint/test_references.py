@@ -272,12 +272,12 @@ def test_its_manifest_and_its_timeline_go_along(root: Path):
     assert checkpoint.verify(path, sha256=True).ok
     command = f"sha256sum --check --strict --quiet {checkpoint.catalog(path).save_id}/manifest.sha256"
     assert subprocess.run(command.split(), cwd=path, check=False).returncode == 0
-    (path / checkpoint.catalog(path).save_id / "timeline.json").write_text("{}")
+    (path / checkpoint.catalog(path).save_id / "timeline.msgpack").write_text("{}")
     save_id = checkpoint.compact(path).save_id
     shutil.rmtree(root / "step_90")
     assert checkpoint.verify(path, sha256=True).ok
-    assert (path / save_id / "timeline.json").read_text() == "{}"
-    assert len(list(path.glob("*/manifest.sha256"))) == len(list(path.glob("*/timeline.json"))) == 1
+    assert (path / save_id / "timeline.msgpack").read_text() == "{}"
+    assert len(list(path.glob("*/manifest.sha256"))) == len(list(path.glob("*/timeline.msgpack"))) == 1
 
 
 def test_a_file_that_is_not_the_manifests_is_not_taken_over(root: Path):

@@ -130,7 +130,7 @@ def test_json_says_what_was_written(trained: Path, tmp_path: Path):
         ([UP, "--to", "dp=9,tp=99999999999999999999", "-o", "x.svg"], UsageError, "ranks, over the 131,072 that are planned for"),
         ([UP, "--timeline", "-o", "x.svg"], UsageError, "one of them at a time"),
         (["model.layers", "-o", "x.svg"], MismatchError, "no tensor of the checkpoint"),
-        (["--timeline", "-o", "x.svg"], CheckpointNotFound, "timeline.json"),
+        (["--timeline", "-o", "x.svg"], CheckpointNotFound, "timeline.msgpack"),
         ([UP, "-o", "no/such/folder/x.svg"], StorageError, "choose another output"),
     ],
 )

@@ -229,7 +229,7 @@ def overwrite_job(folder: str) -> list[set[str]]:
         dist.barrier()
         catalog = checkpoint.catalog(path)
         known = {key for f in catalog.files for key in (f.key, f.digests_key)} | {"catalog.msgpack", "notes.txt"}
-        known.add(f"{catalog.save_id}/timeline.json")
+        known.add(f"{catalog.save_id}/timeline.msgpack")
         found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
         seen.append(found ^ known)
         seen.append({p.name for p in path.iterdir() if p.is_dir()} ^ {f.save_id for f in catalog.files})

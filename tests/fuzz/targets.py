@@ -35,8 +35,9 @@ from reshard_ckpt.errors import CheckpointError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.catalog_check import problems
 from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_blocks
-from reshard_ckpt.format.files import decode_manifest, decode_timeline, encode_manifest
+from reshard_ckpt.format.files import decode_manifest, encode_manifest
 from reshard_ckpt.format.shard_file import parse_header
+from reshard_ckpt.format.timeline import decode_timeline
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.torchfile.objects import read_object
@@ -231,7 +232,7 @@ def run_timeline(data: bytes) -> None:
 def timeline_seeds() -> Iterator[bytes]:
     save_sample()
     with open_storage(URL) as storage:
-        yield from (storage.read(key, 1 << 20) for key, _ in storage.list() if key.endswith("timeline.json"))
+        yield from (storage.read(key, 1 << 20) for key, _ in storage.list() if key.endswith("timeline.msgpack"))
 
 
 def foreign(name: str) -> Callable[[bytes], None]:
@@ -381,7 +382,7 @@ TARGETS = {
     "digests": Target(run_digests, digests_seeds),
     "value": Target(run_value, value_seeds, mutated_value, max_bytes=4096),
     "manifest": Target(run_manifest, manifest_seeds),
-    "timeline": Target(run_timeline, timeline_seeds, mutated_json),
+    "timeline": Target(run_timeline, timeline_seeds),
     "safetensors": Target(foreign("x.safetensors"), file_seeds, with_length(mutated_json)),
     "index": Target(foreign("hub/model.safetensors.index.json"), index_seeds, mutated_json, max_bytes=4096),
     "torch": Target(foreign("x.pt"), torch_seeds, mutated_zip),

@@ -99,7 +99,7 @@ def assert_clean(path: Path) -> None:
     """There is the checkpoint, with the timeline of its save, and nothing else."""
     catalog = checkpoint.catalog(path)
     wanted = {"catalog.msgpack", catalog.save_id, *(key for f in catalog.files for key in (f.key, f.digests_key))}
-    found = {str(p.relative_to(path)) for p in path.rglob("*")} - {f"{catalog.save_id}/timeline.json"}
+    found = {str(p.relative_to(path)) for p in path.rglob("*")} - {f"{catalog.save_id}/timeline.msgpack"}
     assert found == wanted, found ^ wanted
 
 

@@ -221,7 +221,7 @@ def test_bytes_are_counted_while_they_are_hashed(tmp_path: Path):
     checkpoint.verify(tmp_path, sha256=True, workers=1, progress=lambda *step: told.append(step))
     steps: dict[str, Any] = {step: (done, total) for step, done, total in told}
     total = sum(
-        p.stat().st_size for p in tmp_path.rglob("*") if p.name not in ("manifest.sha256", "timeline.json") and p.is_file()
+        p.stat().st_size for p in tmp_path.rglob("*") if p.name not in ("manifest.sha256", "timeline.msgpack") and p.is_file()
     )
     assert steps["sha256"] == (total, total)
     assert list(steps) == ["verify", "sha256"]

@@ -2,28 +2,37 @@
 
 1. Each rank has a `Recorder`. It reads the wall clock at its start, and the monotonic clock from then on.
 2. It records the steps of all threads of a save. `TimedComm` also records when each message was sent and received.
-3. Each rank sends its records with its receipt (`Recorder.sealed`). Rank 0 compares the times of each message on both sides,
-   corrects the clocks that these contradict, and makes the `Timeline`.
+3. Each rank sends its records with its receipt (`Recorder.sealed`), some 90 bytes. Rank 0 compares the times of each message on
+   both sides, for all ranks at once, and corrects the clocks that these contradict. It keeps the steps as they came (`merged`);
+   they are decoded when the timeline is read.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
 from ...core.catalog.specs import Mesh
-from ...core.timeline import ClockBounds, Step, Timeline
+from ...core.timeline import ClockBounds
+from ...format.timeline import encode_steps, encode_timeline
 from .progress import OnProgress, RankLog, silent
 
 T = TypeVar("T")
+
+_HEAD = struct.Struct("<dBf")
+"""Head of a record: the rank's own time at its start, the number of calls, and seconds from the start until it was sent.
+
+The time of each call follows, in seconds since the start as four bytes, and then the steps.
+"""
+_HEAD_CALLS = 255
 
 _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
@@ -50,7 +59,7 @@ class Recorder:
         self.log = RankLog(0, None)
         self._epoch = time.time() - time.monotonic()
         self._lock = threading.Lock()
-        self._steps: list[list[Any]] = []
+        self._steps: list[tuple[str, str, float, float, int]] = []
         self.calls: list[CommCall] = []
         self.began = self.now()
 
@@ -69,13 +78,16 @@ class Recorder:
         """Record a step that began at `began` and ends now."""
         thread = _THREADS.get(threading.current_thread().name, "caller")
         with self._lock:
-            self._steps.append([name, thread, began, self.now(), num_bytes])
+            self._steps.append((name, thread, began, self.now(), num_bytes))
 
     def sealed(self) -> bytes:
         """Return all records and the current time as bytes. Send them at once: rank 0 compares the time with its own."""
+        # Of a call only the end that says something about the clock: when its message left, or when rank 0's came.
+        calls = [call.began if call.to_first else call.ended for call in self.calls[:_HEAD_CALLS]]
         with self._lock:
-            packed: bytes = msgpack.packb([self.now(), self.calls, self._steps])
-        return packed
+            steps = encode_steps(self._steps, self.began)
+        head = _HEAD.pack(self.began, len(calls), self.now() - self.began)
+        return b"".join((head, struct.pack(f"<{len(calls)}f", *(at - self.began for at in calls)), steps))
 
 
 class TimedComm:
@@ -104,42 +116,8 @@ class TimedComm:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """The content of `Recorder.sealed`, decoded."""
-
-    sealed_at: float
-    calls: tuple[CommCall, ...]
-    steps: tuple[tuple[str, str, float, float, int], ...]
-
-
-def opened(data: bytes) -> RankRecord:
-    """Decode the bytes of `Recorder.sealed`."""
-    sealed_at, calls, steps = msgpack.unpackb(data, use_list=False)
-    return RankRecord(sealed_at, tuple(CommCall(*call) for call in calls), steps)
-
-
-def clock_bounds(first: Sequence[CommCall], other: RankRecord, received_at: float) -> ClockBounds:
-    """Return bounds of the seconds by which another rank's clock is ahead of rank 0's.
-
-    Parameters
-    ----------
-    first
-        The calls of rank 0.
-    received_at
-        Time on rank 0 when it had the other rank's record.
-    """
-    least, most = other.sealed_at - received_at, float("inf")
-    for here, there in zip(first, other.calls, strict=False):  # rank 0 may have made more calls since
-        if here.to_first:
-            least = max(least, there.began - here.ended)
-        else:
-            most = min(most, there.ended - here.began)
-    return ClockBounds(least, most)
-
-
-def timeline(recorder: Recorder, records: Sequence[bytes], received_at: float, *, save_id: str, mesh: Mesh | None) -> Timeline:
-    """Make the timeline of all ranks, on rank 0.
+def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, save_id: str, mesh: Mesh | None) -> bytes:
+    """Merge the records of all ranks, on rank 0, into the bytes of a timeline.
 
     Parameters
     ----------
@@ -148,14 +126,36 @@ def timeline(recorder: Recorder, records: Sequence[bytes], received_at: float, *
     received_at
         Time on rank 0 when it had all of them.
     """
-    parts = [opened(recorder.sealed()), *(opened(data) for data in records[1:])]
-    bounds = [ClockBounds(0.0, 0.0), *(clock_bounds(recorder.calls, part, received_at) for part in parts[1:])]
-    offsets = [bound.offset for bound in bounds]
-    starts = (step[2] - offset for part, offset in zip(parts, offsets, strict=True) for step in part.steps)
-    zero = min(starts, default=recorder.began)
-    steps = tuple(
-        Step(rank, name, thread, began - offset - zero, ended - offset - zero, num_bytes)
-        for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
-        for name, thread, began, ended, num_bytes in sorted(part.steps, key=itemgetter(2))
-    )
-    return Timeline(save_id, zero, mesh, tuple(bound.uncertainty for bound in bounds), steps)
+    records = [recorder.sealed(), *records[1:]]
+    began, num_calls, sealed = (np.array(column) for column in zip(*map(_HEAD.unpack_from, records), strict=True))
+    # times[rank, i]: when the rank's message of call i left, or rank 0's came; rank 0 may have made more calls since
+    num_common = min(int(num_calls.min()), len(recorder.calls))
+    heads = b"".join(record[_HEAD.size : _HEAD.size + 4 * num_common] for record in records)
+    times = began[:, None] + np.frombuffer(heads, "<f4").reshape(len(records), num_common)
+    bounds = clock_bounds(recorder.calls[:num_common], times, began + sealed - received_at)
+    shift = began - bounds.offset
+    zero = float(shift.min())
+    steps = [record[_HEAD.size + 4 * count :] for record, count in zip(records, num_calls.tolist(), strict=True)]
+    return encode_timeline(save_id, zero, mesh, shift - zero, bounds.uncertainty, steps)
+
+
+def clock_bounds(first: Sequence[CommCall], times: NDArray[np.float64], least: NDArray[np.float64]) -> ClockBounds:
+    """Return bounds of the seconds by which each rank's clock is ahead of rank 0's.
+
+    Parameters
+    ----------
+    first
+        The calls of rank 0.
+    times
+        ``times[rank, i]``: when the message of call i left this rank if it went to rank 0, else when it came to this rank.
+    least
+        For each rank a bound that the sending of its record gives.
+    """
+    least, most = least.copy(), np.full(len(times), np.inf)
+    for call, there in zip(first, times.T, strict=True):
+        if call.to_first:
+            np.maximum(least, there - call.ended, out=least)
+        else:
+            np.minimum(most, there - call.began, out=most)
+    least[0] = most[0] = 0.0
+    return ClockBounds(least, most)

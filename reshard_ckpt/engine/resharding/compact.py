@@ -24,7 +24,6 @@ from ...format.checksums import digests_file_bytes, wrong_blocks
 from ...format.files import (
     CATALOG_KEY,
     MAX_MANIFEST_BYTES,
-    MAX_TIMELINE_BYTES,
     decode_manifest,
     digests_key,
     encode_manifest,
@@ -33,6 +32,7 @@ from ...format.files import (
     new_save_id,
     timeline_key,
 )
+from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, Storage, conflict, read_parts, write_file
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.files import open_files

@@ -27,11 +27,10 @@ from ...core.words import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.checksums import digests_file_bytes
-from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, encode_timeline, manifest_key, timeline_key
+from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, manifest_key, timeline_key
 from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, conflict, write_file
 from ..common.progress import size_text
-from ..common.recorder import Recorder
-from ..common.recorder import timeline as make_timeline
+from ..common.recorder import Recorder, merged
 from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob
@@ -140,8 +139,8 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     if options.timeline:
         try:
             records = [receipt.record for receipt in receipts]
-            timeline = make_timeline(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
-            write_file(storage, timeline_key(job.save_id), encode_timeline(timeline))
+            timeline = merged(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
+            write_file(storage, timeline_key(job.save_id), timeline)
         except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began

@@ -17,8 +17,9 @@ from reshard_ckpt.comm.protocol import Comm
 from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.core.timeline import Timeline
 from reshard_ckpt.engine.common import recorder as recorder_module
-from reshard_ckpt.engine.common.recorder import Recorder, TimedComm, timeline
+from reshard_ckpt.engine.common.recorder import Recorder, TimedComm, merged
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError
+from reshard_ckpt.format.timeline import decode_timeline
 from tests.comm.threads import Server, run_session
 from tests.launch import run_ranks
 
@@ -61,14 +62,22 @@ def test_async_save_shows_what_goes_on_in_the_background(tmp_path: Path, staging
     assert sum(staged) == len(file) - 8 - int.from_bytes(file[:8], "little")  # all but the header
 
 
+def test_record_of_a_rank_has_at_most_100_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, sealed = [], Recorder.sealed
+    monkeypatch.setattr(Recorder, "sealed", lambda self: sent.append(sealed(self)) or sent[-1])
+    checkpoint.save(tmp_path, {"w": torch.arange(1_000_000.0)})
+    assert len(checkpoint.timeline(tmp_path).steps) >= 8
+    assert len(sent[0]) <= 100
+
+
 def test_next_save_removes_the_old_timeline_and_timeline_false_keeps_none(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
     for _ in range(3):
         checkpoint.save(tmp_path, state)
-        assert len(list(tmp_path.rglob("timeline.json"))) == 1
+        assert len(list(tmp_path.rglob("timeline.msgpack"))) == 1
         assert checkpoint.timeline(tmp_path).save_id == checkpoint.catalog(tmp_path).save_id
     checkpoint.save(tmp_path, state, timeline=False)
-    assert not list(tmp_path.rglob("timeline.json"))
+    assert not list(tmp_path.rglob("timeline.msgpack"))
     with pytest.raises(CheckpointNotFound, match="timeline=True"):
         checkpoint.timeline(tmp_path)
 
@@ -79,7 +88,7 @@ def test_timeline_that_cannot_be_written_is_a_warning_and_the_checkpoint_stands(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room for it")
 
-    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.encode_timeline", refuse)
+    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.merged", refuse)
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
     assert "saved, but its timeline is not: RuntimeError: no room for it" in caplog.text
     assert checkpoint.verify(tmp_path).ok
@@ -89,8 +98,8 @@ def test_timeline_that_cannot_be_written_is_a_warning_and_the_checkpoint_stands(
 
 def test_damaged_timeline_is_refused_and_the_checkpoint_loads(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
-    next(tmp_path.rglob("timeline.json")).write_bytes(b"{}")
-    with pytest.raises(CorruptError, match="timeline.json: is no timeline"):
+    next(tmp_path.rglob("timeline.msgpack")).write_bytes(b"{}")
+    with pytest.raises(CorruptError, match="timeline.msgpack: is no timeline"):
         checkpoint.timeline(tmp_path)
     assert checkpoint.verify(tmp_path).ok
     assert checkpoint.read(tmp_path)["w"].all()
@@ -137,7 +146,8 @@ def test_clocks_that_disagree_are_put_right_as_far_as_messages_prove(
         gathered = timed.gather(recorder.sealed())
         if gathered is None:
             return None
-        return timeline(recorder, gathered, recorder.now(), save_id="x", mesh=Mesh(("dp",), (comm.size,)))
+        data = merged(recorder, gathered, recorder.now(), save_id="x", mesh=Mesh(("dp",), (comm.size,)))
+        return decode_timeline(data, where="x")
 
     made = run_session(Server(), len(skews), rank)[0]
     assert isinstance(made, Timeline)

@@ -141,7 +141,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     save_some(tmp_path)
     into = {f"w{i}": torch.zeros(50_000) for i in range(4)}
     generator = random.Random(7)
-    paths = [path for path in files_of(tmp_path) if path.name != "timeline.json"]  # which is no part of the checkpoint
+    paths = [path for path in files_of(tmp_path) if path.name != "timeline.msgpack"]  # which is no part of the checkpoint
     for _ in range(60):
         path = generator.choice(paths)
         good = path.read_bytes()

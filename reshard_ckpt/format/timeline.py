@@ -1,0 +1,170 @@
+"""Timelines as columns: a few bytes for each step, so that rank 0 can keep those of 16,384 ranks in a moment.
+
+1. A rank encodes its steps by `encode_steps`: for each step the code of its name and thread, the gap since the previous step's
+   end, the duration, and the bytes. Times are microseconds; the gap is negative if two threads worked at once. All are integers
+   of variable length (LEB128).
+2. The file is msgpack: the names and threads that the codes count, the mesh, the columns of the ranks, and the steps of each rank
+   as it has sent them. `decode_timeline` checks every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.catalog.specs import Mesh
+from ..core.timeline import STEP_NAMES, STEP_THREADS, Step, Timeline
+from ..core.words import plural
+from ..errors import CorruptError
+
+FORMAT = "reshard_ckpt.timeline"
+VERSION = 2
+MAX_TIMELINE_BYTES = 256 << 20
+"""The largest timeline that is read: some thousand steps of each of 16,384 ranks."""
+
+_SECOND = 1_000_000
+_MAX_SHIFT = 63
+
+
+def encode_steps(steps: Iterable[tuple[str, str, float, float, int]], began_s: float) -> bytes:
+    """Encode the steps of one rank: name, thread, start, end, bytes. A step whose name has no code becomes ``"other"``."""
+    encoded, before = bytearray(), 0
+    for name, thread, start_s, end_s, num_bytes in sorted(steps, key=lambda step: step[2]):
+        start, end = (max(round((at - began_s) * _SECOND), 0) for at in (start_s, end_s))
+        known = name if name in STEP_NAMES else "other"
+        code, gap = STEP_NAMES.index(known) * len(STEP_THREADS) + STEP_THREADS.index(thread), start - before
+        for number in (code, 2 * gap if gap >= 0 else -2 * gap - 1, max(end - start, 0), num_bytes):
+            while number > 127:
+                encoded.append(number & 127 | 128)
+                number >>= 7
+            encoded.append(number)
+        before = max(start, end)
+    return bytes(encoded)
+
+
+def encode_timeline(
+    save_id: str,
+    began_s: float,
+    mesh: Mesh | None,
+    shift_s: NDArray[np.float64],
+    uncertainty_s: NDArray[np.float64],
+    steps: Sequence[bytes],
+) -> bytes:
+    """Encode the timeline of all ranks.
+
+    Parameters
+    ----------
+    shift_s, uncertainty_s
+        By rank: seconds from the start of the timeline to that of the rank's own times, and `Timeline.uncertainty_s`.
+    steps
+        The bytes of `encode_steps` of each rank, by rank.
+    """
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": save_id,
+        "began_s": began_s,
+        "mesh": None if mesh is None else [mesh.axes, mesh.sizes],
+        "names": STEP_NAMES,
+        "threads": STEP_THREADS,
+        "shift_s": shift_s.astype("<f8").tobytes(),
+        "uncertainty_s": uncertainty_s.astype("<f4").tobytes(),
+        "length": np.array([len(data) for data in steps], "<u4").tobytes(),
+        "steps": b"".join(steps),
+    }
+    packed: bytes = msgpack.packb(document)
+    return packed
+
+
+def decode_timeline(data: bytes, *, where: str) -> Timeline:
+    """Decode what `encode_timeline` made.
+
+    Raises
+    ------
+    CorruptError
+        The data are not a timeline, or one of another version.
+    """
+    try:
+        document = msgpack.unpackb(data, use_list=False)
+        if document["format"] != FORMAT or document["version"] != VERSION:
+            raise ValueError(f"{document['format']!r} of version {document['version']!r}, wanted {FORMAT!r} of version {VERSION}")
+        names, threads = (tuple(map(_text, document[field])) for field in ("names", "threads"))
+        began, shifts, uncertainty = (
+            _times(document[field], dtype) for field, dtype in (("began_s", ""), ("shift_s", "<f8"), ("uncertainty_s", "<f4"))
+        )
+        lengths = np.frombuffer(document["length"], "<u4").tolist()
+        steps: list[Step] = []
+        at = 0
+        for rank, (shift, length) in enumerate(zip(shifts, lengths, strict=True)):
+            if at + length > len(document["steps"]):
+                raise ValueError(f"the steps of rank {rank} are cut off")
+            steps += _steps(document["steps"][at : at + length], rank, shift, names, threads)
+            at += length
+        if at != len(document["steps"]) or len(uncertainty) != len(lengths):
+            raise ValueError(f"{len(lengths)} ranks have {at} bytes and {len(uncertainty)} clocks")
+        mesh = _mesh(document["mesh"], len(lengths))
+        return Timeline(_text(document["save_id"]), began[0], mesh, tuple(uncertainty), tuple(steps))
+    except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
+        raise CorruptError(
+            f"{where}: is no timeline: {type(error).__name__}: {error}; delete it, nothing else needs it"
+        ) from error
+
+
+def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads: Sequence[str]) -> Iterator[Step]:
+    """Yield the steps of one rank, as `encode_steps` encoded them."""
+    numbers, end = _numbers(data), 0
+    for code, gap, length, num_bytes in zip(numbers, numbers, numbers, numbers, strict=False):
+        start = end + (gap // 2 if gap % 2 == 0 else -(gap + 1) // 2)
+        end = start + length
+        if start < 0 or end > 1 << _MAX_SHIFT:
+            raise ValueError(f"a step of rank {rank} from {start} to {end}")
+        name, thread = names[code // len(threads)], threads[code % len(threads)]
+        yield Step(rank, name, thread, shift_s + start / _SECOND, shift_s + end / _SECOND, num_bytes)
+
+
+def _numbers(data: bytes) -> Iterator[int]:
+    """Yield the integers of LEB128 bytes, a multiple of 4 of them."""
+    number = shift = count = 0
+    for byte in data:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield number
+            number, shift, count = 0, 0, count + 1
+        elif shift > _MAX_SHIFT:
+            raise ValueError("a number of more than 64 bits")
+    if shift or count % 4:
+        raise ValueError("the last step is cut off")
+
+
+def _mesh(value: Any, num_ranks: int) -> Mesh | None:
+    if value is None:
+        return None
+    mesh = Mesh(tuple(map(_text, value[0])), tuple(map(_count, value[1])))
+    if len(mesh.axes) != len(mesh.sizes) or len(mesh.axes) > 64 or mesh.size != num_ranks:
+        raise ValueError(f"a mesh {value} of {plural(num_ranks, 'rank')}")
+    return mesh
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _times(value: Any, dtype: str) -> list[float]:
+    """Return finite times, of which `value` is one, or the bytes of many."""
+    times = np.frombuffer(value, dtype) if dtype else np.array([value], np.float64) if type(value) is float else None
+    if times is None or not np.isfinite(times).all() or (times < 0).any():
+        raise TypeError(f"{value!r:.80} is no time")
+    return [float(time) for time in times]
