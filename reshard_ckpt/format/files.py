@@ -3,8 +3,8 @@
 Keys are relative to the checkpoint; ``docs/format.md`` is the specification.
 
 The *manifest* has the SHA-256 of all files, in the form of ``sha256sum -c``. Each line has 64 hexadecimal digits, two spaces, and
-the path of a file below the checkpoint's folder. Block checksums find accidents. To find forgery too, sign this one small text with
-a tool of your own; check the signature first, and then the files.
+the path of a file below the checkpoint's folder. Block checksums find accidents. To find forgery too, sign this one small text
+with a tool of your own; check the signature first, and then the files.
 """
 
 from __future__ import annotations
