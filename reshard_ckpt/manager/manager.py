@@ -81,8 +81,8 @@ class Manager(RunSteps):
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
     grace
-        In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone, for
-        jobs that are reading them. A later save, or the next manager, removes them.
+        In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone,
+        for jobs that are reading them. A later save, or the next manager, removes them. 0 removes them at once.
     on_failure, max_failures
         ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
         the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
