@@ -38,7 +38,19 @@ MAX_PLUGIN_NAMES = 35
 """More than that is a sign that plugins reach into the core."""
 
 OPTIONS = {
-    "save": ["exclude", "mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "progress", "timeout_s"],
+    "save": [
+        "exclude",
+        "mesh",
+        "process_group",
+        "metadata",
+        "timeline",
+        "sha256",
+        "replicas",
+        "base",
+        "verify_base",
+        "progress",
+        "timeout_s",
+    ],
     "async_save": [
         "exclude",
         "staging",
@@ -51,6 +63,8 @@ OPTIONS = {
         "timeline",
         "sha256",
         "replicas",
+        "base",
+        "verify_base",
         "progress",
         "timeout_s",
     ],

@@ -2,7 +2,8 @@
 
 `run_save` is the story of each save. All ranks go through its steps, and so through the same collectives, in this order:
 
-1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so.
+1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so. An incremental
+   save opens its base (a gather and a broadcast) once the state is captured.
 2. Wait for the previous save of this process.
 3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast).
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
@@ -22,7 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..comm import open_session
-from ..comm.protocol import merge_of_all
+from ..comm.protocol import Comm, merge_of_all
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
@@ -38,13 +39,15 @@ from ..engine.saving.options import Hold, SaveJob, SaveOptions
 from ..engine.saving.replicas import all_fingerprints, differing_names
 from ..engine.saving.staged_copy import chunks_of, take_ring
 from ..engine.saving.step_guard import GuardedState
+from ..engine.saving.unchanged import Base, base_beside
 from ..engine.saving.write import lay_out
-from ..formats.source import Path
+from ..errors import UsageError
+from ..formats.source import NATIVE, Path, open_shared_source
 from ..state.capture import capture
 from ..state.entries import Captured
 from ..state.optimizers import held_back
 from ..state.state_builder import CLAIM_PATH
-from ..storage import open_storage
+from ..storage import Storage, open_storage
 
 Capture = Callable[..., Captured]
 """Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
@@ -65,6 +68,8 @@ def save(
     timeline: bool = True,
     sha256: bool = False,
     replicas: str = "verify",
+    base: Path | None = None,
+    verify_base: bool = False,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveReport:
@@ -95,6 +100,12 @@ def save(
         How ranks that hold the same bytes are compared; the same on all ranks. ``"verify"``: each rank hashes all of its bytes,
         and the ranks share the writing. ``"sample"``: of a replica above 1 MiB each rank hashes 16 blocks of 64 KiB, other blocks
         in each save; one of the ranks writes the whole replica, so that ranks may write unequal numbers of bytes.
+    base
+        An earlier checkpoint in the same folder, or the one at this path: an incremental save. A block of 128 KiB that did not
+        change since is not written; the new checkpoint refers to it where it lies. Whatever deletes or replaces a checkpoint
+        keeps files that another one beside it refers to. The same on all ranks.
+    verify_base
+        With `base`, also compare the bytes of blocks whose digests are equal, which reads them.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead, with
         the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
@@ -116,8 +127,9 @@ def save(
         Another rank failed or did not arrive.
     """
     options = SaveOptions(
-        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, replicas=replicas, exclude=exclude
-    )
+        mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
+        replicas=replicas, exclude=exclude, base=base, verify_base=verify_base,
+    )  # fmt: skip
     return _save(path, _capture_of(state, options), options)
 
 
@@ -131,6 +143,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
     # Ranks that differ in these options get an error that says so.
     shown = ["replicas='sample'"] if options.samples_replicas else []
     shown += [f"exclude={list(options.exclude)}"] if options.exclude else []
+    shown += ["base="] if options.base is not None else []
     call = f"save({', '.join(shown)})" if shown else "save"
     with outside_inference_mode(), ExitStack() as session:
         # 1. Meet.
@@ -149,6 +162,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
             for pattern in unused_everywhere if comm.rank == 0 else ():
                 warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
         storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
+        base = None if options.base is None else _open_base(session, comm, storage, options.base, verify=options.verify_base)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
             agree_on = partial(
@@ -157,10 +171,11 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
                 splits=not options.samples_replicas,
                 metadata=options.metadata,
                 before=look(storage) if comm.rank == 0 else None,
-                accept=partial(check_free_space, storage),
+                base_files=None if base is None else base.files,
+                accept=partial(check_free_space, storage) if base is None else lambda plan: None,
                 checked=partial(_without_claims, options.check_names),
             )
-            job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
+            job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards), base=base)
         if options.compare_first:
             with recorder.step("compare"):
                 fingerprints = all_fingerprints(local_shards, job.assignment.checks, job.shift)
@@ -173,6 +188,14 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
                     job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
         # 5. Write, and 6. commit.
         return job, write(job, session)
+
+
+def _open_base(session: ExitStack, comm: Comm, storage: Storage, path: Path, *, verify: bool) -> Base:
+    """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
+    source = session.enter_context(open_shared_source(comm, path))
+    if source.format != NATIVE:
+        raise UsageError(f"base={path}: is a {source.format} checkpoint; the first save must be a full one, without base=")
+    return base_beside(storage.url, source.storage, source.catalog, verify=verify)
 
 
 def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, tuple[str, ...]]:
@@ -205,7 +228,7 @@ def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
     """Save, and return after the commit."""
     job, written = run_save(path, capture, options, lambda job, session: write_and_commit(job, chunks_of(job)))
-    return job.report(*written)  # after the session has ended, so that its end counts
+    return job.report(written)  # after the session has ended, so that its end counts
 
 
 def async_save(
@@ -223,6 +246,8 @@ def async_save(
     timeline: bool = True,
     sha256: bool = False,
     replicas: str = "verify",
+    base: Path | None = None,
+    verify_base: bool = False,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -230,7 +255,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, progress, timeout_s
+    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, base, verify_base, progress, timeout_s
         As for `save`; a `progress` function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -275,6 +300,8 @@ def async_save(
         hold,
         replicas,
         exclude,
+        base,
+        verify_base,
     )
     return begin_save(path, state, options)
 

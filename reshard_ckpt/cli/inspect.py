@@ -116,6 +116,7 @@ def _summary(found: Inspection) -> Columns:
         "below": ", ".join(f"{root} {size_text(share.num_bytes)}" for root, share in of.roots.items()),
         "values": f"{of.num_values:,}",
         "files": f"{of.num_files:,} with {size_text(of.file_bytes)}{by}",
+        "refers to": f"{size_text(of.bytes_referred)} in {', '.join(of.checkpoints)}" if of.checkpoints else None,
         "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
     }
     return Columns(["", ""], [(name, line) for name, line in lines.items() if line])
@@ -177,7 +178,7 @@ def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
         str(list(shard.lengths)),
         f"{shard.start:,} to {shard.start + shard.count:,}" if _is_flat(shard) else "all",
         _rank(catalog, shard.file),
-        _key(shard.file),
+        shard.file.key,
         f"{shard.offset:,}",
         f"{shard.num_bytes:,}",
         shard.file.digest.hex() or "none",
@@ -196,11 +197,6 @@ def _rank(catalog: Catalog, file: FileEntry) -> str:
         return str(file.rank)
     at = zip(mesh.axes, mesh.coordinates(file.rank), strict=True)
     return f"{file.rank} ({' '.join(f'{axis}={coordinate}' for axis, coordinate in at)})"
-
-
-def _key(file: FileEntry) -> str:
-    """Return the path of a file relative to the checkpoint's folder."""
-    return f"{file.checkpoint}/{file.key}" if file.checkpoint else file.key
 
 
 def _stats(found: Inspection) -> Columns:
@@ -252,7 +248,7 @@ def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:
         "count": shard.count,
         "rank": rank,
         "coordinates": dict(zip(mesh.axes, mesh.coordinates(rank), strict=True)) if mesh is not None and known else None,
-        "file": _key(shard.file),
+        "file": shard.file.key,
         "offset": shard.offset,
         "num_bytes": shard.num_bytes,
         "digest": shard.file.digest.hex(),

@@ -69,7 +69,7 @@ class SaveReport:
     num_bytes
         Bytes that this rank wrote.
     total_bytes
-        Bytes of all files of the checkpoint. Only rank 0 knows it; None on other ranks.
+        Bytes of all files that the save wrote. Only rank 0 knows it; None on other ranks.
     duration_s
         Seconds from the call until the checkpoint was committed on all ranks.
     stall_s
@@ -77,6 +77,8 @@ class SaveReport:
         and the seconds that a caller of ``staged()`` or an optimizer step waited for staging.
     failed_before
         For a manager with ``on_failure="warn"``: the saves in a row that had failed when this one began.
+    bytes_referred
+        With ``base=``, the bytes of this rank's tensors that are not written again, because they lie unchanged in the base.
     """
 
     path: str
@@ -86,10 +88,17 @@ class SaveReport:
     duration_s: float
     stall_s: float
     failed_before: int = 0
+    bytes_referred: int = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that this rank wrote, the same as `num_bytes`."""
+        return self.num_bytes
 
     def __repr__(self) -> str:
         times = f"duration_s={self.duration_s:.3f}, stall_s={self.stall_s:.3f}"
-        return f"SaveReport(path={self.path!r}, num_bytes={self.num_bytes}, {times})"
+        referred = f"bytes_referred={self.bytes_referred}, " if self.bytes_referred else ""
+        return f"SaveReport(path={self.path!r}, num_bytes={self.num_bytes}, {referred}{times})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -122,7 +122,7 @@ def header_cost(member: Member) -> int:
     return len(json.dumps(member.name, ensure_ascii=False).encode()) + 21 * (len(member.shape) + 2) + 64
 
 
-def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
+def header(members: Sequence[Member], metadata: Mapping[str, str], alignment: int = ALIGNMENT) -> bytes:
     """Encode the header of a shard file. The data of the members follow it without gaps.
 
     Parameters
@@ -131,6 +131,8 @@ def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
         In the order of their data. Sort them by the size of their elements, the largest first, so that each is aligned.
     metadata
         Text that any safetensors tool shows.
+    alignment
+        The header is padded with spaces to a multiple of this many bytes.
 
     Raises
     ------
@@ -145,7 +147,7 @@ def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
         table[member.name] = {"dtype": member.dtype, "shape": member.shape, "data_offsets": (at, at + member.num_bytes)}
         at += member.num_bytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    padded = -(-(_LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH_BYTES
+    padded = -(-(_LENGTH_BYTES + len(text)) // alignment) * alignment - _LENGTH_BYTES
     if padded > MAX_HEADER_BYTES:
         raise UsageError(f"a shard file's header of {padded} bytes is over the {MAX_HEADER_BYTES} of safetensors; use more files")
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)

@@ -21,7 +21,6 @@ from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
-from ..core.words import duration_s
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps
 from ..engine.saving.handle import SaveHandle
@@ -35,7 +34,7 @@ from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
-from .run_folder import checked_root, known_names, refuse_memory_unless, take_lock, with_metric
+from .run_folder import checked_full_every, checked_root, known_names, refuse_memory_unless, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -80,13 +79,14 @@ class Manager(RunSteps):
         earlier attempts, which are logged in the root.
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
-    grace
-        In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone,
-        for jobs that are reading them. A later save, or the next manager, removes them. 0 removes them at once.
     on_failure, max_failures
         ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
         the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
         ``max_failures`` saves in a row have failed, that is raised. ``save``, and ``result()`` of a handle, always raise.
+    incremental
+        Each save writes only the blocks that changed since the step that was saved or loaded last; see ``base=`` of `save`.
+    full_every
+        With `incremental`, each save of this number is a full one, and so is the first.
     process_group, timeout_s
         As for `save`.
 
@@ -114,17 +114,18 @@ class Manager(RunSteps):
         max_overhead: float = MAX_OVERHEAD,
         on_failure: str = "raise",
         max_failures: int = 3,
-        grace: str | float = "10min",
+        incremental: bool = False,
+        full_every: int = 10,
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
         grace_s = grace_of(finish_on_sigterm)
-        keep_s = 0.0 if grace == 0 else duration_s(grace, option="grace")
         names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
         self._root = checked_root(root)  # once: the process may change its working folder
         refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
+        self._full_every = checked_full_every(full_every, memory) if incremental else 0
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
         self._process = os.getpid()
@@ -142,15 +143,10 @@ class Manager(RunSteps):
             storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
-                had_manager, lease = False, None
-                if self._is_first and not read_only:
-                    had_manager, lease = opening.enter_context(take_lock(storage))
+                had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))
                 self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
                 self._names = known_names(comm, storage, names, read_only=read_only)
-                self._stored = StoredSteps(
-                    storage, self._root, self._names, self._rule, self._lineage,
-                    read_only=read_only, lease=lease, grace_s=keep_s,
-                )  # fmt: skip
+                self._stored = StoredSteps(storage, self._root, self._names, self._rule, self._lineage, read_only=read_only)
                 if self._is_first and not read_only:
                     self._stored.remove_leftovers()
                     if interval == "auto":
@@ -252,7 +248,8 @@ class Manager(RunSteps):
             self._memory.wait_for(step)
         with self._preemption.deferring(), self._costs.saving() as saved:
             self._restoring.begin_attempt()
-            report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
+            options = {**self._session, **self._base(), **options}
+            report = save(path, state, metadata=with_metric(metadata, metric), **options)
             saved.append(report)
             if self._memory is not None:
                 self._memory.forget(step)  # a generation of this step in memory is older
@@ -278,7 +275,7 @@ class Manager(RunSteps):
         with self._preemption.deferring():
             self._costs.begin()
             try:
-                options = {"metadata": with_metric(metadata, metric), **self._session, **options}
+                options = {"metadata": with_metric(metadata, metric), **self._session, **self._base(), **options}
                 self._restoring.begin_attempt()
                 if self._memory is None:
                     handle = async_save(path, state, **options)
@@ -305,6 +302,13 @@ class Manager(RunSteps):
 
             handle.add_done_callback(settle)
         return handle
+
+    def _base(self) -> dict[str, Any]:
+        """Return the option ``base=`` of the next save, after the one in progress; no option for a full save."""
+        if not self._full_every:
+            return {}
+        self._wait()
+        return {"base": self._stored.next_base(self._full_every)}
 
     def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
         """Load the checkpoint of one step.

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
+from ..core.words import check_count
 from ..engine.common.step_folders import STEP_NAMES, StepNames, names_at, referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
@@ -19,16 +20,26 @@ from ..format.files import RUN_LOCK_KEY
 from ..formats.protocol import locate
 from ..formats.source import Path, open_source
 from ..memory.options import Memory
-from ..storage import Lock, LocksUnsupported, Storage, holder_text, open_storage, resolved_path
+from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Facts from the catalog of one step that pruning needs: `referred` are the keys of files in other steps that it uses."""
+    """Facts from the catalog of one step that pruning and incremental saves need.
 
-    metric: float | None
-    referred: frozenset[str]
+    Attributes
+    ----------
+    referred, own
+        Keys, from the root, of the files that it needs: those in other folders, and those in its own.
+    num_saves
+        The number of saves that wrote these files; 0 if the step has no catalog that can be read.
+    """
+
+    metric: float | None = None
+    referred: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
     save_id: str = ""
+    num_saves: int = 0
 
 
 def look(path: str, folder: str) -> StepInfo:
@@ -37,8 +48,14 @@ def look(path: str, folder: str) -> StepInfo:
         with open_storage(path) as storage:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
-        return StepInfo(None, frozenset())
-    return StepInfo(metric_of(catalog.metadata), frozenset(referred_keys(folder, catalog)), catalog.save_id)
+        return StepInfo()
+    return StepInfo(
+        metric_of(catalog.metadata),
+        frozenset(referred_keys(folder, catalog)),
+        frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)),
+        catalog.save_id,
+        len({catalog.save_id, *(file.save_id for file in catalog.files)}),
+    )
 
 
 def is_foreign(path: str) -> bool:
@@ -111,21 +128,29 @@ def refuse_memory_unless(memory: Any, root: str, *, persist_every: int | str | N
         raise UsageError(f"{root}: this manager is read_only; memory= is for the job that saves")
 
 
+def checked_full_every(full_every: int, memory: Memory | None) -> int:
+    """Return ``full_every=``; raise a `UsageError` if it is not a number of saves, or stands beside ``memory=``."""
+    if memory is not None:
+        raise UsageError("incremental=True: saves to memory are always whole; pass incremental=True or memory=, not both")
+    check_count("full_every", full_every, 1)
+    return full_every
+
+
 @contextmanager
-def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
-    """Lock the root during the ``with`` block; yield whether it had a manager before, and the lock. Warn if locks are missing."""
+def take_lock(storage: Storage) -> Iterator[bool]:
+    """Lock the root during the ``with`` block, and yield whether the root had a manager before. Warn if locks are missing."""
     had_manager = storage.size(RUN_LOCK_KEY) is not None
     own = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         lock = storage.lease(RUN_LOCK_KEY, own.encode())
     except LocksUnsupported as error:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
-        yield had_manager, None
+        yield had_manager
         return
     except StorageError as error:  # evaluation jobs often mount the root so that they cannot write
         raise StorageError(f"{error}; or pass read_only=True, to load alone") from error
     if lock is None:
-        holder = holder_text(storage.read(RUN_LOCK_KEY, 1 << 16)) or "another job"
+        holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
         if holder == own:
             raise UsageError(
                 f"{storage.url}: {holder}, which is this one, has a manager of the checkpoints there already; close that one "
@@ -136,4 +161,4 @@ def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        yield had_manager, lock
+        yield had_manager

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import StepNames, alone_with, find_steps, remove_files, remove_step, removed_within
+from ..engine.common.step_folders import StepNames, alone_with, find_steps, referred_by_folders, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
-from ..storage import Lock, Storage, open_storage
+from ..storage import Storage, open_storage
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
 
@@ -34,10 +34,6 @@ class StoredSteps:
         Knows the saves that were superseded when the run went back to an older step.
     read_only
         Whether this process only reads, so that a job may save, prune and go back beside it.
-    lease
-        The lease of the root, checked before anything is removed.
-    grace_s
-        Seconds that the files of a removed step stay in a store without locks, where nobody knows who reads them.
 
     Attributes
     ----------
@@ -54,11 +50,7 @@ class StoredSteps:
         lineage: RunLineage,
         *,
         read_only: bool = False,
-        lease: Lock | None = None,
-        grace_s: float = 0.0,
     ) -> None:
-        self._lease = lease
-        self._grace_s = 0.0 if storage.hints.has_locks else grace_s
         self._storage, self._root, self._names, self._rule, self._lineage = storage, root, names, rule, lineage
         self._read_only = read_only
         self.pruning = threading.Lock()
@@ -66,6 +58,7 @@ class StoredSteps:
         self._good: list[int] = []
         self._damaged: set[int] = set()
         self._foreign: set[int] = set()
+        self._since_full = 0
 
     @property
     def url(self) -> str:
@@ -137,6 +130,19 @@ class StoredSteps:
         self._foreign.discard(step)
         self._infos.pop(step, None)
 
+    def next_base(self, full_every: int) -> str | None:
+        """Return the path of the step that the next save may refer to: the one committed or loaded last.
+
+        None if there is none, or if the last `full_every` saves, with the first of them, make a full one due.
+        """
+        step = self._good[-1] if self._good else -1
+        num_saves = self._info(step).num_saves
+        self._since_full = max(self._since_full, num_saves)
+        if not 0 < num_saves <= self._since_full < full_every:
+            self._since_full = 0
+        self._since_full += 1
+        return self.path(step) if self._since_full > 1 else None
+
     def note_damaged(self, step: int) -> None:
         """Record that a step could not be loaded. It then does not count as one of the steps to keep."""
         self._damaged.add(step)
@@ -153,22 +159,6 @@ class StoredSteps:
             for step in steps:
                 if step not in kept and self._remove(step, steps):
                     steps = [other for other in steps if other != step]
-            if self._grace_s:
-                self._sweep()
-
-    def _sweep(self) -> None:
-        """Remove the files of steps whose catalogs were removed before the grace."""
-        committed, begun = find_steps(self._storage, self._names)
-        _, old = removed_within(self._storage, begun.values(), self._grace_s)
-        if old:
-            referred = self._referred(committed)
-            for folder in old:
-                self._check_lease()
-                remove_files(self._storage, folder, referred)
-
-    def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
 
     def delete(self, step: int) -> bool:
         """Remove a step. Return whether it existed.
@@ -191,13 +181,15 @@ class StoredSteps:
             return True
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
-        referred = self._referred(other for other in steps if other != step)
+        others = [other for other in steps if other != step]
+        referred, mine = self._referred(others), self._info(step).referred
         # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
         folders = reversed(self._names.committed(self._storage, step))
-        self._check_lease()
-        removed = all(remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0) for folder in folders)
+        removed = all(remove_step(self._storage, folder, referred) for folder in folders)
         if removed:
             self._infos.pop(step, None)
+            # Files that it alone needed, in folders of steps that were removed or saved anew before.
+            self._storage.delete(mine.difference(referred, *(self._info(other).own for other in others)))
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
@@ -211,13 +203,15 @@ class StoredSteps:
         return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _referred(self, steps: Iterable[int]) -> frozenset[str]:
-        return frozenset(key for step in steps for key in self._info(step).referred)
+        """Return the keys of the files that these steps, and checkpoints of other names beside them, need of other folders."""
+        beside = referred_by_folders(self._storage, lambda folder: self._names.step_of(folder) is not None, pass_damaged=True)
+        return frozenset(key for step in steps for key in self._info(step).referred).union(beside)
 
     def _info(self, step: int) -> StepInfo:
         if step not in self._infos:
             folder = self._names.folder(self._storage, step)
             foreign = step in self._foreign
-            self._infos[step] = StepInfo(None, frozenset(), folder) if foreign else look(self._path(folder), folder)
+            self._infos[step] = StepInfo(save_id=folder) if foreign else look(self._path(folder), folder)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
@@ -229,7 +223,5 @@ class StoredSteps:
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
-        young, _ = removed_within(self._storage, begun.values(), self._grace_s) if self._grace_s else ([], [])
-        for folder in {*begun.values()} - {*young}:
-            self._check_lease()
+        for folder in begun.values():
             remove_files(self._storage, folder, referred)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
+from ..engine.common.files import open_files
 from ..engine.common.lineage import LINEAGE
 from ..engine.common.step_folders import names_at
-from ..engine.loading.files import open_files
 from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
@@ -155,10 +155,7 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
 def _unmanaged(storage: Storage) -> Iterator[None]:
     """Keep managers away from a root, also on other nodes: a new manager would remove files that no catalog refers to yet."""
     try:
-        if storage.hints.has_locks:
-            lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
-        else:
-            lock = storage.lease(RUN_LOCK_KEY, b"reshard-ckpt memory persist")
+        lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
     except LocksUnsupported:
         yield
         return

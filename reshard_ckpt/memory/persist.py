@@ -20,7 +20,7 @@ from typing import cast
 
 from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
-from ..engine.loading.files import open_files
+from ..engine.common.files import open_files
 from ..engine.saving.commit import clean_up, look
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError

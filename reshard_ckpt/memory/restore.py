@@ -23,7 +23,7 @@ import msgpack
 from ..comm.links import Links, Serving, serving
 from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
-from ..engine.loading.files import open_files
+from ..engine.common.files import open_files
 from ..errors import CheckpointError
 from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source

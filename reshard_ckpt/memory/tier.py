@@ -28,7 +28,7 @@ from ..comm.protocol import Comm
 from ..engine.common.copy_streams import on_device
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from ..engine.saving.options import SaveJob
+from ..engine.saving.options import SaveJob, Written
 from ..engine.saving.replicas import compare_replicas
 from ..engine.saving.staged_copy import StagedCopy, device_to_pin_for
 from ..engine.saving.staging import image_addresses, ring_bytes
@@ -350,7 +350,7 @@ class MemoryTarget:
                 slot.pin()
         return slot.region()[: ring_bytes(layouts)]
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
+    def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
             receipt, table = self._sealed(job, copy)
@@ -365,7 +365,7 @@ class MemoryTarget:
         self._tier.acknowledge(job.comm, generation, pin=self.persists)
         self.generation = generation
         total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
-        return receipt.num_bytes, total
+        return Written(receipt.num_bytes, total)
 
     def _sealed(self, job: SaveJob, copy: StagedCopy) -> tuple[Receipt, SlotTable]:
         slot, layouts = self._taken[self._tier.rank].slot, copy.chunks.layouts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.runs import volumes
+from ..geometry.runs import I64, volumes
 from .model import Catalog, TensorKind
 from .specs import CODES, Mesh, item_bytes_of
 
@@ -44,6 +44,8 @@ class Summary:
         The number of values, which are the parts of the state that are not tensors.
     num_files, file_bytes, num_ranks
         The number of shard files, their size in bytes, and the number of ranks that wrote them.
+    bytes_referred, checkpoints
+        The bytes of tensors that lie in files of other checkpoints, and the folders of those, relative to this one.
     dtypes, roots
         The totals for each dtype, and for the tensors below each top-level key.
     """
@@ -61,6 +63,8 @@ class Summary:
     num_files: int
     file_bytes: int
     num_ranks: int
+    bytes_referred: int
+    checkpoints: tuple[str, ...]
     dtypes: dict[str, Portion]
     roots: dict[str, Portion]
 
@@ -98,9 +102,18 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         num_files=len(catalog.files),
         file_bytes=sum(file.size for file in catalog.files),
         num_ranks=len({file.rank for file in catalog.files}),
+        bytes_referred=int(bytes_by_file(catalog)[[bool(file.checkpoint) for file in catalog.files]].sum()),
+        checkpoints=tuple(sorted({file.checkpoint for file in catalog.files if file.checkpoint})),
         dtypes={CODES[code]: share(is_tensor & (table.dtype == code)) for code in codes},
         roots={name: share(is_tensor & (root == i)) for i, name in enumerate(root_names)},
     )
+
+
+def bytes_by_file(catalog: Catalog) -> I64:
+    """Count the bytes that the rows of a catalog have in each of its files, int64."""
+    rows, tensors = catalog.rows, catalog.tensors_table
+    each = np.repeat(item_bytes_of(tensors.dtype), np.diff(tensors.row_start))
+    return np.bincount(rows.file, weights=rows.count * each, minlength=len(catalog.files)).astype(np.int64)
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:

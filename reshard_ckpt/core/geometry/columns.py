@@ -31,6 +31,16 @@ class ColumnTable:
         return type(self)(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
+def columns_of(table: ColumnTable) -> list[I64]:
+    """Return the columns in order."""
+    return [getattr(table, column.name) for column in fields(table)]
+
+
+def concatenated(tables: Sequence[Table]) -> Table:
+    """Join the rows of at least one table, end to end."""
+    return type(tables[0])(*(np.concatenate(parts) for parts in zip(*map(columns_of, tables), strict=True)))
+
+
 def batches(sizes: I64, limit: int) -> Iterator[slice]:
     """Yield consecutive slices whose sizes add up to at most the limit; a slice has at least one entry, however large.
 

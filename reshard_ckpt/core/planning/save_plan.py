@@ -101,6 +101,28 @@ class SavePlan:
         """Return the slice of the write items of one rank."""
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
+    def cut(self, item: I64, start: I64, count: I64) -> SavePlan:
+        """Return the plan with these parts of its write items, in this order; ``start`` counts as `part_start` does.
+
+        The parts of each item must add up to the item.
+        """
+        assert np.array_equal(np.bincount(item, count, len(self.count)).astype(np.int64), self.count)
+        begin = self.start[item] + start - self.part_start[item]
+        boxes = as_boxes(self.offsets.take(item, axis=0), self.lengths.take(item, axis=0), begin, count)
+        offsets, lengths, begin, _ = boxes
+        return replace(
+            self,
+            tensor=self.tensor[item],
+            rank=self.rank[item],
+            local=self.local[item],
+            part_start=start,
+            part_count=count,
+            offsets=offsets,
+            lengths=lengths,
+            start=begin,
+            count=count,
+        )
+
     def bytes_by_rank(self) -> I64:
         """Return the number of bytes that each rank writes."""
         item_bytes = item_bytes_of(self.tables.dtype)[self.tensor]

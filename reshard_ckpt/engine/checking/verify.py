@@ -21,8 +21,8 @@ from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
 from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
+from ..common.files import FileContents, open_files
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.files import FileContents, open_files
 from ..loading.read import REQUEST_BYTES, num_threads
 
 

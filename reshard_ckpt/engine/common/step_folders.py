@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import posixpath
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ...core.catalog.model import Catalog
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
@@ -26,9 +25,6 @@ STEP_NAME = "step_{}"
 """The pattern of the names of step folders, unless a manager has another."""
 
 _PATTERN = re.compile(r"(?!\.)([\w.-]*)\{(:0[1-9]\d?d)?\}([\w.-]*)")
-REMOVED_KEY = "removed"
-"""The note in a step's folder that its catalog was removed, with the time, and that its files are still there."""
-
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
@@ -81,9 +77,8 @@ class StepNames:
 
     def committed(self, root: Storage, step: int) -> list[str]:
         """List the folders in which a step is committed, the one that counts first."""
-        names = list(dict.fromkeys(pattern.format(step) for pattern in self.patterns))
-        sizes = root.stat([f"{name}/{CATALOG_KEY}" for name in names])
-        return [name for name, size in zip(names, sizes, strict=True) if size is not None]
+        names = dict.fromkeys(pattern.format(step) for pattern in self.patterns)
+        return [name for name in names if root.size(f"{name}/{CATALOG_KEY}") is not None]
 
 
 def _parsed_names(patterns: Any) -> StepNames:
@@ -114,8 +109,7 @@ def find_steps(root: Storage, names: StepNames | None = None) -> tuple[dict[int,
     found = [(step, folder) for folder in root.folders() if (step := names.step_of(folder)) is not None]
     if len(names.patterns) > 1:  # of two folders of a step, the one whose pattern comes first comes last here, and wins
         found.sort(key=lambda pair: -next(i for i, pattern in enumerate(names.patterns) if pattern.format(pair[0]) == pair[1]))
-    sizes = root.stat([f"{folder}/{CATALOG_KEY}" for _, folder in found])
-    committed = {step: folder for (step, folder), size in zip(found, sizes, strict=True) if size is not None}
+    committed = {step: folder for step, folder in found if root.size(f"{folder}/{CATALOG_KEY}") is not None}
     begun = {step: folder for step, folder in found if step not in committed}
     return dict(sorted(committed.items())), dict(sorted(begun.items()))
 
@@ -175,15 +169,13 @@ def reading(storage: Storage) -> Iterator[None]:
         yield
 
 
-def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False) -> bool:
+def remove_step(root: Storage, folder: str, referred: frozenset[str]) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
     ----------
     referred
         Keys of files, from the root, that other committed catalogs refer to: these stay.
-    keep_files
-        Remove only the catalog, and note the time: in a store without locks somebody may be reading the files.
     """
     key = f"{folder}/{CATALOG_KEY}"
     try:
@@ -194,30 +186,12 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_fi
         lock = nullcontext()  # type: ignore[assignment]
     if lock is None:
         return False
-    if keep_files:  # before the catalog goes, so that no moment has files without a catalog and without the note
-        root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode())
     with lock:
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
         root.sync([key])
-    if not keep_files:
-        remove_files(root, folder, referred)
+    remove_files(root, folder, referred)
     return True
-
-
-def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[list[str], list[str]]:
-    """Return the folders whose catalog was removed by `remove_step(keep_files=True)`: within the last seconds, and before."""
-    young: list[str] = []
-    old: list[str] = []
-    listed = list(folders)
-    for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], 1 << 10), strict=True):
-        if note is not None:
-            try:
-                age = time.time() - float(note.data)
-            except ValueError:  # damaged
-                age = 0.0
-            (young if age < seconds else old).append(folder)
-    return young, old
 
 
 def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
@@ -228,38 +202,63 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
 
 def _is_ours(key: str) -> bool:
     _, *parts = key.split("/")
-    return (
-        bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else parts[0] == REMOVED_KEY or bool(_TEMPORARY.fullmatch(parts[0]))
-    )
+    return bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else bool(_TEMPORARY.fullmatch(parts[0]))
 
 
 def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:
-    """Yield the keys, from the root, of the files of other checkpoints that the catalog of a step refers to."""
+    """Yield the keys, from the root, of the files of other checkpoints that the catalog in a folder of the root refers to."""
     for file in catalog.files:
         if file.checkpoint:
             yield from (posixpath.normpath(f"{folder}/{key}") for key in (file.key, file.digests_key))
 
 
-def referred_by_others(storage: Storage) -> dict[str, str]:
-    """Map the keys of this checkpoint's files that another step of its run refers to, to the name of that step.
+def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
+    """Map the keys, from the root, of files that the catalogs in folders of the root refer to, to the name of one such folder.
 
-    Whoever replaces or deletes a checkpoint asks this beforehand: these files must stay. It reads the catalogs of all steps.
+    Folders that this user may not read are passed over.
+
+    Parameters
+    ----------
+    but
+        Whether a folder, by its name, is left out.
+    pass_damaged
+        Whether a folder whose catalog is damaged is passed over too.
 
     Raises
     ------
     CorruptError
-        The catalog of another step is damaged, so the files that it refers to are unknown.
+        A catalog is damaged, so the files that it refers to are unknown.
+    """
+    found: dict[str, str] = {}
+    for folder in root.folders():
+        try:
+            if not but(folder):
+                found.update(dict.fromkeys(referred_keys(folder, _catalog(root, folder)), folder))
+        except CorruptError:
+            if not pass_damaged:
+                raise
+        except StorageError as error:
+            if not isinstance(error, MissingKey) and not isinstance(error.__cause__, PermissionError):
+                raise
+    return found
+
+
+def referred_by_others(storage: Storage) -> dict[str, str]:
+    """Map the keys of this checkpoint's files that a checkpoint beside it refers to, to the name of that one's folder.
+
+    Whoever replaces or deletes a checkpoint asks this beforehand: these files must stay. It reads all catalogs beside it.
+
+    Raises
+    ------
+    CorruptError
+        The catalog of another checkpoint is damaged, so the files that it refers to are unknown.
     """
     above, _, name = storage.url.rpartition("/")
-    if above.endswith(":/"):  # memory://step_1 has nothing above it
+    if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
         return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
-        names = names_at(root)
-        if names.step_of(name) is None:
-            return {}
-        others = [folder for folder in find_steps(root, names)[0].values() if folder != name]
-        keys = [(key, other) for other in others for key in referred_keys(other, _catalog(root, other))]
-    return {key.removeprefix(f"{name}/"): other for key, other in keys if key.startswith(f"{name}/")}
+        keys = referred_by_folders(root, lambda folder: folder == name)
+    return {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
 
 
 @contextmanager

@@ -37,9 +37,9 @@ from ...format.files import CATALOG_KEY, SAVE_ID
 from ...storage import open_storage
 from ...storage.protocol import MissingKey, Storage
 from ..common.copy_streams import has_streams
+from ..common.files import open_files
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run, find_steps, name_steps
-from .files import open_files
 from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, TiedTarget, conflicts, find_ties
 

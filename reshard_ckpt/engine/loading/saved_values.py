@@ -15,8 +15,8 @@ from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import piece_columns
 from ...format.values import decode_value
 from ...storage.protocol import Storage
+from ..common.files import open_files
 from ..common.tensor_bytes import byte_blob
-from .files import open_files
 from .load import check_whole
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 

@@ -31,8 +31,8 @@ from ...core.planning.match import fault_text, faults_of
 from ...errors import CorruptError
 from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
+from ..common.files import FileDigests
 from ..common.progress import Tally, silent
-from .files import FileDigests
 from .read import JOIN_WINDOWS, Damage, Reader, ReadTarget, ReadTask, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
 

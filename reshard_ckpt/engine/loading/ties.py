@@ -23,8 +23,8 @@ from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
 from ...core.planning.same_memory import Shared, find_shared
 from ...storage.protocol import Storage
+from ..common.files import FileDigests
 from ..common.tensor_bytes import region
-from .files import FileDigests
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20

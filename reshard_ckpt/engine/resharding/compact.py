@@ -34,8 +34,8 @@ from ...format.files import (
 )
 from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, Storage, conflict, read_parts, write_file
+from ..common.files import open_files
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.files import open_files
 from ..loading.read import REQUEST_BYTES, num_threads
 from ..saving.commit import clean_up, look
 

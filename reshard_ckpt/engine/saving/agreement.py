@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import ValueEntry
+from ...core.catalog.model import FileEntry, ValueEntry
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...errors import UsageError
 from ...format.checksums import digest128
@@ -118,6 +118,7 @@ def agree(
     splits: bool = True,
     metadata: Any = None,
     before: PreviousCheckpoint | None = None,
+    base_files: Sequence[FileEntry | None] | None = None,
     accept: Callable[[SavePlan], None] = lambda plan: None,
     checked: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values,
 ) -> tuple[Assignment, SaveContents | None]:
@@ -129,7 +130,7 @@ def agree(
         As for `plan_save`; the same on all ranks.
     metadata
         The user's ``metadata=``; the same on all ranks.
-    before
+    before, base_files
         As in `SaveContents`; from rank 0.
     accept
         Called with the plan on rank 0, before any rank gets its assignment. An error that it raises is raised on all ranks.
@@ -178,7 +179,9 @@ def agree(
         return assignment, None
     # Decoded: the caller may change the object that it passed before the commit.
     saved = decode_value(encoded, name="metadata")
-    return assignment, SaveContents(leader.plan, checked(leader.values), answer.save_id, saved, before=before)
+    return assignment, SaveContents(
+        leader.plan, checked(leader.values), answer.save_id, saved, before=before, base_files=base_files
+    )
 
 
 class Leader:

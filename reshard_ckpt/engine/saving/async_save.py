@@ -22,8 +22,8 @@ from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
 from .commit import write_and_commit
 from .handle import RunningSave, SaveHandle
-from .options import SaveJob
-from .staged_copy import StagedCopy, take_ring
+from .options import SaveJob, Written
+from .staged_copy import StagedCopy, take_ring, without_unchanged
 from .step_guard import ChangeDetector, GuardedState, StepGuard
 from .write import FileLayout, lay_out
 
@@ -34,7 +34,7 @@ class SaveTarget(Protocol):
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return host memory to stage in, 1-D uint8."""
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
+    def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
         """Take the images from the ring, front to back, and commit; return what `write_and_commit` does. Called in the saving
         thread."""
 
@@ -48,8 +48,9 @@ class StoreTarget:
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
 
-    def finish(self, job: SaveJob, copy: StagedCopy) -> tuple[int, int | None]:
-        return write_and_commit(job, nullcontext(copy.chunks))
+    def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
+        is_whole = job.base is not None and job.unchanged is None
+        return write_and_commit(job, copy.changed(job) if is_whole else nullcontext(copy.chunks))
 
     def give_back(self, ring: torch.Tensor) -> None:
         POOL.give_back(ring)
@@ -122,7 +123,7 @@ class SaveThread:
                     self._staging.fail(error)
                     raise
             # Only after the session has ended: there every rank learns whether rank 0 has published.
-            outcome = self._job.report(*written)
+            outcome = self._job.report(written)
         except BaseException as error:
             outcome, path, reason = error, self._save.path, str(error)
             if not isinstance(error, CheckpointError):
@@ -161,6 +162,9 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
         Destination of the images; the store by default.
     """
     recorder = job.recorder
+    if job.base is not None and job.options.host_buffer_bytes is not None:
+        # A ring that streams is drained once, so the bytes to write must be found beforehand.
+        job = without_unchanged(job)
     layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
     target = target or StoreTarget()
     ring = target.take_ring(job, layouts)

@@ -22,6 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
+from ...core.geometry.columns import concatenated
+from ...core.geometry.runs import I64
 from ...core.planning.save_plan import SavePlan, build_catalog
 from ...core.words import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
@@ -33,7 +35,7 @@ from ..common.progress import size_text
 from ..common.recorder import Recorder, merged
 from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from .options import PreviousCheckpoint, SaveContents, SaveJob
+from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import compare_replicas
 from .write import Chunks, keys_of, remove, write_files
 
@@ -69,7 +71,7 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     )
 
 
-def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> tuple[int, int | None]:
+def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Written:
     """Write this rank's files and commit. After an error before the commit, the files of this save are deleted.
 
     An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
@@ -79,11 +81,6 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> tu
     ----------
     source
         Opens the bytes to write.
-
-    Returns
-    -------
-    tuple
-        The bytes that this rank wrote; and on rank 0 the size of all files of the checkpoint, None on other ranks.
     """
     comm, storage = job.comm, job.storage
 
@@ -97,7 +94,7 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> tu
     try:
         with source as chunks:
             receipt = write_files(storage, chunks, job.recorder, sha256=job.options.sha256)
-        return receipt.num_bytes, commit(job, receipt)
+        return Written(receipt.num_bytes, commit(job, receipt), chunks.unchanged.num_bytes if chunks.unchanged else 0)
     except BaseException:
         if comm.rank == 0 and _is_uncommitted(storage, job.save_id):
             remove_mine()
@@ -112,7 +109,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     Returns
     -------
     int or None
-        On rank 0, the size of all files of the checkpoint in bytes; None on other ranks.
+        On rank 0, the size in bytes of all files that the save wrote; None on other ranks.
     """
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
     began = recorder.now()
@@ -143,7 +140,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
             write_file(storage, timeline_key(job.save_id), timeline)
         except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
-    size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
+    size, seconds = sum(receipt.num_bytes for receipt in receipts), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
     return size
 
@@ -256,20 +253,50 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
     """Build the catalog of a save from its contents and the receipts of all ranks, by rank; files are listed in that order."""
     # first[rank]: index in the catalog of the first file of a rank; receipts number the files of each rank from 0
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
+    files = [
+        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
+        for rank, receipt in enumerate(receipts)
+        for file in receipt.files
+    ]
+    if contents.base_files is not None:
+        plan, file, offset, referred = _with_parts(contents, receipts, first)
+        files += referred
+    else:
+        plan = contents.plan
+        file = np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)])
+        offset = np.concatenate([receipt.offset for receipt in receipts])
     return build_catalog(
-        contents.plan,
-        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
-        np.concatenate([receipt.offset for receipt in receipts]),
-        files=[
-            FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
-            for rank, receipt in enumerate(receipts)
-            for file in receipt.files
-        ],
+        plan,
+        file,
+        offset,
+        files=files,
         values=contents.values,
         save_id=contents.save_id,
         created_s=time.time() if contents.created_s is None else contents.created_s,
         metadata=contents.metadata,
     )
+
+
+def _with_parts(
+    contents: SaveContents, receipts: Sequence[Receipt], first: I64
+) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
+    """Return the plan, cut into the parts of an incremental save, where each part lies, and the files of the base that are used.
+
+    ``first[rank]`` is the index in the catalog of the first file of a rank; the files of the base follow those of all ranks.
+    """
+    tables = []
+    for rank, receipt in enumerate(receipts):
+        assert receipt.parts is not None  # all ranks open the base
+        parts, num_files = receipt.parts, len(receipt.files)
+        file = np.where(parts.file < num_files, parts.file + first[rank], parts.file - num_files + first[-1])
+        tables.append(replace(parts, item=parts.item + contents.plan.items_of(rank).start, file=file))
+    parts = concatenated(tables)
+    plan = contents.plan.cut(parts.item, parts.start, parts.count)
+    used = np.unique(parts.file[parts.file >= first[-1]])
+    file = np.where(parts.file < first[-1], parts.file, np.searchsorted(used, parts.file) + first[-1])
+    base_files = contents.base_files or ()
+    referred = [entry for index in (used - first[-1]).tolist() if (entry := base_files[index]) is not None]
+    return plan, file, parts.offset, referred
 
 
 def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> None:

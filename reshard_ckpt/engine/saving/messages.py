@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
-from ...core.geometry.columns import lex_order
+from ...core.geometry.columns import ColumnTable, columns_of, lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns, number_rows
 from ...core.planning.save_plan import SavePlan
@@ -62,11 +62,30 @@ class RunColumns:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Work of one rank in a save: write the runs `items` in this order, and fingerprint the runs `checks`."""
+    """Work of one rank in a save: write the runs `items` in this order, and fingerprint the runs `checks`.
+
+    With `aligned`, the data of each file begin at a block, so that a later save finds each block of a run by itself.
+    """
 
     save_id: str
     items: RunColumns
     checks: RunColumns
+    aligned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRuns(ColumnTable):
+    """Parts of write items, and where they lie: ``count`` elements of the box of `item`, from `start` on, at a byte of a file."""
+
+    item: I64
+    start: I64
+    count: I64
+    file: I64
+    offset: I64
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """Iterate over the rows as plain numbers."""
+        return zip(*(column.tolist() for column in columns_of(self)), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +118,7 @@ class Receipt:
     """Result of one rank's part of a save: its files, and the fingerprints of its checks.
 
     ``file[i]`` and ``offset[i]`` are the index of the file that holds write item i, and the byte at which the item begins there.
+    An incremental save has `parts` in their place, which refer to files of its base by the index there plus ``len(files)``.
     """
 
     files: tuple[WrittenFile, ...]
@@ -107,6 +127,7 @@ class Receipt:
     fingerprints: NDArray[np.uint64]
     record: bytes = b""
     """Durations of this rank's steps, as `Recorder.sealed` encodes them; empty if no timeline is kept."""
+    parts: StoredRuns | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -262,12 +283,15 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
     item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
     columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
     checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
-    return Assignment(save_id, *(RunColumns(*_wide(part.reshape(-1, 3)).T) for part in (columns, checks)))
+    items, checked = (RunColumns(*_wide(part.reshape(-1, 3)).T) for part in (columns, checks))
+    return Assignment(save_id, items, checked)
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """Encode a receipt."""
-    columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
+    columns: dict[str, Any] = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
+    if receipt.parts is not None:
+        columns["parts"] = columns_of(receipt.parts)
     return _pack({"files": [astuple(file) for file in receipt.files], "record": receipt.record, **columns})
 
 
@@ -275,4 +299,5 @@ def decode_receipt(data: bytes) -> Receipt:
     """Decode a receipt, as `encode_receipt` encoded it."""
     m = _unpack(data)
     files = tuple(WrittenFile(*file) for file in m["files"])
-    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"])
+    parts = StoredRuns(*map(_wide, m["parts"])) if "parts" in m else None
+    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"], parts)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import ValueEntry
+from ...core.catalog.model import FileEntry, ValueEntry
 from ...core.planning.match import check_patterns
 from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
@@ -23,6 +24,7 @@ from ..common.progress import OnProgress
 from ..common.recorder import Recorder
 from .local_shards import LocalShards
 from .messages import Assignment
+from .unchanged import Base, Unchanged
 
 Hold = str | Optimizer | Sequence[Optimizer]
 """The ``hold=`` of a lazy save: ``"optimizers"`` (those in the state), ``"caller"``, or more optimizers to hold back as well."""
@@ -45,6 +47,8 @@ class SaveOptions:
     hold: Hold = "optimizers"
     replicas: str = "verify"
     exclude: Sequence[str] = ()
+    base: str | os.PathLike[str] | None = None
+    verify_base: bool = False
     compare_first: bool = False
     """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -57,6 +61,11 @@ class SaveOptions:
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
         _check_choice("replicas", self.replicas, ("verify", "sample"))
         check_patterns("exclude", self.exclude)
+        if self.base is not None and self.sha256:
+            raise UsageError(
+                "sha256=True hashes the files that a save writes, and with base= the checkpoint needs others too: leave it out, "
+                "and call checkpoint.write_manifest(path) after the save"
+            )
         check_count("host_buffer_bytes", self.host_buffer_bytes, 1, or_none=True)
         if isinstance(self.hold, str):
             _check_choice("hold", self.hold, ("optimizers", "caller"))
@@ -123,6 +132,8 @@ class SaveContents:
         Time of the save in seconds since 1970; None for the time of the commit.
     before
         Contents of the path before any rank could make a file of this save; None to publish over any catalog.
+    base_files
+        The files of the base of an incremental save, as `Base.files`; None for a full save.
     """
 
     plan: SavePlan
@@ -131,6 +142,25 @@ class SaveContents:
     metadata: Any = None
     created_s: float | None = None
     before: PreviousCheckpoint | None = None
+    base_files: Sequence[FileEntry | None] | None = None
+
+
+class Written(NamedTuple):
+    """Figures of a save on this rank.
+
+    Attributes
+    ----------
+    num_bytes
+        Bytes that this rank wrote.
+    total_bytes
+        Size of all files that the save wrote, on rank 0; None on other ranks.
+    bytes_referred
+        Bytes of this rank's items that lie in files of the base.
+    """
+
+    num_bytes: int
+    total_bytes: int | None
+    bytes_referred: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +175,10 @@ class SaveJob:
         None on all ranks but rank 0.
     fingerprints
         Fingerprints of the checks in `assignment`, if they have been taken already.
+    base
+        The checkpoint that an incremental save refers to; None for a full save.
+    unchanged
+        The parts of the agreed items that the base has, once they are found; `assignment` then has the other parts.
     """
 
     path: str
@@ -156,6 +190,8 @@ class SaveJob:
     assignment: Assignment
     contents: SaveContents | None
     fingerprints: NDArray[np.uint64] | None = None
+    base: Base | None = None
+    unchanged: Unchanged | None = None
 
     @property
     def save_id(self) -> str:
@@ -166,15 +202,8 @@ class SaveJob:
         """The `shift` of `replicas.looked_at`; None if replicas are compared whole."""
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
-    def report(self, num_bytes: int, total_bytes: int | None) -> SaveReport:
-        """Return the report of a save that ends now, and whose caller has waited for all of it.
-
-        Parameters
-        ----------
-        num_bytes
-            Bytes that this rank wrote.
-        total_bytes
-            Size of all files, on rank 0; None on other ranks.
-        """
+    def report(self, written: Written) -> SaveReport:
+        """Return the report of a save that ends now, and whose caller has waited for all of it."""
         seconds = self.recorder.now() - self.recorder.began
-        return SaveReport(self.path, self.save_id, num_bytes, total_bytes, seconds, seconds)
+        num_bytes, total_bytes, referred = written
+        return SaveReport(self.path, self.save_id, num_bytes, total_bytes, seconds, seconds, bytes_referred=referred)

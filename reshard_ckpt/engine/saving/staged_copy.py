@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from ...errors import UsageError
 from ..common.copy_streams import has_streams, on_device
 from ..common.host_memory import POOL
 from .local_shards import LocalShards
+from .messages import RunColumns
 from .options import SaveJob
 from .replicas import Fingerprints, all_fingerprints
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
-from .write import Chunks, FileLayout, chunks_in_place, lay_out
+from .unchanged import find_unchanged
+from .write import WRITE_BYTES, Chunks, FileLayout, chunks_in_place, lay_out
 
 RING_BYTES = 64 << 20
 """Size of the ring of a synchronous save: one part is being copied into, one part is being written, and one part is free."""
@@ -36,7 +39,7 @@ class StagedCopy:
         self.staging = Staging(local_shards, assignment, layouts, ring)
         runs = local_shards.runs(assignment.checks)
         self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints, shift=job.shift)
-        self.chunks = Chunks(layouts, self.staging.drain, self.fingerprints.taken, self.staging.wait_finished)
+        self.chunks = Chunks(layouts, self.staging.drain, self.fingerprints.taken, self.staging.wait_finished, job.unchanged)
         self._look: SecondLook | None = None
 
     def fill(
@@ -94,6 +97,16 @@ class StagedCopy:
             return error
         return None
 
+    @contextmanager
+    def changed(self, job: SaveJob) -> Iterator[Chunks]:
+        """Wait until all is copied, and return the chunks that the base of the job lacks. The ring holds all images."""
+        self.staging.wait_finished()
+        local_shards, items = self.staging.copied_items(job.local_shards)
+        copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
+        rest = without_unchanged(copied)
+        known = self.fingerprints.taken
+        yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, known, unchanged=rest.unchanged)
+
     def close(self) -> None:
         """Wait until no device writes here any more."""
         self.staging.close()
@@ -149,11 +162,13 @@ def chunks_of(job: SaveJob) -> Iterator[Chunks]:
         No thread can be started to copy from the device in.
     """
     rank, known = job.comm.rank, job.fingerprints
+    if job.base is not None:
+        job = without_unchanged(job)
     if device_to_pin_for(job.local_shards) is None:
         if known is None:
             with job.recorder.step("compare"):
                 known = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
-        yield chunks_in_place(job.local_shards, job.assignment, rank, known)
+        yield chunks_in_place(job.local_shards, job.assignment, rank, known, unchanged=job.unchanged)
         return
     layouts = lay_out(job.local_shards, job.assignment, rank)
     copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
@@ -171,6 +186,21 @@ def chunks_of(job: SaveJob) -> Iterator[Chunks]:
         thread.join()
         copy.close()
         POOL.give_back(copy.ring)
+
+
+def without_unchanged(job: SaveJob) -> SaveJob:
+    """Find the bytes that the base of the job has, and return the job that writes the others."""
+    assert job.base is not None
+    items, device = job.assignment.items, device_to_pin_for(job.local_shards)
+    with job.recorder.step("compare"), on_device(device):
+        scratch = POOL.take(WRITE_BYTES if device is None else RING_BYTES, pinned=device is not None)
+        try:
+            unchanged = find_unchanged(job.base, job.local_shards, items, scratch)
+        finally:
+            POOL.give_back(scratch)
+    parts = unchanged.written
+    rest = RunColumns(items.local[parts.local], parts.start, parts.count)
+    return replace(job, assignment=replace(job.assignment, items=rest, aligned=True), unchanged=unchanged)
 
 
 def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:

@@ -21,15 +21,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from ...core.catalog.specs import box_piece
+from ...core.catalog.specs import box_piece, row_major_strides
 from ..common.copy_streams import PACK_BYTES, SMALL_BYTES, CopyStreams, DeviceStreams, Mark, Scratch
 from ..common.tensor_bytes import LocalPiece, LocalRun, copy_run, is_in_order
 from .local_shards import LocalShards
-from .messages import Assignment
+from .messages import Assignment, RunColumns
 from .write import WRITE_BYTES, FileLayout, member_offsets
 
 STEP_BYTES = 4 << 20
@@ -79,7 +80,7 @@ class Staging:
         self, local_shards: LocalShards, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor
     ) -> None:
         self._layouts, self._ring = layouts, ring
-        self._items = local_shards.runs(assignment.items)
+        self._columns, self._items = assignment.items, local_shards.runs(assignment.items)
         self._capacity = ring.numel() // STEP_BYTES * STEP_BYTES
         self._changed = threading.Condition()
         self._filled = 0
@@ -153,6 +154,17 @@ class Staging:
         items = [(run, at) for run, at in zip(self._items, self._item_at, strict=True) if chosen(run.local.tensor)]
         whole = LocalPiece(self._ring, box_piece((0,), (self._ring.numel(),), 0, (1,)))
         return [run for run, _ in items], [LocalRun(whole, at, run.num_bytes) for run, at in items]
+
+    def copied_items(self, local_shards: LocalShards) -> tuple[LocalShards, RunColumns]:
+        """Return the items as rows of their own, whose memory is their copy in a ring that holds all images."""
+        rows = []
+        for (row, _, _), run, at in zip(self._columns, self._items, self._item_at, strict=True):
+            memory = self._ring[at : at + run.num_bytes].view(run.local.tensor.dtype)
+            piece = run.local.piece
+            copied = replace(piece, base=-run.start, strides=row_major_strides(piece.lengths))
+            rows.append((local_shards.rows[row][0], LocalPiece(memory, copied)))
+        items = RunColumns(np.arange(len(rows)), self._columns.start, self._columns.count)
+        return replace(local_shards, rows=rows), items
 
     def settle(self) -> None:
         """Wait until all queued copies are in the ring."""

@@ -21,18 +21,20 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
+from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
 from ...errors import StorageError, UsageError
-from ...format.checksums import BlockHasher, digest128
+from ...format.checksums import BLOCK_BYTES, BlockHasher, digest128
 from ...format.files import digests_key, file_key
-from ...format.shard_file import Member, header, header_cost, make_member
+from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
 from ...storage.protocol import Storage, write_file
 from ..common.progress import Tally
 from ..common.recorder import Recorder
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
 from .local_shards import LocalShards, Memo
-from .messages import Assignment, Receipt, WrittenFile
+from .messages import Assignment, Receipt, StoredRuns, WrittenFile
+from .unchanged import Unchanged
 
 WRITE_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be still in the processor's cache when they are written."""
@@ -69,10 +71,12 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header
         local_shards.local_metadata.tensors.kind.tobytes(),
         [column.tobytes() for column in (items.local, items.start, items.count)],
         header_bytes,
+        assignment.aligned,
     )
+    alignment = BLOCK_BYTES if assignment.aligned else ALIGNMENT
 
     def divide() -> list[FileLayout]:
-        return lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes)
+        return lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes, alignment)
 
     files = _FILES.get(key, divide)
     return [replace(file, key=file_key(assignment.save_id, rank, part)) for part, file in enumerate(files)]
@@ -82,25 +86,30 @@ _FILES: Memo[Any, list[FileLayout]] = Memo(2)
 """Cached layouts. Their keys have no save's id in them; `lay_out` replaces each by a real key."""
 
 
-def lay_out_members(members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
-    """Divide members, in their order, into files whose headers stay below `header_bytes`."""
+def lay_out_members(
+    members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES, alignment: int = ALIGNMENT
+) -> list[FileLayout]:
+    """Divide members, in their order, into files whose headers stay below `header_bytes`.
+
+    The data of each file begin at a multiple of `alignment`.
+    """
     files: list[FileLayout] = []
     begin = used = 0
     for i, member in enumerate(members):
         cost = header_cost(member)
         if used + cost > header_bytes and i > begin:
-            files.append(_file_layout(file_key(save_id, rank, len(files)), members, begin, i))
+            files.append(_file_layout(file_key(save_id, rank, len(files)), members, slice(begin, i), alignment))
             begin, used = i, 0
         used += cost
     if members:
         key = file_key(save_id, rank, len(files))
-        files.append(_file_layout(key, members, begin, len(members)))
+        files.append(_file_layout(key, members, slice(begin, len(members)), alignment))
     return files
 
 
-def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> FileLayout:
-    chosen = tuple(members[begin:end])
-    return FileLayout(key, slice(begin, end), chosen, header(chosen, HEADER_METADATA))
+def _file_layout(key: str, members: Sequence[Member], items: slice, alignment: int) -> FileLayout:
+    chosen = tuple(members[items])
+    return FileLayout(key, items, chosen, header(chosen, HEADER_METADATA, alignment))
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
@@ -126,12 +135,15 @@ class Chunks:
         Of the assignment's checks, for the receipt; complete after `wait`.
     wait
         Returns once all bytes have been made; raises the error of the thread that makes them.
+    unchanged
+        In an incremental save, the parts of the agreed items that the base has, and the parts that are written.
     """
 
     layouts: Sequence[FileLayout]
     of_file: Callable[[FileLayout], Iterator[memoryview]]
     fingerprints: NDArray[np.uint64]
     wait: Callable[[], None] = lambda: None
+    unchanged: Unchanged | None = None
 
 
 def chunks_in_place(
@@ -140,10 +152,12 @@ def chunks_in_place(
     rank: int,
     fingerprints: NDArray[np.uint64],
     header_bytes: int = HEADER_BYTES,
+    unchanged: Unchanged | None = None,
 ) -> Chunks:
     """Return the chunks of the runs that this rank was assigned, each copied from the tensor's own memory when it is written."""
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
-    return Chunks(layouts, partial(_file_chunks, local_shards.runs(assignment.items)), fingerprints)
+    of_file = partial(_file_chunks, local_shards.runs(assignment.items))
+    return Chunks(layouts, of_file, fingerprints, unchanged=unchanged)
 
 
 def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256: bool = False) -> Receipt:
@@ -178,7 +192,8 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
     except BaseException:
         remove(storage, (key for layout in chunks.layouts for key in (layout.key, digests_key(layout.key))))
         raise
-    return receipt_of(chunks.layouts, written, chunks.fingerprints)
+    receipt = receipt_of(chunks.layouts, written, chunks.fingerprints)
+    return receipt if chunks.unchanged is None else _with_parts(receipt, chunks.unchanged)
 
 
 def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fingerprints: NDArray[np.uint64]) -> Receipt:
@@ -189,6 +204,15 @@ def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fi
     for part, layout in enumerate(layouts):
         file[layout.items], offset[layout.items] = part, member_offsets(layout)
     return Receipt(tuple(written), file, offset, fingerprints)
+
+
+def _with_parts(receipt: Receipt, unchanged: Unchanged) -> Receipt:
+    """Return the receipt of an incremental save, from the receipt of the parts that were written."""
+    parts = unchanged.written
+    written = StoredRuns(parts.local, parts.start, parts.count, receipt.file, receipt.offset)
+    referred = replace(unchanged.stored, file=unchanged.stored.file + len(receipt.files))
+    none = np.zeros(0, np.int64)
+    return replace(receipt, file=none, offset=none, parts=concatenated([written, referred]))
 
 
 def remove(storage: Storage, keys: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import CODES, TensorSpec
-from reshard_ckpt.engine.loading import files
+from reshard_ckpt.engine.common import files
 from reshard_ckpt.engine.loading import stream as streams
 from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_turn, read_ahead, stream, whole_run
 from reshard_ckpt.errors import CorruptError

@@ -1,0 +1,297 @@
+"""Incremental saves: bytes that an earlier checkpoint, the *base*, already holds are referred to, and the rest is written.
+
+1. Each write item of this rank is matched with the rows of the base by its place in the global tensor (`plan_load`), whatever the
+   layout was then. A *span* is the part of a file of the base whose bytes one item holds in the same order.
+2. Spans that follow each other in a file form a *stretch*. Each block of the file that lies in a stretch is hashed from this
+   rank's memory. If the digest is the one of the base, these bytes are *unchanged*.
+3. The catalog refers to unchanged bytes where they lie: in the file that holds them, never through the catalog of the base. So a
+   chain of incremental saves is read as fast as a full one.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog, FileEntry, TensorKind
+from ...core.catalog.specs import TensorSpec
+from ...core.catalog.summary import bytes_by_file
+from ...core.geometry.columns import ColumnTable, columns_of, concatenated, is_new, lex_order
+from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
+from ...core.planning.load_plan import plan_load
+from ...core.planning.local_metadata import PieceColumns, width_of
+from ...errors import CorruptError, StorageError, UsageError
+from ...format.checksums import BLOCK_BYTES, BlockHasher, Digests, num_blocks
+from ...storage.protocol import Storage
+from ..common.files import open_files
+from ..common.tensor_bytes import LocalRun, chunks
+from .local_shards import LocalShards
+from .messages import RunColumns, StoredRuns
+
+MIN_LIVE = 0.25
+"""If the base needs less than this share of a file, the bytes are written anew, so that the file can be deleted."""
+
+_ONE_WINDOW = 1 << 62
+"""Window size for `plan_load` that no file reaches, so that no span is cut."""
+
+_HEADER = -1
+"""The item of a span that is the header of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The checkpoint that an incremental save may refer to.
+
+    Attributes
+    ----------
+    storage, catalog
+        The base, open for reading.
+    files
+        For each file of the catalog, its entry in the catalog of the new checkpoint; None if that may not refer to it.
+    verify
+        Compare bytes of the base with those of this rank, not their digests alone.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    files: Sequence[FileEntry | None]
+    verify: bool
+
+
+def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool) -> Base:
+    """Return the checkpoint in `storage` as the base of a save to `url`.
+
+    Raises
+    ------
+    UsageError
+        The two do not lie in one folder. Only there does deleting a checkpoint look for others that refer to it.
+    """
+    folder, _, name = url.rpartition("/")
+    base_folder, _, base_name = storage.url.rpartition("/")
+    if folder != base_folder or folder.endswith(":/"):
+        raise UsageError(
+            f"base={storage.url}: lies in another folder than {url}, so deleting it would not keep the files that the new "
+            "checkpoint refers to; save beside the base, or leave base= out"
+        )
+    files = [
+        None if live < MIN_LIVE * file.size else _entry_beside(file, base_name, name)
+        for file, live in zip(catalog.files, bytes_by_file(catalog).tolist(), strict=True)
+    ]
+    return Base(storage, catalog, files, verify)
+
+
+def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
+    """Return the entry of a file of the checkpoint `base` as the checkpoint `new` beside it refers to it.
+
+    None if the file lies outside the folder that holds both.
+    """
+    holder = posixpath.normpath(f"{base}/{file.checkpoint}")
+    if "/" in holder or holder.startswith("."):
+        return None
+    inside = [posixpath.normpath(f"{base}/{key}").removeprefix(f"{holder}/") for key in (file.key, file.digests_key)]
+    if holder == new:
+        return replace(file, key=inside[0], digests_key=inside[1], checkpoint="")
+    key, digests_key = (f"../{holder}/{one}" for one in inside)
+    return replace(file, key=key, digests_key=digests_key, checkpoint=f"../{holder}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans(ColumnTable):
+    """Bytes ``[begin, end)`` of files of the base: elements of `item` from `start` on, `each` bytes an element."""
+
+    file: I64
+    begin: I64
+    end: I64
+    item: I64
+    start: I64
+    each: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The write items of one rank, divided into parts that its base holds and parts that it writes.
+
+    Attributes
+    ----------
+    stored
+        The unchanged parts; ``file`` is an index into the files of the base.
+    written
+        The other parts, whole blocks first; ``local`` is the number of the item, not of its row.
+    num_bytes
+        Bytes of the unchanged parts.
+    """
+
+    stored: StoredRuns
+    written: RunColumns
+    num_bytes: int
+
+
+def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scratch: torch.Tensor) -> Unchanged:
+    """Find the parts of this rank's write items that the base holds; `scratch`, 1-D uint8, is for copies from a device."""
+    runs = local_shards.runs(items)
+    spans = _spans(base, local_shards, items)
+    found = []
+    for file in np.unique(spans.file).tolist():
+        digests = _digests(base, file)
+        if digests is not None:
+            found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, scratch))
+    each = np.array([run.local.tensor.element_size() for run in runs], np.int64)
+    stored = _joined(found)
+    if base.verify:
+        stored = stored.take(np.array([_is_equal(base, runs, row, scratch) for row in stored.rows()], bool))
+    stored = _merged(stored, each)
+    return Unchanged(stored, _rest(items, stored, each), int((stored.count * each[stored.item]).sum()))
+
+
+def _spans(base: Base, local_shards: LocalShards, items: RunColumns) -> _Spans:
+    """Match the items with the rows of the base; in order of file and byte."""
+    catalog = base.catalog
+    kinds = local_shards.local_metadata.tensors.kind.tolist()
+    source = np.array([_counterpart(catalog, spec, kind) for spec, kind in zip(local_shards.specs, kinds, strict=True)], np.int64)
+    # of[i]: the tensor of item i in the base, or −1. item: the items that have one; each is a wanted piece, in memory of its own.
+    of = source[[local_shards.rows[row][0] for row in items.local.tolist()]] if len(items.local) else items.local
+    item = np.flatnonzero((of >= 0) & (items.count > 0))
+    pieces = [local_shards.rows[row][1].piece for row in items.local[item].tolist()]
+    width = width_of(local_shards.specs)
+    lengths = pad_rows([piece.lengths for piece in pieces], width, 1)
+    offsets = pad_rows([piece.offsets for piece in pieces], width, 0)
+    start = items.start[item]
+    wanted = PieceColumns(np.arange(len(item)), offsets, lengths, start, items.count[item], -start, strides_of(lengths))
+    plan = plan_load(catalog, of[item], wanted, _ONE_WINDOW)
+    # The overlaps that are in order, without gaps, both in the file and in the item.
+    each, steps, long = plan.item_bytes, strides_of(plan.lengths), plan.lengths > 1
+    in_file = ((plan.src_strides == steps * each[:, None]) | ~long).all(axis=1)
+    in_item = ((plan.dst_strides == steps) | ~long).all(axis=1)
+    usable = np.array([file is not None for file in base.files], bool)[plan.file] & (plan.src % each == 0)
+    keep = np.flatnonzero(in_file & in_item & usable)
+    file, begin, each = plan.file[keep], plan.src[keep], each[keep]
+    own = item[plan.dest[keep]]
+    spans = _Spans(file, begin, begin + volumes(plan.lengths[keep]) * each, own, items.start[own] + plan.dst[keep], each)
+    # The bytes before the first row of a file are its header: with them, its first block can be hashed too.
+    data_begin = np.full(len(catalog.files), np.iinfo(np.int64).max)
+    np.minimum.at(data_begin, catalog.rows.file, catalog.rows.offset)
+    used = np.unique(file)
+    none = np.zeros_like(used)
+    headers = _Spans(used, none, data_begin[used], none + _HEADER, none, none + 1)
+    both = concatenated([spans, headers])
+    both = both.take(lex_order(both.file, both.begin))
+    # Tensors that were aliases in the base, and are no more, have the same bytes there: only the first is compared.
+    alone = np.ones(len(both.begin), bool)
+    alone[1:] = (both.begin[1:] >= both.end[:-1]) | (both.file[1:] != both.file[:-1])
+    return both.take(alone)
+
+
+def _counterpart(catalog: Catalog, spec: TensorSpec, kind: int) -> int:
+    """Return the tensor of the catalog with the name, dtype and shape of a tensor to save; −1 if there is none."""
+    if kind != TensorKind.TENSOR or spec.name not in catalog:
+        return -1
+    index = catalog.index(spec.name)
+    if (catalog.dtype(index), catalog.shape(index)) != (spec.dtype, tuple(spec.shape)):
+        return -1
+    return catalog.source(index)
+
+
+def _digests(base: Base, file: int) -> Digests | None:
+    """Return the digests of a file of the base; None, with a warning, if the file is missing or damaged."""
+    try:
+        return open_files(base.storage, base.catalog, [file], [file])[file]
+    except (CorruptError, StorageError) as error:
+        warnings.warn(f"the save refers to no byte of a file of its base, and writes them anew: {error}", stacklevel=2)
+        return None
+
+
+def _unchanged_of(
+    base: Base, file: int, digests: Digests, spans: _Spans, runs: Sequence[LocalRun], scratch: torch.Tensor
+) -> StoredRuns:
+    """Hash each block of one file that lies in a stretch, and return the parts of items in blocks that are equal."""
+    size, block = base.catalog.files[file].size, digests.block_bytes
+    equal = np.zeros(len(digests.values) + 2, bool)  # equal[1 + i]: of block i; with a False at both ends
+    breaks = np.flatnonzero(spans.begin[1:] != spans.end[:-1]) + 1
+    for stretch in np.split(np.arange(len(spans.begin)), breaks):
+        begin, end = int(spans.begin[stretch[0]]), int(spans.end[stretch[-1]])
+        # first, last: the blocks that lie wholly in the stretch; the last block of a file may be short.
+        first, last = -(-begin // block), num_blocks(size, block) if end == size else end // block
+        if first >= last:
+            continue
+        hasher = BlockHasher(block)
+        low, high = first * block, min(last * block, size)
+        at = begin
+        for chunk in _bytes_of(base, file, spans.take(stretch), runs, scratch):
+            hasher.update(chunk[max(low - at, 0) : max(high - at, 0)])
+            at += len(chunk)
+        equal[1 + first : 1 + last] = np.array(hasher.close(), np.uint64) == digests.values[first:last]
+    # lows, highs: the byte ranges of consecutive equal blocks.
+    edges = np.flatnonzero(equal[1:] != equal[:-1])
+    lows, highs = edges[::2] * block, np.minimum(edges[1::2] * block, size)
+    # Range r meets the spans met[r] to until[r]; one row for each such pair from here on.
+    met, until = np.searchsorted(spans.end, lows, side="right"), np.searchsorted(spans.begin, highs, side="left")
+    owner, step = ranges(until - met)
+    spans = spans.take(met[owner] + step)
+    begins, ends = np.maximum(lows[owner], spans.begin), np.minimum(highs[owner], spans.end)
+    start = spans.start + (begins - spans.begin) // spans.each
+    unchanged = StoredRuns(spans.item, start, (ends - begins) // spans.each, spans.file, begins)
+    return unchanged.take(spans.item != _HEADER)
+
+
+def _bytes_of(base: Base, file: int, stretch: _Spans, runs: Sequence[LocalRun], scratch: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a stretch in order: the header from the base, all other bytes from this rank's memory."""
+    for begin, end, item, start, each in zip(*(column.tolist() for column in columns_of(stretch)[1:]), strict=True):
+        if item == _HEADER:
+            header = memoryview(bytearray(end))
+            base.storage.read_into(base.catalog.files[file].key, 0, [header])
+            yield header
+        else:
+            yield from chunks(runs[item].local, start, (end - begin) // each, scratch)
+
+
+def _is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: torch.Tensor) -> bool:
+    """Whether the bytes of an unchanged run are equal to the base's, which are read for that."""
+    item, start, count, file, offset = row
+    for chunk in chunks(runs[item].local, start, count, scratch):
+        held = memoryview(bytearray(len(chunk)))
+        try:
+            base.storage.read_into(base.catalog.files[file].key, offset, [held])
+        except (CorruptError, StorageError):
+            return False
+        if held != chunk:
+            return False
+        offset += len(chunk)
+    return True
+
+
+def _joined(found: Sequence[StoredRuns]) -> StoredRuns:
+    """Concatenate unchanged runs, in order of item and start."""
+    runs = concatenated([StoredRuns(*[np.zeros(0, np.int64)] * 5), *found])
+    return runs.take(lex_order(runs.item, runs.start))
+
+
+def _merged(runs: StoredRuns, each: I64) -> StoredRuns:
+    """Join sorted runs that go on both in their item and in one file; ``each[i]`` are the bytes of an element of item i."""
+    # ahead[i]: the byte at which the item's element 0 would lie, so that it is the same for runs that go on.
+    ahead = runs.offset - runs.start * each[runs.item]
+    first = is_new(runs.item, runs.file, ahead)
+    first[1:] |= runs.start[1:] != runs.start[:-1] + runs.count[:-1]
+    begin = np.flatnonzero(first)
+    count = np.add.reduceat(runs.count, begin) if len(begin) else runs.count
+    return replace(runs.take(begin), count=count)
+
+
+def _rest(items: RunColumns, stored: StoredRuns, each: I64) -> RunColumns:
+    """Return the parts of the items that are not stored; `local` is the number of the item. Runs of whole blocks come first."""
+    number = np.arange(len(items.local))
+    # Each item begins a gap at its start and behind each stored run, and ends one at each stored run and at its end. In order of
+    # item and place, the n-th beginning and the n-th end belong together.
+    item = np.concatenate([number, stored.item])
+    low = np.concatenate([items.start, stored.start + stored.count])
+    high = np.concatenate([items.start + items.count, stored.start])
+    by_low, by_high = lex_order(item, low), lex_order(item, high)
+    item, low, high = item[by_low], low[by_low], high[by_high]
+    keep = (low < high) | (items.count == 0)[item]
+    item, start, count = item[keep], low[keep], (high - low)[keep]
+    order = np.argsort(count * each[item] % BLOCK_BYTES != 0, kind="stable")
+    return RunColumns(item[order], start[order], count[order])
