@@ -129,8 +129,9 @@ class _Recovery:
                 job = self._begin(comm)
                 lost = self._lost(comm, job)
                 lost_values = [
-                    f"{name}: {name_ranks(ranks)} had no part in it, so they keep the values that they have"
+                    f"{name}: {name_ranks([rank])} keeps the value that it has, as its own is lost"
                     for name, ranks in job.lost_values.items()
+                    for rank in ranks
                 ]
                 if not lost:
                     return self._report(comm, step, job.first(comm), lost_values=lost_values)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.checkpoint import loading
+from reshard_ckpt.engine.resharding.live import Mover
+from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.distributed.cases import Case
+from tests.distributed.lives import KILLED, Life, run_lives
 from tests.distributed.net import STEP, Layout, blank
 from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_live import Held, held_by
@@ -170,3 +180,211 @@ def test_every_byte_comes_from_its_nearest_holder(tmp_path: Path):
         ("HSDP", "two replicas dead"),
         ("TP × DP", "two replicas dead"),
     }
+
+
+class Training:
+    """A model under HSDP, or wrapped by nothing and averaged by hand, that trains on batches which depend on the step alone."""
+
+    def __init__(self, axes: tuple[int, int] | None) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.axes = axes
+        if axes:
+            mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replica", "shard"))
+            for layer in (*self.model, self.model):
+                fully_shard(layer, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+
+    def train(self, until: int, die_at: int | None = None, life: Life | None = None) -> list[float]:
+        """Train up to a step, and return the losses of all ranks' batches."""
+        losses = []
+        while self.state["step"] < until:
+            step = self.state["step"]
+            if step == die_at and life is not None:
+                life.die()
+            batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(step)).tensor_split(dist.get_world_size())
+            loss = self.model(batch[dist.get_rank()]).square().mean()
+            loss.backward()
+            if not self.axes:
+                for parameter in self.model.parameters():
+                    dist.all_reduce(parameter.grad)
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state["step"] += 1
+            losses.append(float(total))
+        return losses
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All tensors, gathered on every rank."""
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            tensors |= {f"{name}.{key}": t for key, t in self.optimizer.state[parameter].items()}
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+def replaced_life(life: Life, group: int, axes: tuple[int, int] | None, die_at: int) -> Any:
+    """Group 0 trains undisturbed, then again with a kill; group 1, with a new process, goes on from the survivors' memory."""
+    rank = dist.get_rank()
+    if group == 0:
+        undisturbed = Training(axes).train(6)
+        training = life.kept["old"] = Training(axes)
+        life.kept["losses"] = undisturbed
+        training.train(6, die_at if rank == 2 else None, life)
+        return "not killed"
+    # Plain modules go on as they are; those of FSDP are on the mesh of the old group, so that new ones take their place.
+    old = life.kept.get("old")
+    training = old if old is not None and not axes else Training(axes)
+    training.optimizer.zero_grad()  # of the step in which the other rank was killed
+    alive = old is not None and (True if not axes else old.state)
+    with no_reads():
+        report = checkpoint.recover(training.state, alive=alive)
+    return life.kept.get("losses"), training.train(6), report
+
+
+@pytest.mark.parametrize("axes", [(2, 2), None], ids=["HSDP", "plain replicas"])
+def test_killed_rank_is_replaced_and_the_next_losses_are_those_of_an_undisturbed_run(axes: tuple[int, int] | None):
+    die_at = random.SystemRandom().randrange(1, 6)
+    first, second = run_lives(replaced_life, [[0, 1, 2, 3], [0, 1, 4, 3]], axes, die_at)
+    assert first[2] == KILLED
+    assert all(isinstance(answer, Outcome) for rank, answer in enumerate(first) if rank != 2), first
+    for rank, answer in enumerate(second):
+        losses, after, report = answer
+        assert (report.step, report.went_back) == (die_at, "")
+        assert (
+            report.bytes_from["rank"] > 0 == report.bytes_from["store"] + report.bytes_from["memory"] + report.bytes_from["peer"]
+        )
+        assert rank == 2 or after == losses[die_at:], (rank, die_at)
+
+
+def shrunk_life(life: Life, group: int) -> Any:
+    """Process 2 is killed in training, and process 1 in the recovery after it; three ranks go on, of another layout."""
+    rank, axes = dist.get_rank(), [(2, 2), (2, 2), (1, 3)][group]
+    if group == 0:
+        old = life.kept["old"] = Training(axes)
+        old.train(2)
+        life.kept["whole"] = old.whole()
+        old.train(3, 2 if rank == 2 else None, life)
+    old = life.kept.get("old")
+    new = Training(axes)
+    dies = mock.patch.object(Mover, "begin", lambda *_: life.die())  # noqa: PT008 if group == 1 and rank == 1 else nullcontext()
+    with dies, no_reads():
+        report = checkpoint.recover(new.state, alive=False if old is None else old.state)
+    whole = new.whole()
+    return report, same(whole, life.kept.get("whole", whole)), new.state["step"]
+
+
+def test_survivor_killed_in_the_recovery_is_left_out_and_fewer_ranks_recover_all():
+    first, second, third = run_lives(shrunk_life, [[0, 1, 2, 3], [0, 1, 4, 3], [0, 3, 4]])
+    assert (first[2], second[1]) == (KILLED, KILLED)
+    assert [answer.error for rank, answer in enumerate(second) if rank != 1] == ["PeerError"] * 3, second
+    for report, is_right, step in third:
+        assert is_right
+        assert (report.step, step, report.went_back, report.bytes_from["store"]) == (2, 2, "", 0)
+
+
+def disagreeing_job(folder: str) -> list[Any]:
+    """Survivors that cannot go on together: all ranks go back to the newest whole checkpoint."""
+    rank, answers = dist.get_rank(), []
+    with checkpoint.Manager(Path(folder, "run")) as manager:
+        training = Training(None)
+        training.train(2)
+        manager.save(2, training.state)
+        wanted = training.whole()
+        training.train(3)
+        # Rank 1 has counted a step that the others have not.
+        training.state["step"] += rank == 1
+        report = checkpoint.recover(training.state, alive=True, manager=manager)
+        answers.append((report, same(training.whole(), wanted), training.state["step"]))
+        # The state of rank 1 differs in a bit, at the same step.
+        training.train(3)
+        with torch.no_grad():
+            training.model[0].weight[0, 0] += rank == 1
+        report = checkpoint.recover(training.state, alive=True, manager=manager)
+        answers.append((report, same(training.whole(), wanted), training.state["step"]))
+        # Going back fails once tensors are overwritten: no state counts as alive, though each is said to be.
+        training.state["step"] += rank == 1
+        with mock.patch.object(loading, "fetch", failing_after(loading.fetch)):
+            answers.append(outcome(lambda: checkpoint.recover(training.state, alive=True, manager=manager)))
+        training.state["step"] = 3
+        report = checkpoint.recover(training.state, alive=True, manager=manager)
+        answers.append((report, same(training.whole(), wanted), training.state["step"]))
+    return answers
+
+
+def failing_after(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        fetch(*args, **kwargs)
+        raise StorageError("the device failed")
+
+    return fails
+
+
+def test_survivors_that_disagree_or_are_torn_go_back_to_the_newest_checkpoint(tmp_path: Path):
+    for stepped, differs, fails, torn in run_ranks(disagreeing_job, 3, str(tmp_path)):
+        for (report, is_right, step), why in (
+            (stepped, "the survivors are not at one step: step is 3 on rank 0, 4 on rank 1"),
+            (differs, "model.0.weight"),
+            (torn, "no rank's state is alive"),
+        ):
+            assert why in report.went_back
+            assert (is_right, step, report.step) == (True, 2, 2)
+            assert report.bytes_from["store"] == sum(report.bytes_from.values()) > 0
+        assert fails.error == "StorageError", fails
+
+
+def lost_job(folder: str) -> list[Any]:
+    """Two replicas of each other are lost: the memory of nodes has the step, then only the store has it, then nothing has it."""
+    rank, answers = dist.get_rank(), []
+    memory = checkpoint.Memory(copies=0, folder=folder + "/memory")
+    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+        old = Training((2, 2))
+        old.state["own"] = checkpoint.PerRank(rank)
+        for in_memory, saved in ((True, 2), (False, 3), (False, 4)):
+            old.train(saved)
+            wanted = old.whole()
+            if in_memory:
+                manager.async_save(saved, old.state).result()
+            else:
+                manager.save(saved, old.state)
+            at = saved + (saved == 4)
+            old.train(at)
+            dead = rank in (0, 2)
+            new = Training((2, 2))
+            new.state["own"] = checkpoint.PerRank(None)
+            report = checkpoint.recover(new.state, alive=False if dead else old.state, manager=manager)
+            answers.append((report, same(new.whole(), wanted), new.state["step"], new.state["own"].value))
+            old = new
+    return answers
+
+
+def test_replicas_that_are_lost_together_come_from_memory_then_the_store_then_an_older_step(tmp_path: Path):
+    for rank, (memory, store, older) in enumerate(run_ranks(lost_job, SIZE, str(tmp_path))):
+        for (report, is_right, step, own), tier, at in ((memory, "memory", 2), (store, "store", 3), (older, "store", 4)):
+            assert (is_right, step, report.step, own) == (True, at, at, rank)
+            used = {source for source, num in report.bytes_from.items() if num}
+            assert used == ({tier} if at == 4 else {"self", "rank", tier})
+        assert "there is no checkpoint of step 5" in older[0].went_back
+        assert memory[0].went_back == store[0].went_back == ""
+
+
+def own_values_job() -> list[Any]:
+    """A rank is lost, and with it the only copy of its value."""
+    rank = dist.get_rank()
+    state = {"w": torch.ones(3) if rank != 1 else torch.zeros(3), "own": checkpoint.PerRank(10 * rank), "step": 3}
+    if rank == 1:
+        state |= {"own": checkpoint.PerRank("fresh"), "step": 0}
+    report = checkpoint.recover(state, alive=rank != 1)
+    return [report.lost_values, state["own"].value, state["step"]]
+
+
+def test_value_of_each_rank_that_is_lost_is_named_and_kept_fresh():
+    for rank, (lost, own, step) in enumerate(run_ranks(own_values_job, 3)):
+        assert lost == ("own: rank 1 keeps the value that it has, as its own is lost",)
+        assert (own, step) == ("fresh" if rank == 1 else 10 * rank, 3)
