@@ -206,6 +206,13 @@ class _Recovery:
 
     def _wanted_of(self, live: Catalog, values: Mapping[str, Any], saved: Catalog, comm: Comm) -> Target:
         """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
+        for entry in saved.values_table:
+            if entry.name.rpartition(".")[2] == "step" and entry.link is None and entry.data is not None:
+                step = decode_value(entry.data, name=entry.name)
+                if step != values.get(entry.name, step):
+                    raise LayoutError(
+                        f"{entry.name} is {values[entry.name]} on the survivors, {step} in the checkpoint of their step"
+                    )
         if self._keeps:
             return Target((), (), (), (), lambda values: [], lambda values, skipped: None)
         target = prepare_load(self._state, saved, rank=comm.rank, size=comm.size)

@@ -273,7 +273,7 @@ def shrunk_life(life: Life, group: int) -> Any:
         old.train(3, 2 if rank == 2 else None, life)
     old = life.kept.get("old")
     new = Training(axes)
-    dies = mock.patch.object(Mover, "begin", lambda *_: life.die())  # noqa: PT008 if group == 1 and rank == 1 else nullcontext()
+    dies = mock.patch.object(Mover, "begin", side_effect=life.die) if group == 1 and rank == 1 else nullcontext()
     with dies, no_reads():
         report = checkpoint.recover(new.state, alive=False if old is None else old.state)
     whole = new.whole()
