@@ -13,6 +13,9 @@ from ..engine.loading.load import LoadOptions
 from .live_job import Job, Options, State
 from .loading import Patterns
 
+CURES = ("allow_missing", "ignore", "cast", "strict")
+"""The options that `load` has too, and that let it pass over a problem."""
+
 MEMORY_BYTES = 256 << 20
 
 
@@ -76,7 +79,7 @@ def reshard_live(
         Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
     options = Options(
-        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, can_resize=False),
+        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES),
         rename,
         staged,
         memory_bytes,
@@ -128,7 +131,7 @@ class LiveReshard:
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
-        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, can_resize=False)
+        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES)
         options = Options(load, rename, staged, memory_bytes, replicas, delta)
         self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
         with outside_inference_mode(), self._turn().opened() as comm:

@@ -157,9 +157,10 @@ def load_wanted(
     """
     formats = with_options({"as_saved": True}, as_saved)
     if isinstance(wanted, Mapping):
-        prepare, options = target_of(wanted), LoadOptions(verify_first=verify_first, read_once=read_once)
+        prepare, options = target_of(wanted), LoadOptions(verify_first=verify_first, read_once=read_once, offered=())
     else:
-        prepare, options = wanted, LoadOptions(cast=True, allow_resize=True, verify_first=verify_first, read_once=read_once)
+        prepare = wanted
+        options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first, read_once=read_once, offered=())
     report, _ = load_target(
         path,
         prepare,

@@ -171,7 +171,7 @@ class _Recovery:
 
     def _begin(self, comm: Comm) -> Job:
         """Open the states of the survivors, and plan the parts that they send. Collective."""
-        options = Options(LoadOptions(strict=False, can_resize=False, may_lack=True), None, False, MEMORY_BYTES, "verify")
+        options = Options(LoadOptions(strict=False, offered=(), may_lack=True), None, False, MEMORY_BYTES, "verify")
         return Job(self._source, self._state, options, **self._session).begin(comm)
 
     def _lost(self, comm: Comm, job: Job) -> list[str]:

@@ -90,4 +90,12 @@ def _rows(found: Sequence[HeldRun]) -> Iterator[list[str]]:
         for one in run.steps:
             age = "damaged" if one.saved_s is None else duration_text(max(now - one.saved_s, 0.0))
             files = "" if one.saved_s is None else f"{one.files_here} of {one.files}"
-            yield [run.root, one.run[:8], alive, size_text(run.num_bytes), str(one.step), age, files]
+            yield [
+                run.root,
+                one.run[:8],
+                alive,
+                size_text(run.num_bytes),
+                f"{one.step} (superseded)" if one.superseded else str(one.step),
+                age,
+                files,
+            ]

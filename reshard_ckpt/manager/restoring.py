@@ -25,6 +25,7 @@ from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
 from ..engine.common.lineage import RunLineage
 from ..engine.common.progress import LOGGER
+from ..engine.common.rounds import without_changes
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun
@@ -103,7 +104,7 @@ class Restoring:
         report = self._from_store(step, wanted, options)
         if goes_on:
             self.begin_at(step, in_store=True)
-        return LoadedStep(step, report, tuple(_lines(passed)))
+        return LoadedStep(step, report, _lines(passed))
 
     def has(self, step: int) -> bool:
         """Return on every rank whether memory or the store has the checkpoint of a step. Collective."""
@@ -158,9 +159,9 @@ class Restoring:
                     warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=3)
                 continue
             self.begin_at(step, in_store=True)
-            return LoadedStep(step, report, (*_lines(in_memory), *passed.values()))
+            return LoadedStep(step, report, _lines(in_memory, passed))
         if passed or any(one.is_damaged for one in in_memory.values()):
-            lines = (*_lines(in_memory), *passed.values())
+            lines = (*(one.line for one in in_memory.values()), *passed.values())
             raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
 
@@ -203,7 +204,7 @@ class Restoring:
                 raise
             self._pass_over({found.generation.save_id: PassedOver(f"step {step} in memory: {error}", is_damaged=True)}, passed)
             return None
-        return LoadedStep(step, report, (*_lines(passed), *passed_in_store.values()), tier)
+        return LoadedStep(step, report, _lines(passed, passed_in_store), tier)
 
     def _find(
         self, at_least: Callable[[], int], passed: dict[str, PassedOver], step: int | None = None, *, verify: bool
@@ -253,5 +254,6 @@ def _may_keep(options: Mapping[str, Any]) -> bool:
     return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS}).may_keep
 
 
-def _lines(passed: Mapping[str, PassedOver]) -> list[str]:
-    return [one.line for one in passed.values()]
+def _lines(in_memory: Mapping[str, PassedOver], in_store: Mapping[int, str] = MappingProxyType({})) -> tuple[str, ...]:
+    """Return the lines of `LoadedStep.passed_over`. An older checkpoint has filled all tensors that a damaged one overwrote."""
+    return tuple(map(without_changes, (*(one.line for one in in_memory.values()), *in_store.values())))

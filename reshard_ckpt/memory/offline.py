@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
-from ..engine.common.lineage import LINEAGE
+from ..engine.common.lineage import LINEAGE, Lineage
 from ..engine.common.step_folders import names_at
-from ..errors import CheckpointNotFound, CorruptError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
@@ -35,6 +35,8 @@ class HeldStep:
         Time of the save in seconds since 1970; None if its catalog is damaged.
     files_here, files
         Number of its files that are whole on this node, and of all its files.
+    superseded
+        Whether the run went back to an older step, as far as its root and this node can tell.
     """
 
     step: int
@@ -43,6 +45,7 @@ class HeldStep:
     saved_s: float | None
     files_here: int
     files: int
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +103,24 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
     for run in runs(folder):
         path = Path(run.path)
         if wanted in (None, path):
-            steps = tuple(_held_step(path, generation) for generation in find_generations(path))
+            lineage = None
+            with suppress(CheckpointError), open_storage(run.root) as storage:  # the store may be away, or the note damaged
+                lineage = _lineage(path, storage)
+            steps = tuple(_held_step(path, generation, lineage) for generation in find_generations(path))
             out.append(HeldRun(run.root, run.num_bytes, is_entered(path), steps))
     return out
 
 
-def _held_step(path: Path, generation: Generation) -> HeldStep:
-    num_here, saved_s = (
-        len(files_here(path, generation)),
-        None if generation.is_damaged else generation.decoded_catalog().created_s,
-    )
-    return HeldStep(generation.step, generation.save_id, generation.run, saved_s, num_here, len(generation.holders))
+def _lineage(path: Path, storage: Storage) -> Lineage | None:
+    """Return the newest lineage of a run: of its root, or the copy on this node."""
+    lineage, copy = LINEAGE.read(storage), read_copy(path)
+    return copy if copy is not None and (lineage is None or copy.is_newer(lineage)) else lineage
+
+
+def _held_step(path: Path, one: Generation, lineage: Lineage | None) -> HeldStep:
+    saved_s = None if one.is_damaged else one.decoded_catalog().created_s
+    superseded = lineage is not None and one.run == lineage.run and not lineage.counts(one.attempt, one.step)
+    return HeldStep(one.step, one.save_id, one.run, saved_s, len(files_here(path, one)), len(one.holders), superseded)
 
 
 def drop_held(root: str, folder: str = FOLDER) -> int:
@@ -210,9 +220,7 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation,
     If the root and with it the run's lineage is lost, all generations count.
     """
     found = find_generations(path)
-    lineage, copy = LINEAGE.read(storage), read_copy(path)
-    if copy is not None and (lineage is None or copy.is_newer(lineage)):
-        lineage = copy
+    lineage = _lineage(path, storage)
     if lineage is not None:
         found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
     passed: list[str] = []

@@ -144,6 +144,24 @@ def test_the_command_names_what_it_passes_over(tmp_path: Path, memory: Memory, s
     assert run("memory", "persist", root, "--folder", shm, "--step", "3").code == 1
 
 
+def test_the_listing_marks_what_the_run_went_back_from(tmp_path: Path, memory: Memory, shm: Path):
+    root, aside = tmp_path / "run", tmp_path / "aside"
+    ids = three_steps(root, memory)
+    (path,) = run_path(str(shm), str(root)).glob(f"*{ids[3]}.gen")
+    shutil.copy(path, aside)
+    manager = Manager(root, memory=memory, persist_every=1000)
+    manager.load(2, state(0))
+    manager.async_save(4, state(4)).result()
+    killed(manager)
+    shutil.copy(aside, path)  # as on a node that was away
+    (held,) = run("memory", "list", root, "--folder", shm, "--json").json
+    assert [(one["step"], one["superseded"]) for one in held["steps"]] == [(2, False), (3, True), (4, False)]
+    assert "3 (superseded)" in run("memory", "list", root, "--folder", shm).out
+    shutil.rmtree(root)  # nothing says any more what counts
+    (held,) = run("memory", "list", root, "--folder", shm, "--json").json
+    assert not any(one["superseded"] for one in held["steps"])
+
+
 @pytest.mark.filterwarnings("ignore:this node's memory holds 1 checkpoints of another run")
 def test_two_runs_of_one_root_are_told_apart_and_have_an_age(tmp_path: Path, memory: Memory, shm: Path):
     root, ids = tmp_path / "run", []

@@ -383,10 +383,10 @@ def test_a_folder_that_vanishes_while_it_is_saved_to(job: Job, tmp_path: Path, m
     assert job.run(save(path, OLD)) == [None] * SIZE
     real, once = getattr(LocalStorage, where), threading.Lock()
 
-    def vanish(self: LocalStorage, *args: Any) -> Any:
+    def vanish(self: LocalStorage, *args: Any, **options: Any) -> Any:
         if once.acquire(blocking=False):
             path.rename(tmp_path / "gone")
-        return real(self, *args)
+        return real(self, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, where, vanish)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.comm.store import StoreComm
 from reshard_ckpt.engine.common import recorder
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError, UsageError
@@ -161,16 +162,25 @@ def test_a_rank_0_that_fails_to_commit_removes_the_files_of_all(
 
 def test_ctrl_c_on_rank_0_at_any_line_of_the_commit_leaves_no_file_of_any_rank(job: Job, tmp_path: Path):
     begin(job, tmp_path)
-    codes, reached = {save_module.commit.__code__, save_module.publish.__code__}, 0
+    commit, reached = save_module.commit.__code__, 0
+    codes = {commit, save_module.publish.__code__}
+    inside = {StoreComm.gather.__code__, StoreComm._decide.__code__, StoreComm._apply.__code__}
 
     def interrupted(line: int) -> Callable[[int], None]:
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal reached
-            if frame.f_code not in codes:
+            if frame.f_code in inside:
+                above = frame.f_back
+                while above is not None and above.f_code is not commit:
+                    above = above.f_back
+                if above is None:
+                    return None
+            elif frame.f_code not in codes:
                 return None
             if event in ("line", "return"):
                 reached += 1
                 if reached > line:
+                    print("AT", frame.f_code.co_qualname, frame.f_lineno, event)
                     sys.settrace(None)
                     raise KeyboardInterrupt
             return trace

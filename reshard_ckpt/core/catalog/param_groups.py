@@ -35,6 +35,7 @@ def are_groups(value: Any) -> bool:
     )
 
 
+OTHER_KIND = "saved by another kind of optimizer"
 NO_GROUP = "no saved group holds parameter "
 """The beginning of the line about a parameter whose hyperparameters the checkpoint does not have."""
 
@@ -174,7 +175,7 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     if not lacking or not extra:
         return []
     return [
-        f"{name}: saved by another kind of optimizer, with {', '.join(lacking)}, where this one has {', '.join(extra)}; load "
+        f"{name}: {OTHER_KIND}, with {', '.join(lacking)}, where this one has {', '.join(extra)}; load "
         "into an optimizer of the kind that was saved, or leave this one out of the state"
     ]
 

@@ -328,11 +328,20 @@ def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iter
 
 
 NOTHING_CHANGED = "no tensor was changed"
+VERIFY_FIRST = "verify_first=True would have changed none"
+ANOTHER = "use another checkpoint"
+_OVERWRITTEN = "already overwritten, wholly or in part"
 
 
 def overwritten_text(names: Sequence[str]) -> str:
     """Say which tensors have been overwritten."""
-    return f"already overwritten, wholly or in part: {few(names)}" if names else NOTHING_CHANGED
+    return f"{_OVERWRITTEN}: {few(names)}" if names else NOTHING_CHANGED
+
+
+def without_changes(text: str) -> str:
+    """Drop the parts of an error's text about changed tensors and the next step: a later load has filled all tensors."""
+    stale = (_OVERWRITTEN, NOTHING_CHANGED, VERIFY_FIRST, ANOTHER)
+    return "; ".join(part for part in text.split("; ") if not part.startswith(stale))
 
 
 def named_error(failure: BaseException, overwritten: str) -> CheckpointError:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -46,6 +46,10 @@ from .ties import Tie, TiedTarget, conflicts, find_ties
 T = TypeVar("T")
 
 
+ALL_CURES = ("allow_missing", "ignore", "cast", "allow_resize", "strict")
+"""The options that let a load pass over a problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """The options of `checkpoint.load`, as documented there."""
@@ -62,8 +66,8 @@ class LoadOptions:
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
     may_lack: bool = False
     """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does: they keep their value."""
-    can_resize: bool = True
-    """Whether the function that the user called has ``allow_resize``, so that an error may advise it."""
+    offered: Collection[str] = ALL_CURES
+    """The options among `ALL_CURES` that the function has which the user called, so that an error may advise them."""
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):

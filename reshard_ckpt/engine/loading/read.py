@@ -34,7 +34,7 @@ from ...errors import CorruptError
 from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
-from ..common.rounds import NOTHING_CHANGED, overwritten_text
+from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
@@ -419,8 +419,8 @@ class Reader:
         if not all(target.is_buffer for target in self.task.targets):  # else only buffers of the library were written
             parts.append(overwritten or overwritten_text(self.changed()))
             if parts[-1] != NOTHING_CHANGED:
-                parts.append("verify_first=True would have changed none")
-        return CorruptError("; ".join([*parts, "use another checkpoint"]))
+                parts.append(VERIFY_FIRST)
+        return CorruptError("; ".join([*parts, ANOTHER]))
 
     def _targets_near(self, window: int, low: int, high: int) -> set[int]:
         """Return the targets that need bytes ``[low, high)`` of a window; a strided item counts with the bytes in its gaps.

@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
-from ...core.catalog.param_groups import NO_GROUP
+from ...core.catalog.param_groups import NO_GROUP, OTHER_KIND
 from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, WITHOUT_SCALE, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
 from ...core.words import few, nearest
@@ -106,7 +106,7 @@ def vote(
     report = LoadReport(**problems)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report, can_resize=options.can_resize)])
+        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report, options.offered)])
         suggestions = dict(result["suggestions"])
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
@@ -127,21 +127,30 @@ def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
             raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
-def _cures(report: LoadReport, *, can_resize: bool) -> str:
-    """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last."""
-    cures = []
+def _cures(report: LoadReport, offered: Collection[str]) -> str:
+    """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last.
+
+    `offered` are the options of the function that the user called.
+    """
+    cures = {}
     states = [_missing_name(line) for line in report.values if _no_group(line)]
-    if report.missing or states:
+    # An optimizer of another kind lacks all of its state: the line that says so has the cure.
+    others = [line.partition(".param_groups")[0] for line in report.values if f": {OTHER_KIND}" in line]
+    missing = [line for line in report.missing if not line.startswith(tuple(f"{name}.state." for name in others))]
+    if missing or states:
         example = f", as {states[0]!r} does for hyperparameters" if states else ""
-        cures.append(f"with allow_missing=[patterns] where the checkpoint may lack some{example}")
+        cures["allow_missing"] = f"with allow_missing=[patterns] where the checkpoint may lack some{example}"
     if report.unexpected or any(LEAVES_OUT in line for line in report.values):
-        cures.append("with ignore=[patterns] to leave some out")
+        cures["ignore"] = "with ignore=[patterns] to leave some out"
     if any(WITHOUT_SCALE not in line for line in report.dtype):
-        cures.append("with cast=[patterns] to convert dtypes")
-    if can_resize and not all(line.endswith(OTHER_NDIM) for line in report.shape):
-        cures.append("with allow_resize=[patterns] to load what overlaps")
+        cures["cast"] = "with cast=[patterns] to convert dtypes"
+    if not all(line.endswith(OTHER_NDIM) for line in report.shape):
+        cures["allow_resize"] = "with allow_resize=[patterns] to load what overlaps"
+    texts = [text for option, text in cures.items() if option in offered]
+    if "strict" not in offered:
+        return f"load {' or '.join(texts)}" if texts else "reshard_ckpt.checkpoint.load has options that load the rest"
     last = "with strict=False to load what fits and leave the rest as it is"
-    return f"load {', '.join(cures)}, or {last}" if cures else f"load {last}"
+    return f"load {', '.join(texts)}, or {last}" if texts else f"load {last}"
 
 
 def _subject(line: str) -> str:

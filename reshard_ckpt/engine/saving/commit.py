@@ -37,7 +37,7 @@ from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import compare_replicas
-from .write import Chunks, keys_of, remove, write_files
+from .write import Chunks, remove, write_files
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
@@ -75,7 +75,8 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
     """Write this rank's files and commit. After an error before the commit, the files of this save are deleted.
 
     An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
-    was published: then another rank deletes nothing.
+    was published: then another rank deletes nothing. Rank 0 may not know whether the gather has ended, if it is interrupted in
+    it. So rank 0 deletes the files of all ranks.
 
     Parameters
     ----------
@@ -84,20 +85,20 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
     """
     comm, storage = job.comm, job.storage
 
-    def remove_mine() -> None:
+    def remove_files() -> None:
         with suppress(CheckpointError):  # the next save deletes the rest
-            mine = f"{job.save_id}/rank{comm.rank:05d}-"
-            remove(storage, [key for key, _ in storage.list(job.save_id) if key.startswith(mine)])
+            which = f"{job.save_id}/rank{comm.rank:05d}-" if comm.rank else f"{job.save_id}/"
+            remove(storage, [key for key, _ in storage.list(job.save_id) if key.startswith(which)])
 
     if comm.rank:
-        comm.undo_unless_gathered(remove_mine)
+        comm.undo_unless_gathered(remove_files)
     try:
         with source as chunks:
             receipt = write_files(storage, chunks, job.recorder, sha256=job.options.sha256)
         return Written(receipt.num_bytes, commit(job, receipt), chunks.unchanged.num_bytes if chunks.unchanged else 0)
     except BaseException:
         if comm.rank == 0 and _is_uncommitted(storage, job.save_id):
-            remove_mine()
+            remove_files()
         raise
 
 
@@ -115,8 +116,8 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     began = recorder.now()
     gathered: list[bytes] | None = None
     replaced: dict[str, tuple[Document | None, Version]] = {}
-    # If the gather fails, rank 0 cannot commit, so every rank deletes its files (`write_and_commit`). After it, only rank 0 knows
-    # whether the catalog was published, so only rank 0 deletes files (`_undo`). An interrupt may come right after the gather.
+    # If the gather fails, rank 0 cannot commit, so every rank deletes its files. After it, only rank 0 knows whether the catalog
+    # was published, so only rank 0 deletes files (`write_and_commit`). An interrupt may come right after the gather.
     try:
         gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
         recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
@@ -131,7 +132,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         catalog = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
     except BaseException as error:
         if gathered is not None:
-            _undo(job, gathered, replaced, error)
+            _undo(job, replaced, error)
         raise
     if options.timeline:
         try:
@@ -145,20 +146,16 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     return size
 
 
-def _undo(
-    job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException
-) -> None:
-    """Delete the files of all ranks after an error on rank 0, unless the catalog may be published.
+def _undo(job: SaveJob, replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException) -> None:
+    """Put back the files beside the catalog after an error on rank 0, unless the catalog may be published.
 
     ``replaced[key]`` is a file beside the catalog before this save, None if there was no file, and its version after this save.
     """
     storage = job.storage
     if not isinstance(error, Exception):
         _finish_interrupted(job)
-    # The error may have come after the rename of the catalog: files are deleted only if it surely did not happen.
+    # The error may have come after the rename of the catalog: files are put back only if it surely did not happen.
     if _is_uncommitted(storage, job.save_id):
-        files = (file for data in gathered for file in decode_receipt(data).files)
-        remove(storage, [*keys_of(files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
             _put_back(storage, key, before_it, version)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import reshard_ckpt.vescale
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement
-from reshard_ckpt.errors import LayoutError, UsageError
+from reshard_ckpt.errors import LayoutError, MismatchError, UsageError
 from tests.distributed.net import reference
 from tests.families.vescale import test_folders as folders
 from tests.families.vescale.stand_ins import (
@@ -131,6 +131,13 @@ def test_plain_modules_and_optimizers_and_other_keys(tmp_path: Path) -> None:
         reshard_ckpt.vescale.save(tmp_path / "plain", {"step": 3})
     with pytest.raises(UsageError, match="'step'"):
         reshard_ckpt.vescale.load(tmp_path / "plain", {"step": 3})
+
+
+def test_an_error_advises_no_option_that_load_lacks(tmp_path: Path) -> None:
+    reshard_ckpt.vescale.save(tmp_path, {"model": nn.Linear(2, 2)})
+    with pytest.raises(MismatchError, match="checkpoint.load has options that load the rest") as raised:
+        reshard_ckpt.vescale.load(tmp_path, {"model": nn.Linear(2, 3)})
+    assert "=" not in str(raised.value)
 
 
 def old_folder_job(folder: str) -> list[str]:
