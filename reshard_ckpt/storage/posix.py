@@ -267,6 +267,14 @@ class FileLock(Lock):
 
     def release(self) -> None:
         """Release the lock; once released, this does nothing."""
+        # First, and apart from the close: Ctrl-C just before a close would leave the file locked as long as this process lives.
+        if self._fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which releases the lock unless another process has it open, too."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -340,7 +348,7 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
 
 def _drop_inherited() -> None:
     for lock in list(_LIVE_LOCKS):
-        lock.release()
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_drop_inherited)

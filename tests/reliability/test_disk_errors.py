@@ -213,7 +213,7 @@ def test_too_little_room_is_told_on_all_ranks_before_a_byte_is_written(
     created: list[str] = []
     create = LocalStorage.create
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 4321)
-    monkeypatch.setattr(LocalStorage, "create", lambda self, key: created.append(key) or create(self, key))
+    monkeypatch.setattr(LocalStorage, "create", lambda self, key, **options: created.append(key) or create(self, key, **options))
     outcomes = job.run(save(path, NEW))
     # 8 × 5 and 3 × 3 floats, a list of 5,000 numbers, and the digests of what each rank writes.
     for error in outcomes:
