@@ -17,8 +17,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,8 +33,9 @@ from reshard_ckpt.comm import links
 from reshard_ckpt.memory.node import run_path
 from tests.layouts import values_of
 from tests.memory import kills
-from tests.reliability.kills import CANNOT_TRACE, end
-from tests.reliability.tracer import CannotTrace, Traced, fork
+from tests.reliability.kills import end
+from tests.reliability.points import main, sweep
+from tests.reliability.tracer import Traced, fork
 
 STEPS = 3
 SHAPE = (1400, 1024)
@@ -188,15 +187,15 @@ def killed_while_copying(point: int) -> Iterator[list[str]]:
 
 def after_calls(parent: Path, victim: int, every: int) -> dict[str, Any]:
     """Kill after each system call of one rank, or some."""
-    base = kills.fresh(parent)
-    dry = Traced(str(base), timeout_s=TIMEOUT_S)
-    assert on_two_ranks(partial(job, base), victim, dry) == 0
-    tiers = []
-    for n in range(1 + victim % every, len(dry.calls) + 1, every):
+
+    def traced(kill_after: int | None = None) -> tuple[Traced, int]:
         base = kills.fresh(parent)
-        traced = Traced(str(base), n, timeout_s=TIMEOUT_S)
-        on_two_ranks(partial(job, base), victim, traced)
-        tiers.append(_judged(base, victim, f"killed after call {n}, {traced.calls[-1]}"))
+        child = Traced(str(base), kill_after, timeout_s=TIMEOUT_S)
+        return child, on_two_ranks(partial(job, base), victim, child)
+
+    dry, status = traced()
+    assert status == 0
+    tiers = sweep(dry.calls, lambda n: look(Path(traced(n)[0].base), victim), every, 1 + victim % every)
     return {"points": len(dry.calls), "tried": len(tiers), "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))}}
 
 
@@ -212,53 +211,31 @@ def while_copying(parent: Path, victim: int, every: int) -> dict[str, Any]:
 
     assert on_two_ranks(dry, victim) == 0
     points = json.loads((base.parent / "names").read_text())
-    tried, tiers = [], []
-    for point in range(1 + victim % every, len(points) + 1, every):
+
+    def attempt(point: int) -> tuple[str, str]:
         base = kills.fresh(parent)
 
-        def main(rank: int, base: Path = base, point: int = point) -> None:
+        def main(rank: int) -> None:
             with killed_while_copying(point if rank == victim else 0):
                 job(base, rank)
 
         assert os.WIFSIGNALED(on_two_ranks(main, victim))
-        tiers.append(_judged(base, victim, f"killed at point {point}, {points[point - 1]}"))
-        tried.append(points[point - 1])
-    return {"points": len(points), "tried": len(tried), "steps": sorted(set(tried)), "memory": tiers.count("memory")}
+        return points[point - 1], look(base, victim)
+
+    found = sweep(points, attempt, every, 1 + victim % every)
+    steps, tiers = sorted({step for step, _ in found}), [tier for _, tier in found]
+    return {"points": len(points), "tried": len(found), "steps": steps, "memory": tiers.count("memory")}
 
 
-def _judged(base: Path, victim: int, what: str) -> str:
-    try:
-        return look(base, victim)
-    except BaseException as error:
-        raise AssertionError(f"rank {victim} {what}: {error}") from error
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=1, help="try every N-th point")
-    parser.add_argument("--victims", type=int, nargs="+", default=[0, 1], help="which ranks to kill, one after the other")
-    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+def run(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     for number in range(STEPS + 2):
         whole(number)  # once for all processes, which are forks of this one
-    out: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="memory-kills-", dir="/dev/shm") as folder:
-        parent = Path(folder, "job")
-        try:
-            for victim in args.victims:
-                out[f"copying {victim}"] = while_copying(parent, victim, args.every)
-                print(out, flush=True)
-            for victim in args.victims:
-                out[f"calls {victim}"] = after_calls(parent, victim, args.every)
-                print(out, flush=True)
-        except CannotTrace as error:
-            print(f"cannot follow a child: {error}")
-            return CANNOT_TRACE
-    if args.out:
-        args.out.write_text(json.dumps(out))
-    return 0
+    for victim in args.victims:
+        yield f"copying {victim}", while_copying(folder / "job", victim, args.every)
+    for victim in args.victims:
+        yield f"calls {victim}", after_calls(folder / "job", victim, args.every)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    which = {"type": int, "nargs": "+", "default": [0, 1], "help": "which ranks to kill, one after the other"}
+    sys.exit(main(__doc__, run, "/dev/shm", victims=which))

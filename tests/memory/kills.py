@@ -12,13 +12,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -32,8 +29,8 @@ from reshard_ckpt.engine.saving import staging
 from reshard_ckpt.memory import slots, tier
 from reshard_ckpt.memory.node import run_path
 from tests.layouts import values_of
-from tests.reliability.kills import CANNOT_TRACE
-from tests.reliability.tracer import CannotTrace, Traced, fork
+from tests.reliability.points import main, sweep
+from tests.reliability.tracer import Traced, fork
 
 STEPS = 5
 SHAPE = (300, 1024)
@@ -94,21 +91,17 @@ def fresh(parent: Path) -> Path:
 
 def after_calls(parent: Path, every: int) -> dict[str, Any]:
     """Kill after each system call, or some."""
-    base = fresh(parent)
-    dry = Traced(str(base))
-    dry.start(lambda: job(base))
-    dry.finish()
-    assert dry.status == 0
-    tiers = []
-    for n in range(1, len(dry.calls) + 1, every):
+
+    def traced(kill_after: int | None = None) -> Traced:
         base = fresh(parent)
-        traced = Traced(str(base), n)
-        traced.start(partial(job, base))
-        traced.finish()
-        try:
-            tiers.append(look(base))
-        except BaseException as error:
-            raise AssertionError(f"killed after call {n}, {traced.calls[-1]}: {error}") from error
+        child = Traced(str(base), kill_after)
+        child.start(partial(job, base))
+        child.finish()
+        return child
+
+    dry = traced()
+    assert dry.status == 0
+    tiers = sweep(dry.calls, lambda n: look(Path(traced(n).base)), every)
     return {"points": len(dry.calls), "tried": len(tiers), "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))}}
 
 
@@ -168,50 +161,32 @@ def killed_at(point: int) -> Iterator[list[str]]:
 
 def while_filling(parent: Path, every: int) -> dict[str, Any]:
     """Kill at each step of filling a slot, or some."""
-    base = fresh(parent)
     with killed_at(0) as names:
-        job(base)
+        job(fresh(parent))
     points = list(names)
-    tried = []
-    for point in range(1, len(points) + 1, every):
+
+    def attempt(point: int) -> str:
         base = fresh(parent)
 
-        def main(base: Path = base, point: int = point) -> None:
+        def main() -> None:
             with killed_at(point):
                 job(base)
 
         _, status = os.waitpid(fork(main), 0)
         assert os.WIFSIGNALED(status), status
-        try:
-            look(base)
-        except BaseException as error:
-            raise AssertionError(f"killed at point {point}, {points[point - 1]}: {error}") from error
-        tried.append(points[point - 1])
+        look(base)
+        return points[point - 1]
+
+    tried = sweep(points, attempt, every)
     return {"points": len(points), "tried": len(tried), "steps": sorted(set(tried))}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=1, help="try every N-th point")
-    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+def run(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     for number in range(STEPS + 2):
         whole(number)  # once for all processes, which are forks of this one
-    out = {}
-    with tempfile.TemporaryDirectory(prefix="memory-kills-", dir="/dev/shm") as folder:
-        out["filling"] = while_filling(Path(folder, "job"), args.every)
-        print(out, flush=True)
-        try:
-            out["calls"] = after_calls(Path(folder, "job"), args.every)
-        except CannotTrace as error:
-            print(f"cannot follow a child: {error}")
-            return CANNOT_TRACE
-    print(json.dumps(out), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(out))
-    return 0
+    yield "filling", while_filling(folder / "job", args.every)
+    yield "calls", after_calls(folder / "job", args.every)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run, "/dev/shm"))

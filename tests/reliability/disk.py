@@ -111,9 +111,17 @@ class Disk:
         else:
             raise AssertionError(f"no model of {call.name}")
 
+    def after_kill(self) -> Tree:
+        """What the disk holds if the process is killed now: all that it has done."""
+        return _seen(self.root)
+
     def after_cut(self, luck: random.Random | None) -> Tree:
         """What the disk holds after a cut: without luck, only what was synced."""
         return _after(self.root, luck)
+
+
+def _seen(folder: Folder) -> Tree:
+    return {name: _seen(node) if isinstance(node, Folder) else bytes(node.data) for name, node in sorted(folder.names.items())}
 
 
 def _after(folder: Folder, luck: random.Random | None) -> Tree:

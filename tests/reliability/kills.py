@@ -18,23 +18,21 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from tests.reliability.calls import Call
+from tests.reliability.points import main, sweep
 from tests.reliability.states import NEW, OLD, ROWS, assert_next_save_works, expected, held, plain
-from tests.reliability.tracer import CannotTrace, Traced, fork
-
-CANNOT_TRACE = 77
-"""Exit status where this system lets no process follow its own child."""
+from tests.reliability.tracer import Traced, fork
 
 
 @dataclass(frozen=True)
@@ -151,21 +149,24 @@ class Tally:
     seconds: float
 
 
-def sweep(case: Case, base: Path, every: int = 1, first: int = 1) -> Tally:
+def swept(case: Case, base: Path, every: int = 1, first: int = 1) -> Tally:
     """Kill at every point, or at some; anything but the old or the new state is an error."""
     began = time.monotonic()
-    points = len(dry_run(case, base))
-    found: list[int | None] = []
-    for n in range(first, points + 1, every):
+
+    def attempt(n: int) -> int | None:
         traced = run_case(case, base, n)
         assert traced.killed or case.ranks > 1, f"{case.label}: ended before call {n}"
-        found.append(held(base / "p"))
-        assert found[-1] in (case.old, NEW), f"{case.label}: killed after {traced.calls[-1]}, the path holds {found[-1]}"
+        found = held(base / "p")
+        assert found in (case.old, NEW), f"{case.label}: killed after {traced.calls[-1]}, the path holds {found}"
         assert_next_save_works(base / "p")
+        return found
+
+    points = dry_run(case, base)
+    found = sweep(points, attempt, every, first)
     if case.ranks == 1:  # one process makes its calls in one order, so there is one moment from which on it is the new one
         assert found == sorted(found, key=lambda number: number == NEW)
     counts = [found.count(number) for number in (OLD, NEW, None)]
-    return Tally(case.label, points, len(found), *counts, round(time.monotonic() - began, 1))
+    return Tally(case.label, len(points), len(found), *counts, round(time.monotonic() - began, 1))
 
 
 def traces(base: Path) -> Iterator[tuple[Case, list[Call]]]:
@@ -179,29 +180,15 @@ def as_json(call: Call) -> dict[str, object]:
     return {"name": call.name, "path": call.path, "target": call.target, "size": call.size}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=1, help="try every N-th point")
-    parser.add_argument("--sample", action="store_true", help="some cases alone")
-    parser.add_argument("--traces", type=Path, help="where to write the calls of undisturbed saves of one process, as JSON")
-    parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        base = Path(os.path.realpath(folder), "disk")
-        try:
-            if args.traces:
-                args.traces.write_text(json.dumps([[asdict(case), calls] for case, calls in traces(base)], default=as_json))
-            out = []
-            for i, case in enumerate(SAMPLE if args.sample else CASES):
-                out.append(asdict(sweep(case, base, args.every, 1 + i % args.every)))
-                print(out[-1], flush=True)
-        except CannotTrace as error:
-            print(f"cannot follow a child: {error}")
-            return CANNOT_TRACE
-    if args.out:
-        args.out.write_text(json.dumps(out, indent=1))
-    return 0
+def run(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    base = folder / "disk"
+    if args.traces:
+        args.traces.write_text(json.dumps([[asdict(case), calls] for case, calls in traces(base)], default=as_json))
+    for i, case in enumerate(SAMPLE if args.sample else CASES):
+        yield case.label, asdict(swept(case, base, args.every, 1 + i % args.every))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sample = {"action": "store_true", "help": "some cases alone"}
+    traced = {"type": Path, "help": "where to write the calls of undisturbed saves of one process, as JSON"}
+    sys.exit(main(__doc__, run, sample=sample, traces=traced))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import ROOT
 from tests.reliability.calls import Calls
-from tests.reliability.kills import CANNOT_TRACE, Case, as_json, save
+from tests.reliability.kills import Case, as_json, save
+from tests.reliability.points import figures_of
 from tests.reliability.states import NEW, OLD, plain
-from tests.warm_python import warm_python
 
 EVERY = 3
 pytestmark = pytest.mark.slow
@@ -23,16 +20,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One run of the harness: what the undisturbed saves do, and what the kills leave."""
+    """One run of the program: what the undisturbed saves do, and what the kills leave."""
     folder = tmp_path_factory.mktemp("kills")
-    command = [warm_python(), "-m", "tests.reliability.kills", "--sample", "--every", str(EVERY)]
-    command += ["--traces", str(folder / "traces"), "--out", str(folder / "out")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode == CANNOT_TRACE:
-        pytest.skip(done.stdout.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {name: json.loads((folder / name).read_text()) for name in ("traces", "out")}
+    options = ["--sample", "--every", str(EVERY), "--traces", str(folder / "traces")]
+    out = figures_of("tests.reliability.kills", folder, *options)
+    return {"traces": json.loads((folder / "traces").read_text()), "out": list(out.values())}
 
 
 def named(calls: list[dict[str, Any]]) -> list[tuple[str, str, str, int]]:
@@ -71,3 +63,18 @@ def test_a_process_killed_after_any_call_leaves_one_whole_checkpoint(run: dict[s
     alone = [tally for tally in run["out"] if "rank" not in tally["label"]]
     assert all(tally["left_new"] and tally["left_new"] < tally["tried"] for tally in alone)
     assert sum(tally["tried"] for tally in run["out"]) > 40
+
+
+def test_a_process_that_saves_to_memory_killed_at_any_instant_leaves_a_whole_generation(tmp_path: Path):
+    found = figures_of("tests.memory.kills", tmp_path, "--every", "9")
+    assert found["filling"]["points"] >= 30
+    assert found["calls"]["points"] >= 80
+    assert sum(found["calls"]["tiers"].values()) == found["calls"]["tried"] >= found["calls"]["points"] // 9
+    assert found["calls"]["tiers"]["memory"] > found["calls"]["tiers"].get("", 0)
+
+
+def test_a_node_killed_at_any_instant_leaves_a_whole_generation_on_the_other(tmp_path: Path):
+    found = figures_of("tests.memory.copy_kills", tmp_path, "--victims", "1", "--every", "37")
+    assert found["copying 1"]["points"] >= 40
+    assert found["calls 1"]["points"] >= 60
+    assert all(tried["tried"] >= tried["points"] // 37 for tried in found.values())

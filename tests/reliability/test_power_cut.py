@@ -1,4 +1,7 @@
-"""A power cut at any moment of a save: whatever of the unsynced survives, the path holds the old checkpoint or the new one."""
+"""A kill or a power cut at any moment of a save: whatever survives, the path holds the old checkpoint or the new one.
+
+The next save works, and cleans up.
+"""
 
 from __future__ import annotations
 
@@ -82,22 +85,26 @@ def prefixes(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
 
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.parametrize("old", [None, OLD], ids=["first", "overwrite"])
-def test_a_power_cut_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, cuts: Cuts, old: int | None, kind: str):
+def test_a_kill_or_a_power_cut_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, cuts: Cuts, old: int | None, kind: str):
     base, luck = tmp_path / "disk", random.Random(f"{old}{kind}")
     base.mkdir()
     earlier = record(base, base / "p", OLD, save_alone) if old else []
     calls = record(base, base / "p", NEW, SAVES[kind])
-    moments = list(prefixes(calls))
-    for done in moments:
+    killed = []
+    for done in prefixes(calls):
         disk = Disk().load(earlier)
         disk.sync_all()
         disk.load(done)
+        killed.append(cuts.holds(disk.after_kill()))
         for lucky in [None] + [luck] * LUCKY_TRIES:
             found = cuts.holds(disk.after_cut(lucky))
             assert found in (old, NEW)
             # Once the save has returned, and from its last fsync on, it is the new one.
             assert found == NEW or len(done) < durable_from(calls)
     assert len(cuts.tried) > 10
+    # There is one moment from which on it is the new one.
+    assert killed == [old] * killed.index(NEW) + [NEW] * killed.count(NEW)
+    assert killed.index(NEW) > 9
 
 
 def durable_from(calls: Sequence[Call]) -> int:
