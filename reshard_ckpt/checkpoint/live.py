@@ -104,9 +104,9 @@ class LiveReshard:
         As for `reshard_live`, in each `run`. The default is ``"trust"``, because comparing takes a session in each run.
 
     delta
-        Send only runs of elements that changed since the last `run`; the same on all ranks. A sender keeps a copy of what it sent
-        last, in host memory, and all bytes pass through host memory. The first `run` sends everything. Before each `run`,
-        receivers send checksums of what they hold: a rank whose content is not that of the last `run` gets everything.
+        Send only runs of elements that changed since the last `run`; the same on all ranks. A sender keeps a copy of the elements
+        that it sent last, in host memory, and all bytes pass through host memory. The first `run` sends everything. Before each
+        `run`, receivers send checksums of their tensors: a receiver whose tensors differ from the last `run` gets everything.
 
     Raises
     ------

@@ -125,8 +125,9 @@ def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged
         if rank >= 2:
             assert part <= out["first"] < part * 1.01
             assert out["nothing"] < part * 0.01
-            # Each receiver has two senders: the one whose rows it has no longer sends all that it has, half of the rows.
-            assert (out["changed by hand"] >= part // 2) == (rank == 2)
+            # Each receiver has two senders: the one whose rows it has no longer sends all that it has, half of the rows. Staged
+            # tensors keep the last push in spare memory, which is copied into place as a whole.
+            assert (out["changed by hand"] >= part // 2) == (rank == 2 and not staged)
             assert (out["replaced"] >= part // 2) == (rank == 3)
         else:
             assert out["first"] < 1000

@@ -1,6 +1,6 @@
 """Live reshards again and again: only runs of elements that changed since the last one cross.
 
-The owner of a part keeps a copy of what it sent last, its snapshot. One exchange has three steps (`traffics`):
+The owner of a part keeps a copy of the elements that it sent last, its snapshot. One exchange has three steps (`traffics`):
 
 1. Claims: each taker sends each of its owners the digest of the elements that it has now of the parts of that owner.
 2. Sizes: an owner compares that with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
@@ -87,7 +87,7 @@ def decoded_runs(data: Any, dtype: Any) -> Iterator[tuple[I64, np.ndarray[Any, A
 
 
 class DeltaMover(Mover):
-    """A `Mover` for host memory that sends what has changed. It keeps a snapshot of each distinct part that it sends."""
+    """A `Mover` for host memory that sends only changed elements. It keeps a snapshot of each distinct part that it sends."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -100,7 +100,7 @@ class DeltaMover(Mover):
         first: dict[Any, int] = {}
         self._same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         rounds = range(self.num_rounds)
-        # _to[number][rank]: the parts that go to a rank in a round, in their order; _from_rank: those that come from it
+        # _to[number][rank]: the parts that go to a rank in a round, in their order; _from_rank: the parts that come from it
         self._to = [self._sends.by_peer(number, self._size) for number in rounds]
         self._from_rank = [self._receives.by_peer(number, self._size) for number in rounds]
         self.begin()
