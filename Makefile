@@ -101,7 +101,7 @@ compat-deepspeed:
 	  echo "DeepSpeed $$v"; \
 	  venv=$(COMPAT_VENVS)/deepspeed-$$v; \
 	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
-	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch -e '.[dev,all]'; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch accelerate -e '.[dev,all]'; \
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
 	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/deepspeed; \
 	done

@@ -11,6 +11,7 @@ keeps its meaning.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from ...plugins.errors import UsageError
 from .engine import REPLACED, Engine, OldMethods, tells_tag_alone
 from .loading import load_checkpoint
 from .nebula import NebulaBlock, NebulaRun
+from .trainer import see_commits
 
 BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
 """The blocks that choose this library, each with its attribute in DeepSpeed's config object."""
@@ -151,11 +153,23 @@ def detach(engine: Any) -> Any:
     return engine
 
 
-def install() -> None:
+def install(*, always: bool = False) -> None:
     """Attach every engine that is made from now on whose config has the block ``datastates_ckpt`` or ``nebula``.
 
     In ``datastates_ckpt``, ``host_cache_size`` (GB) bounds the host memory of a rank. ``nebula`` saves to the memory of nodes.
     Call it before ``deepspeed.initialize``; a second call does nothing.
+
+    Parameters
+    ----------
+    always
+        Attach every engine, without a block in its config: for programs that configure DeepSpeed by themselves. If transformers
+        is installed, its Trainer resumes from committed checkpoints only, keeps the last one until the next is committed, and
+        waits for the last save before ``train()`` returns. Call it before ``get_last_checkpoint`` is imported by its name.
+
+    Raises
+    ------
+    UsageError
+        With `always`, the installed transformers has another Trainer than this knows.
     """
     from deepspeed.runtime import config
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -164,6 +178,10 @@ def install() -> None:
     for name, table in vars(config).items():
         if name.startswith("_REMOVED_") and isinstance(table, dict):
             table.pop("nebula", None)
+    if always:
+        DeepSpeedEngine.reshard_ckpt_always = True
+        if importlib.util.find_spec("transformers") is not None:
+            see_commits()
     if getattr(DeepSpeedEngine._configure_checkpointing, "of_reshard_ckpt", False):
         return
     DeepSpeedEngine._configure_checkpointing = _configured(DeepSpeedEngine._configure_checkpointing)
@@ -171,7 +189,7 @@ def install() -> None:
 
 def _configured(stock: Callable[..., None]) -> Callable[..., None]:
     def configure(engine: Any, *arguments: Any) -> None:
-        if chosen_by(config_of(engine)) is None:
+        if chosen_by(config_of(engine)) is None and not getattr(engine, "reshard_ckpt_always", False):
             stock(engine, *arguments)
             return
         with ExitStack() as disabled:
