@@ -28,6 +28,7 @@ OWN = {
     "dcp": "reshard_ckpt.formats.dcp.read:FORMAT",
     "deepspeed": "reshard_ckpt.families.deepspeed.open:FORMAT",
     "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
+    "rank-files": "reshard_ckpt.formats.rank_files:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }
 """The entry points of this package, as in pyproject.toml."""

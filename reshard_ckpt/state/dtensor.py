@@ -61,6 +61,20 @@ def is_shard(placement: Any, *, exactly: bool = False) -> TypeGuard[Shard]:
     return type(placement) is known if exactly else isinstance(placement, known)
 
 
+def placement_of(kind: str, dim: Any, split_factor: Any) -> Placement | None:
+    """Return torch's own placement of the class `kind`, by its fields; None if the class or the fields are unknown."""
+    from torch.distributed.tensor import Replicate, Shard, placement_types
+
+    if kind == "Replicate":
+        return Replicate()
+    if kind == "Shard" and type(dim) is int:
+        return Shard(dim)
+    if kind == "_StridedShard" and type(dim) is int and type(split_factor) is int:
+        strided: Placement = getattr(placement_types, kind)(dim, split_factor=split_factor)
+        return strided
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class AxisCut:
     """A mesh axis of `num` ranks that shards one dim, at coordinate `index`."""

@@ -19,12 +19,23 @@ from ..storage.protocol import Storage
 from .bounds import refuse_bombs
 from .objects import Globals, PlainValues
 from .pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
-from .tensors import ENCODED, TENSOR_TABLE, PickledTensor, stored_at
+from .tensors import ENCODED, SIZE, TENSOR_TABLE, PickledDTensor, PickledTensor, stored_at
 from .zip_records import StoredFile, ZipRecords
 
 
 def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Return a tensor that was saved with Python attributes, without them."""
+    """Return a tensor that was saved with Python attributes, without them; of a DTensor, they say which part it is."""
+    if make is _WRAPPER:
+        # The state of a class with slots is a pair: its dict or None, and its slots.
+        state = next((each for each in (state if isinstance(state, tuple) else (state,)) if isinstance(each, dict)), {})
+        known = isinstance(kind, StandInClass) and type(arguments) is tuple and len(arguments) > 2
+        return (
+            PickledDTensor(SIZE.make(arguments[2]), state.get("_local_tensor"), state.get("_spec"))
+            if known
+            else Opaque(str(kind))
+        )
+    if isinstance(make, Opaque):
+        return make
     if not isinstance(make, StandInFunction) or type(arguments) is not tuple:
         raise ValueError("a tensor of a kind that is unknown")
     return make.make(*arguments)
@@ -53,8 +64,18 @@ _MAX_SET = 1 << 20
 
 _BUILTINS = ("builtins", "__builtin__")
 
+
+def _wrapper(*arguments: Any) -> Any:
+    raise ValueError("a tensor that wraps others, without its attributes")
+
+
+_WRAPPER = StandInFunction("_rebuild_wrapper_subclass", _wrapper)
+
 TABLE: Table = {
     **TENSOR_TABLE,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER,
+    ("torch.distributed.tensor", "DTensor"): StandInClass("DTensor"),
+    ("torch.distributed._tensor.api", "DTensor"): StandInClass("DTensor"),
     ("torch", "Tensor"): StandInClass("torch.Tensor"),
     ("torch._tensor", "_rebuild_from_type_v2"): StandInFunction("_rebuild_from_type_v2", _rebuilt),
     ("_codecs", "encode"): ENCODED,

@@ -24,6 +24,9 @@ from .bounds import refuse_bombs
 from .hash_collisions import refuse_hash_collisions
 from .zip_records import ZipRecords
 
+_DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
+"""The operation of a pickle that names the class."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -94,7 +97,13 @@ def read_records(path: str) -> tuple[list[Record], int]:
     """List the records of all storages that are not empty, in the order of the file; also return the size of the pickle."""
     with open(path, "rb") as file:
         zipped = ZipRecords(file, path)
-        refuse_hash_collisions(zipped.read_pickle(sys.byteorder), path)
+        pickled = zipped.read_pickle(sys.byteorder)
+        if _DTENSOR in pickled:
+            raise UnsupportedError(
+                f"{path}: holds DTensors, so it has one rank's part of each; pass the folder that has the files of all ranks, "
+                "named as in model_world_size_4_rank_0.pt"
+            )
+        refuse_hash_collisions(pickled, path)
         found = (Record(zipped.begin(key), zipped.size(key)) for key in zipped.storages() if zipped.size(key))
         return sorted(found, key=lambda record: record.offset), zipped.size("data.pkl")
 

@@ -48,6 +48,15 @@ class PickledTensor:
         return not is_negative and min(self.shape, default=1) > 0 and (last + 1) * self.dtype.itemsize <= num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PickledDTensor:
+    """A DTensor as the pickle describes it: the global shape, the local tensor, and the stand-in of its spec."""
+
+    shape: Ints
+    local: Any
+    spec: Any
+
+
 def _size(values: Any = ()) -> Ints:
     if not isinstance(values, tuple | list) or len(values) > MAX_ARGUMENTS:
         raise ValueError("a torch.Size of something else than a few numbers")

@@ -76,6 +76,13 @@ def torch_file(folder: Path) -> Check:
     return is_plain
 
 
+def rank_files(folder: Path) -> Check:
+    folder.mkdir()
+    for rank in range(2):
+        torch.save(bare(), folder / f"model_world_size_2_rank_{rank}.pt")
+    return is_plain
+
+
 def dcp_folder(folder: Path) -> Check:
     dcp.save({"model": bare()}, checkpoint_id=folder, no_dist=True)
     return is_plain
@@ -128,6 +135,7 @@ CASES = [
     Case("npy", npy),
     Case("safetensors", safetensors),
     Case("torch", torch_file),
+    Case("rank-files", rank_files),
     Case("dcp", dcp_folder),
     Case("deepspeed", deepspeed),
     Case("megatron", megatron_folder),

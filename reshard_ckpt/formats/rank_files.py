@@ -1,0 +1,297 @@
+"""Reading a folder of ``torch.save`` in which each rank has files of its own, as verl writes them, as one checkpoint.
+
+1. ``model_world_size_4_rank_0.pt`` and its siblings hold the model's state dict, ``optim_…`` the optimizer's. Their DTensors say
+   which part of a global tensor they are: the shape, the sizes of the mesh, the rank's coordinate and the placements are in the
+   pickle, which is read without running any code in it.
+2. A plain tensor of a model is the same on all ranks, as buffers are, and is read from the lowest rank.
+3. An optimizer that numbers its parameters was made of ``model.parameters()``. So number `i` is the DTensor `i` of the model's
+   file, if there are as many and their shapes agree.
+4. Any other file has values of each rank. Values that are equal on all ranks are named ``<stem>.<key>``, all others
+   ``<stem>_of_rank.<rank>.<key>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..core.catalog.names import unwrapped_keys
+from ..core.catalog.param_groups import named_group
+from ..core.catalog.specs import Ints, ValueKind
+from ..errors import CheckpointError, CorruptError, UnsupportedError
+from ..format.values import encode_value
+from ..state.dtensor import layout_of, placement_of, recognize
+from ..state.layouts import Layout
+from ..state.optimizer_dicts import names_by_number
+from ..storage import Storage
+from ..torchfile.archive import FileReader, TorchFile
+from ..torchfile.pickle_reader import attributes_of, class_of
+from ..torchfile.tensors import PickledDTensor, PickledTensor
+from .catalog_builder import CatalogBuilder
+from .loaded_state import serve_state
+from .protocol import Format, Source, open_located
+
+NAME = "rank-files"
+MODEL, OPTIMIZER = "model", "optimizer"
+
+_FILE = re.compile(r"([A-Za-z][\w.-]*?)(?:_world_size_(\d{1,7}))?_rank_?(\d{1,7})\.(?:pt|pth|bin)")
+_TENSOR = "torch.distributed.tensor"
+_CLASSES = {
+    (f"{_TENSOR}._dtensor_spec", "DTensorSpec"): True,
+    ("torch.distributed.device_mesh", "DeviceMesh"): True,
+    ("torch.distributed._mesh_layout", "_MeshLayout"): True,
+    ("torch.distributed._mesh_layout", "_FlatLayout"): True,
+    **{(f"{_TENSOR}.placement_types", name): True for name in ("Shard", "_StridedShard", "Replicate")},
+}
+
+
+def open_path(path: str) -> Source | None:
+    """Open a path for reading; return None if it is no folder of the files of ranks; see `Format.open`."""
+    return open_located(path, lambda storage, key: None if key is not None else _open(storage))
+
+
+def _open(storage: Storage) -> Source | None:
+    sizes: dict[str, dict[int, dict[int, str]]] = {}
+    for key, _ in storage.list():
+        if match := _FILE.fullmatch(key):
+            sizes.setdefault(match[1], {}).setdefault(int(match[2] or 0), {})[int(match[3])] = key
+    kinds = {stem: _kind(stem) for stem in sizes}
+    if not {MODEL, OPTIMIZER} & set(kinds.values()):
+        return None
+    folder = _Folder(storage)
+    for stem in sorted(
+        sizes, key=lambda stem: (kinds[stem] != MODEL, stem)
+    ):  # the model first: it names the optimizer's parameters
+        keys = _of_all_ranks(sizes[stem], stem, storage.url)
+        if kinds[stem] == MODEL:
+            folder.add_model(keys)
+        elif kinds[stem] == OPTIMIZER:
+            folder.add_optimizer(keys)
+        else:
+            folder.add_values(stem, keys)
+    return Source(folder.storage, folder.builder.finish(), NAME)
+
+
+def _kind(stem: str) -> str:
+    if stem.startswith("optim"):
+        return OPTIMIZER
+    return MODEL if stem.removeprefix("pytorch_").startswith(MODEL) else stem
+
+
+def _of_all_ranks(sizes: Mapping[int, Mapping[int, str]], stem: str, where: str) -> list[str]:
+    """Return the files of one stem in order of rank, once they are known to be of one job, and complete."""
+    if len(sizes) > 1:
+        numbers = " and of ".join(map(str, sorted(sizes)))
+        raise CorruptError(f"{where}: {stem}_* has files of {numbers} ranks; move all but one of these sets to another folder")
+    ((size, keys),) = sizes.items()
+    absent = [rank for rank in range(size or max(keys) + 1) if rank not in keys]
+    if absent:
+        raise CorruptError(f"{where}: {stem}_* has no file of rank {absent[0]}, beside {keys[min(keys)]}; copy it along")
+    return [keys[rank] for rank in sorted(keys)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor in the file of a rank: a part of a global tensor. `layout` is None for a plain tensor."""
+
+    local: PickledTensor
+    shape: Ints
+    layout: Layout | None
+
+
+class _Folder:
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.builder = CatalogBuilder(NAME, storage.url)
+        self._reader = FileReader(storage, _CLASSES)
+        self._url = storage.url
+        self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
+        """The boxes of each tensor that were added: another rank may hold the same."""
+        self._params: list[tuple[str, Ints]] = []
+        """The name and the shape of each parameter, in the order of the model; a tied one once."""
+
+    def add_model(self, keys: Sequence[str]) -> None:
+        for rank, key in enumerate(keys):
+            file = self._reader.open(key)
+            content = self._dict(file.content, key)
+            names = dict(zip(content, unwrapped_keys([str(name) for name in content]), strict=True))
+            if rank == 0:
+                self._params = _distinct(content, names)
+            for name, value in content.items():
+                self._add((MODEL, names[name]), value, file, plain_on_all=True)
+
+    def add_optimizer(self, keys: Sequence[str]) -> None:
+        for rank, key in enumerate(keys):
+            file = self._reader.open(key)
+            content = self._dict(file.content, key)
+            state, groups = content.get("state"), content.get("param_groups")
+            if not isinstance(state, dict) or not isinstance(groups, list):
+                raise CorruptError(f"{self._url}: {key} holds no state dict of an optimizer; use another copy")
+            names = self._names(state, groups)
+            if names is None:
+                self.builder.unreadable(
+                    OPTIMIZER,
+                    UnsupportedError(
+                        f"{self._url}: {key} numbers the parameters of the optimizer, and the model's files do not show which "
+                        "they are (the flat parameters of FSDP1 have no names); load the model alone, or save with this library"
+                    ),
+                )
+                return
+            for number, entry in state.items():
+                for name, value in self._dict(entry, key).items():
+                    path = (OPTIMIZER, "state", names.get(number, str(number)), str(name))
+                    self._add(path, value, file, plain_on_all=len(keys) == 1)
+            if rank == 0:
+                named = [named_group(file.plain(g), (names.get(p, str(p)) for p in g["params"])) for g in groups]
+                self.builder.value([OPTIMIZER, "param_groups"], named, ValueKind.PARAM_GROUPS)
+
+    def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:
+        """Return the name of each number; an empty mapping if the state is by name; None if the numbers have no names."""
+        if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+            raise CorruptError(f"{self._url}: the optimizer has groups without parameters; use another copy")
+        numbers = [number for group in groups for number in group["params"] if type(number) is int]
+        if not numbers:
+            return {}
+        if (named := names_by_number(groups)) is not None:
+            return dict(zip(named, unwrapped_keys(list(named.values())), strict=True))
+        if sorted(numbers) != list(range(len(self._params))):
+            return None
+        for number, entry in state.items():
+            shapes = (
+                {value.shape for value in entry.values() if isinstance(value, PickledDTensor)}
+                if isinstance(entry, dict)
+                else set()
+            )
+            if number not in range(len(numbers)) or not shapes <= {self._params[number][1]}:
+                return None
+        return {number: name for number, (name, _) in enumerate(self._params)}
+
+    def add_values(self, stem: str, keys: Sequence[str]) -> None:
+        reader = FileReader(self.storage, any_class=True)
+        try:
+            found = [file.plain(file.content) for file in map(reader.open, keys)]
+            found = [one if isinstance(one, dict) else {"value": one} for one in found]
+        except UnsupportedError as error:
+            self.builder.unreadable(stem, error)
+            return
+        shared = {name: value for name, value in found[0].items() if _is_same([one.get(name) for one in found], stem)}
+        own = {str(rank): {n: v for n, v in one.items() if n not in shared} for rank, one in enumerate(found)}
+        state = {stem: shared, f"{stem}_of_rank": own if any(own.values()) else {}}
+        self.storage = serve_state(self.builder, self.storage, {key: value for key, value in state.items() if value}, stem)
+
+    def _dict(self, content: Any, key: str) -> dict[Any, Any]:
+        if not isinstance(content, dict):
+            raise CorruptError(
+                f"{self._url}: {key} holds a {type(content).__name__} where a state dict has a dict; use another copy"
+            )
+        return content
+
+    def _add(self, path: tuple[str, ...], value: Any, file: TorchFile, *, plain_on_all: bool) -> None:
+        name = ".".join(path)
+        if self.builder.is_unreadable(name):
+            return
+        try:
+            if isinstance(value, PickledDTensor):
+                self._add_part(name, _part(value, f"{self._url}: {file.key}: {name}"), file)
+            elif isinstance(value, PickledTensor):
+                if value.shape and not plain_on_all:
+                    raise UnsupportedError(
+                        f"{self._url}: {file.key}: {name} is a plain tensor of shape {value.shape}, as the flat parameters of "
+                        "FSDP1 have, so its place in a global tensor is unknown; load the model alone"
+                    )
+                self._add_part(name, _Part(value, value.shape, None), file)
+            elif class_of(value) is not None:
+                raise UnsupportedError(f"{self._url}: {file.key}: {name} is a {class_of(value)}, which is unknown here")
+            elif name not in self._boxes:
+                self._boxes[name] = set()
+                self.builder.value(path, file.plain(value))
+        except UnsupportedError as error:
+            self.builder.tensors.pop(name, None)
+            self.builder.unreadable(name, error)
+
+    def _add_part(self, name: str, part: _Part, file: TorchFile) -> None:
+        is_known = name in self._boxes
+        boxes = self._boxes.setdefault(name, set())
+        if part.layout is None and is_known:
+            return
+        self.builder.tensor(name, part.local.dtype, part.shape, again=is_known)
+        if part.layout is None:
+            self.builder.view(name, file, part.local)
+            return
+        for box in part.layout.boxes:
+            if (box.offsets, box.lengths) not in boxes and 0 not in box.lengths:
+                boxes.add((box.offsets, box.lengths))
+                first = part.local.offset + sum(o * s for o, s in zip(box.local_offsets, part.local.strides, strict=True))
+                self.builder.view(name, file, replace(part.local, offset=first, shape=box.lengths), box.offsets)
+
+
+def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[str, Ints]]:
+    """Return the name and the shape of each DTensor of a state dict; of several over the same memory, the first."""
+    first: dict[tuple[Any, ...], tuple[str, Ints]] = {}
+    for key, value in content.items():
+        if isinstance(value, PickledDTensor) and isinstance(value.local, PickledTensor):
+            first.setdefault((value.local.storage.key, value.local.offset, value.shape), (names[key], value.shape))
+    return list(first.values())
+
+
+def _is_same(values: Sequence[Any], name: str) -> bool:
+    try:
+        return len({encode_value(value, name) for value in values}) == 1
+    except CheckpointError:
+        return False
+
+
+def _part(value: PickledDTensor, where: str) -> _Part:
+    """Find which part of its global tensor a DTensor's local tensor is.
+
+    Raises
+    ------
+    UnsupportedError
+        A placement is unknown, or this release of torch pickles meshes in an unknown way.
+    """
+    spec = attributes_of(value.spec) or {}
+    mesh, placements = attributes_of(spec.get("mesh")) or {}, spec.get("placements")
+    sizes, at = _sizes(mesh), mesh.get("_coordinate_on_dim", ())
+    known = [_placement(placement) for placement in placements] if isinstance(placements, tuple | list) else [None]
+    if None in known or sizes is None or len(sizes) != len(known) or not isinstance(value.local, PickledTensor):
+        shown = [class_of(p) for p in placements] if isinstance(placements, tuple | list) else class_of(placements)
+        raise UnsupportedError(f"{where}: a DTensor with placements {shown} on a mesh of {sizes} is unknown here")
+    if at is not None and (
+        len(at) != len(sizes) or not all(type(i) is int and 0 <= i < n for i, n in zip(at, sizes, strict=True))
+    ):
+        raise CorruptError(f"{where}: is at {at} of a mesh of {sizes}; use another copy")
+    names = tuple(f"axis{i}" for i in range(len(sizes)))
+    try:
+        found = recognize(known, value.shape, names, sizes, None if at is None else tuple(at))
+        return _Part(value.local, value.shape, layout_of(value.shape, value.local.shape, found))
+    except CheckpointError as error:
+        raise UnsupportedError(f"{where}: {error}") from None
+
+
+def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
+    """Return the sizes of a pickled mesh's axes: of its layout (torch 2.9 and later), or of the tensor of its ranks."""
+    layout = attributes_of(mesh.get("_layout")) or {}
+    shapes: list[Any]
+    if "axes" in layout:
+        shapes = [(attributes_of(axis) or {}).get("shape") for axis in layout["axes"]]
+    elif isinstance(mesh.get("mesh"), PickledTensor):
+        shapes = list(mesh["mesh"].shape)
+    else:
+        shapes = list(layout.get("shape") or layout.get("sizes") or [None])
+    sizes: list[Any] = [prod(map(int, shape)) if isinstance(shape, tuple) else shape for shape in shapes]
+    known = [size for size in sizes if type(size) is int and 0 < size < 1 << 24]
+    return tuple(known) if len(known) == len(sizes) else None
+
+
+def _placement(made: Any) -> Any:
+    """Return torch's own placement for a pickled one; None for any other class."""
+    state = attributes_of(made) or {}
+    return None if class_of(made) is None else placement_of(str(class_of(made)), state.get("dim"), state.get("split_factor"))
+
+
+FORMAT = Format(
+    NAME, "a folder with the torch.save files of each rank, such as model_world_size_4_rank_0.pt", open_path, order=65
+)
