@@ -11,7 +11,7 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import Any
 
-from ..comm import Comm, open_exchange, open_session
+from ..comm import Comm, Exchange, open_exchange, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import matches
@@ -22,7 +22,7 @@ from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
-from ..engine.loading.read_once import execute_once
+from ..engine.loading.read_once import execute_once, pays
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
@@ -51,7 +51,7 @@ def load(
     allow_resize: Patterns = False,
     allow_missing: Patterns = False,
     ignore: Sequence[str] = (),
-    read_once: bool = False,
+    read_once: bool | str = "auto",
     progress: bool | OnProgress = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
@@ -86,8 +86,9 @@ def load(
         Names to skip on both sides, given as names or patterns: in the state they keep their value, in the checkpoint they are
         left out.
     read_once
-        If several ranks want the same bytes, read them from storage on one rank only, and exchange them over the process group.
-        This pays if the network between ranks is faster than storage. It takes up to 200 MiB of host memory on each rank.
+        If several ranks want the same bytes, read them from storage on one rank only, and exchange them over a process group of
+        the ranks that need the same files. This pays if the network between ranks is faster than storage. It takes up to 200 MiB
+        of host memory on each rank. ``"auto"`` does so for stores of objects (``s3://``, ``gs://``, ``az://``).
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
         the step ("load", "verify"), the bytes done and the bytes in all.
@@ -213,7 +214,7 @@ def load_target(
     `rename_of` makes the `rename` for an open catalog.
 
     All ranks go through the same collectives, in this order: open the session, open the source, `vote`, `verify_ties` if the
-    verdict has ties, open the exchange with `read_once`, the reads (with `read_once`, their rounds), the final gather.
+    verdict has ties, the reads (with `read_once`, those of `execute_once`), the final gather.
     """
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
@@ -228,7 +229,9 @@ def load_target(
             saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
         target, saved, ignored = without_ignored(prepare(saved, comm), saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
-        resolved = resolve(saved, target.tensors, options)
+        if options.read_once == "auto":
+            options = replace(options, read_once=comm.size > 1 and pays(storage))
+        resolved = resolve(saved, target.tensors, options, request_bytes=storage.hints.read_bytes)
         # A name below a wanted one is wanted too, because some ranks may have no tensor there.
         prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
@@ -239,8 +242,8 @@ def load_target(
         resolved = drop_refused(saved, resolved, verdict.refused)
         if verdict.has_ties:
             verify_ties(comm, storage, saved, resolved.ties, options)
-        exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None
-        run = execute if exchange is None else partial(execute_once, comm, exchange)
+        together = options.read_once and comm.size > 1
+        run = partial(execute_once, comm, partial(_among, process_group, timeout_s)) if together else execute
         report = reporter(progress if comm.rank == 0 else False)
         try:
             fetched = fetch(storage, saved, resolved, options, report=report, run=run)
@@ -277,6 +280,13 @@ def load_target(
         bytes_from_peers=resolved.plan.num_bytes - resolved.plan.num_bytes_but_of(sorted(from_peers)),
     )
     return done, saved
+
+
+def _among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exchange:
+    """Open the exchange among some ranks of a load of several ranks."""
+    exchange = open_exchange(process_group, timeout_s=timeout_s, members=members)
+    assert exchange is not None
+    return exchange
 
 
 def wanted_names(target: Target) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 
-_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-"""The gloo group beside each process group that has no backend for host memory."""
+_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""The gloo groups beside each process group, by ranks: of some of its ranks, or of all if it has no backend for host memory."""
 
 
 _LOOK_S = 1.0
@@ -132,28 +132,35 @@ def _failed(error: RuntimeError) -> PeerError:
     )
 
 
-def open_exchange(process_group: ProcessGroup | None, *, timeout_s: float, device: torch.device = HOST) -> Exchange | None:
+def open_exchange(
+    process_group: ProcessGroup | None, *, timeout_s: float, device: torch.device = HOST, members: Sequence[int] | None = None
+) -> Exchange | None:
     """Open the exchange among the ranks of a session; None where this process is on its own.
 
-    Collective the first time for host memory where the group has no backend for it: then a gloo group of the same ranks is made,
-    in the caller's thread, and kept as long as the group.
+    Collective the first time for host memory where the group has no backend for it, or where only some ranks take part: then a
+    gloo group of these ranks is made, in the caller's thread, and kept as long as the group.
 
     Parameters
     ----------
+    members
+        The ranks that take part, by their numbers in the session, in order; by default all. Only for host memory.
     device
         Where the buffers will lie: host memory, or the accelerator that the group has a backend for (`carries`).
     """
     if current_group(process_group) is None:
         return None
     group = _group(process_group)
-    if device == HOST and not carries(process_group, "cpu"):
-        if group not in _HOST_GROUPS:
-            ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
-            begin = partial(dist.new_group, ranks, timeout, backend="gloo", use_local_synchronization=True)
+    all_ranks = dist.get_process_group_ranks(group)
+    ranks = tuple(all_ranks if members is None else (all_ranks[member] for member in members))
+    if device == HOST and (len(ranks) < len(all_ranks) or not carries(process_group, "cpu")):
+        groups = _HOST_GROUPS.setdefault(group, {})
+        if ranks not in groups:
+            timeout = timedelta(seconds=timeout_s)
+            begin = partial(dist.new_group, list(ranks), timeout, backend="gloo", use_local_synchronization=True)
             what = "the ranks did not come together in a group for bytes in host memory"
             with named_failure(what):
-                _HOST_GROUPS[group] = bounded(begin, timeout_s, what)
-        group = _HOST_GROUPS[group]
+                groups[ranks] = bounded(begin, timeout_s, what)
+        group = groups[ranks]
     return Exchange(group, timeout_s=timeout_s, device=device)
 
 

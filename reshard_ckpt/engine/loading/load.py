@@ -61,7 +61,7 @@ class LoadOptions:
     allow_resize: Sequence[str] | bool = False
     allow_missing: Sequence[str] | bool = False
     ignore: Sequence[str] = ()
-    read_once: bool = False
+    read_once: bool | str = False
     tied_under_one_name: bool = False
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
     may_lack: bool = False
@@ -71,8 +71,10 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):
-            if type(value := getattr(self, option)) is not bool:
-                raise UsageError(f"{option}={value!r}: pass True or False")
+            value = getattr(self, option)
+            if type(value) is not bool and (option, value) != ("read_once", "auto"):
+                others = ', or "auto"' if option == "read_once" else ""
+                raise UsageError(f"{option}={value!r}: pass True or False{others}")
         for option in ("cast", "allow_resize", "allow_missing", "ignore"):
             check_patterns(option, getattr(self, option))
 
@@ -204,8 +206,15 @@ def resolve(
     catalog: Catalog,
     tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
     options: LoadOptions,
+    *,
+    request_bytes: int = REQUEST_BYTES,
 ) -> Resolved:
     """Match wanted tensors with saved ones, and plan the reads. Mismatches are collected in the result, not raised.
+
+    Parameters
+    ----------
+    request_bytes
+        Bytes of one read that suit the store, as in its `Hints`.
 
     Raises
     ------
@@ -231,7 +240,7 @@ def resolve(
     # Large windows in two cases: windows that ranks exchange are not joined, so each is one request to storage; and windows for
     # a device cross the link one at a time. Else small windows, which stay in the processor's cache.
     devices = {member.target.tensor.device for member in members}
-    window_bytes = REQUEST_BYTES if options.read_once or any(map(has_streams, devices)) else WINDOW_BYTES
+    window_bytes = max(REQUEST_BYTES, request_bytes) if options.read_once or any(map(has_streams, devices)) else WINDOW_BYTES
     plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:

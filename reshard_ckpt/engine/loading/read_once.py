@@ -1,21 +1,26 @@
 """Loading with each byte read and verified once: if several ranks need it, one of them reads it and sends it to the others.
 
-1. Ranks exchange lists of the extents that they need, and each computes the same schedule (`core.planning.shared_reads`).
-2. A rank reads the windows that it alone needs itself, as in any load.
-3. A window that several ranks need has an owner among them, which reads and verifies it. Each other rank asks the owner for
+1. Ranks that need bytes of one file, directly or through other ranks, form a group; with the layout of the save that is each
+   replica group. Rank 0 finds the groups from the files that each rank needs. Everything after that stays within a group, over a
+   process group of its own, so lists and messages do not grow with the job.
+2. The ranks of a group exchange lists of the extents that they need, and each computes the same schedule
+   (`core.planning.shared_reads`). Ranks that need the same send one list.
+3. A rank reads the windows that it alone needs itself, as in any load.
+4. A window that several ranks need has an owner among them, which reads and verifies it. Each other rank asks the owner for
    *boxes* of the file: the items of its load plan. The owner packs just these bytes, round by round (`engine.common.rounds`), and
    the receiver copies them from the message into its targets. While one round is under way, the next is read. This takes a few
    times `ROUND_BYTES` of memory, and a window for each thread.
 
-Collectives of `execute_once`, in order: a gather and a broadcast of the wants; an empty gather, as the last point at which a rank
-may fail alone; with shared windows, a swap of boxes and the rounds; and a settlement if any rank failed.
+Collectives of `execute_once`, in order: a gather of the files and a broadcast of the groups; in each group, two swaps of wants;
+an empty gather, as the last point at which a rank may fail alone; in each group with shared windows, a swap of boxes and the
+rounds; and a settlement, if any rank failed or there are several groups.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -24,7 +29,7 @@ import numpy as np
 import torch
 
 from ...comm import Exchange
-from ...comm.protocol import Comm, merge_of_all
+from ...comm.protocol import Comm
 from ...core.catalog.specs import Ints
 from ...core.geometry.columns import is_new
 from ...core.geometry.runs import I64, volumes
@@ -32,6 +37,8 @@ from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
 from ...core.planning.shared_reads import Extents, SharedWindow, Wants, share, union
 from ...errors import CheckpointError
+from ...format.checksums import digest128
+from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, pack_table, settle, unpack_table
 from ..common.tensor_bytes import RAW
@@ -44,13 +51,20 @@ PLACERS = 4
 """Threads that pack messages and put received bytes into targets; each has a buffer as large as a window."""
 
 
-def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
+def pays(storage: Storage) -> bool:
+    """Whether reading once pays where several ranks want the same bytes: a request to the store takes longer than a message."""
+    return not storage.hints.has_locks  # so far only stores of objects lack them
+
+
+def execute_once(
+    comm: Comm, open_exchange: Callable[[Sequence[int]], Exchange], task: ReadTask, report: OnProgress = silent
+) -> int:
     """Read the items of the plans of all ranks together, and return the bytes that this rank read from storage. Collective.
 
     Parameters
     ----------
-    exchange
-        Sends host memory between ranks.
+    open_exchange
+        Opens the exchange of host memory among some ranks of the session; these ranks call it.
 
     Raises
     ------
@@ -59,13 +73,16 @@ def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgr
     """
     reads = reads_of(task)
     wants = wants_of(reads, task.plan)
-    schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
+    members = _group_of(comm, np.unique(wants.file))
+    exchange = open_exchange(members)
+    schedule = share(_of_group(exchange, wants), ROUND_BYTES)
     # All ranks know a window by its file and its number in the file. number[file, window]: its number in this rank's reader.
     number = {key: i for i, key in enumerate(_keys(wants))}
-    windows = [_in_blocks(window, task) if window.owner == comm.rank else window for window in schedule.windows]
+    rank = exchange.rank
+    windows = [_in_blocks(window, task) if window.owner == rank else window for window in schedule.windows]
     # mine: the shared windows that this rank reads. served: those, and the ones that another rank sends it.
-    mine = [window for window in windows if window.owner == comm.rank]
-    served = {(w.file, w.window) for w in windows if any(message.dest == comm.rank for message in w.messages)}
+    mine = [window for window in windows if window.owner == rank]
+    served = {(w.file, w.window) for w in windows if any(message.dest == rank for message in w.messages)}
     served |= {(window.file, window.window) for window in mine}
     # alone: the windows that no other rank needs
     alone = [i for key, i in number.items() if key not in served]
@@ -77,7 +94,7 @@ def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgr
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
     reader = Reader(task, reads, tally)
     comm.gather(b"")  # a rank that failed above stops all here: from now on each rank must enter the same collectives
-    traffic = _Windows(comm.rank, exchange, reader, number, windows)
+    traffic = _Windows(rank, exchange, reader, number, windows)
     rounds = Rounds(exchange, traffic)
 
     def changed() -> set[str]:
@@ -96,7 +113,7 @@ def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgr
     def explain(failure: BaseException, overwritten: str) -> CheckpointError:
         return reader.explain(failure, overwritten) if isinstance(failure, Damage) else named_error(failure, overwritten)
 
-    if not rounds.complete:
+    if not rounds.complete or len(members) < comm.size:
         settle(comm, rounds.failure, changed, explain)
     return own_bytes
 
@@ -135,10 +152,46 @@ def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
     )
 
 
-def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
-    """Return the wants of all ranks, by rank, on every rank. Collective: a gather and a broadcast."""
+def _group_of(comm: Comm, files: I64) -> list[int]:
+    """Return the ranks that share files with this one, directly or through other ranks. Collective: a gather and a broadcast."""
+    gathered = comm.gather(pack_table(files[:, None]))
+    data = comm.broadcast(None if gathered is None else pack_table(groups_of(gathered)[:, None]))
+    group = unpack_table(data)[:, 0]
+    return [int(rank) for rank in np.flatnonzero(group == group[comm.rank])]
+
+
+def groups_of(packed: Sequence[bytes]) -> I64:
+    """Return the number of each rank's group, from the packed files that each rank needs.
+
+    >>> groups_of([pack_table(np.array(files)[:, None]) for files in ([0, 1], [5], [1, 2], [5, 6], [2])]).tolist()
+    [0, 1, 0, 1, 0]
+    """
+    group_of_file: dict[int, int] = {}
+    group = list(range(len(set(packed))))  # group[i]: a lower group that group i has become part of, or i
+
+    def first(i: int) -> int:
+        while group[i] != i:
+            group[i] = i = group[group[i]]
+        return i
+
+    # Replicas need the same files, so there are far fewer distinct lists than ranks.
+    number = {data: i for i, data in enumerate(dict.fromkeys(packed))}
+    for data, i in number.items():
+        for file in unpack_table(data)[:, 0].tolist():
+            a, b = sorted((first(group_of_file.setdefault(file, i)), first(i)))
+            group[b] = a
+    return np.array([first(number[data]) for data in packed], np.int64)
+
+
+def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
+    """Return the wants of the ranks of the group, by rank, on each of them. Collective: two swaps."""
     mine = pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size]))
-    return [Wants(*unpack_table(data).T) for data in merge_of_all(comm, mine)]
+    digests = exchange.swap([digest128(mine)] * exchange.size)
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    sends = first[digests[exchange.rank]] == exchange.rank
+    tables = exchange.swap([mine if sends else b""] * exchange.size)
+    distinct = {digest: Wants(*unpack_table(tables[rank]).T) for digest, rank in first.items()}
+    return [distinct[digest] for digest in digests]
 
 
 @dataclass(frozen=True, slots=True)

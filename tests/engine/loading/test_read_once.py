@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from reshard_ckpt.comm import Exchange
 from reshard_ckpt.engine.loading import read_once
 from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.storage.local import LocalStorage
+from reshard_ckpt.storage.protocol import DISK
 from tests.helpers import position_values
 from tests.launch import run_ranks
 from tests.machines import Machines
@@ -256,3 +258,51 @@ def load_few_columns_of_wide_rows(folder: str) -> list[str]:
 
 def test_what_is_read_with_gaps_is_packed_from_the_right_places(tmp_path: Path) -> None:
     assert run_ranks(load_few_columns_of_wide_rows, 2, str(tmp_path)) == [[], []]
+
+
+def load_in_groups(folder: str) -> dict[str, Any]:
+    """Ranks 0 and 2, and 1 and 3, hold the same halves; a file of one pair is damaged in the last load."""
+    import torch.distributed as dist
+
+    rank, whole, sizes = dist.get_rank(), position_values((ROWS, COLUMNS)), []
+    checkpoint.save(folder, {"t": shard(rank % 2, 2, 0, whole)})
+    original = read_once.share
+
+    def noting(wants: Sequence[Any], *rest: Any) -> Any:
+        sizes.append(len(wants))
+        return original(wants, *rest)
+
+    read_once.share = noting
+    reads, out = Reads(), {}
+    for name, value, objects in (("disk", "auto", False), ("objects", "auto", True), ("once", True, False)):
+        LocalStorage.hints = replace(DISK, has_locks=not objects)  # type: ignore[assignment]
+        into = shard(rank % 2, 2, 0, torch.full_like(whole, -1))
+        reads.ranges.clear()
+        sizes.clear()
+        checkpoint.load(folder, {"t": into}, read_once=value)
+        right = torch.equal(into.tensor, shard(rank % 2, 2, 0, whole).tensor)
+        out[name] = right, list(sizes), list(reads.ranges)
+    dist.barrier()
+    if rank == 0:
+        row = checkpoint.catalog(folder).tensor("t").shards[0]
+        file = Path(folder) / row.file.key
+        data = bytearray(file.read_bytes())
+        data[row.offset + row.num_bytes // 2] ^= 4
+        file.write_bytes(data)
+    dist.barrier()
+    try:
+        checkpoint.load(folder, {"t": into}, read_once=True)
+    except CheckpointError as error:
+        out["damaged"] = type(error).__name__, str(error)
+    return out
+
+
+def test_ranks_that_share_no_file_with_others_exchange_among_themselves(tmp_path: Path) -> None:
+    by_rank = run_ranks(load_in_groups, 4, str(tmp_path))
+    for name, sizes in (("disk", []), ("objects", [2]), ("once", [2])):
+        assert [result[name][:2] for result in by_rank] == [(True, sizes)] * 4
+        times = times_read(tmp_path, [r for result in by_rank for r in result[name][2]])
+        assert times.max() == (1 if sizes else 2)
+    for result in by_rank:
+        assert result["damaged"][0] == "CorruptError"
+        assert "is damaged in bytes" in result["damaged"][1]
