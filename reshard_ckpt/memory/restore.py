@@ -28,7 +28,7 @@ from ..errors import CheckpointError
 from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
-from ..storage.protocol import flat_bytes, read_parts
+from ..storage.protocol import DISK, flat_bytes, read_parts
 from .generations import NOTE, Generation, NodeImages, files_here, find_generations
 from .topology import Topology
 
@@ -257,6 +257,7 @@ class JobImages:
     """The files of one generation on all nodes of the job, with the methods of `Storage` that a load needs."""
 
     url = "memory of the job's nodes"
+    hints = DISK
 
     def __init__(
         self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
