@@ -19,7 +19,7 @@ from ..engine.loading.stream import Run, stream, whole_run
 from ..errors import UsageError
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
-from ..formats.destination import OutputFolder, new_file, new_folder
+from ..formats.destination import PREFIX_LOCK, OutputFolder, new_file, new_folder
 from ..formats.huggingface import copy_side_files
 from ..formats.protocol import Format, locate
 from ..formats.registry import known_formats, with_options
@@ -28,7 +28,7 @@ from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
-from ..storage import LocalStorage, path_text
+from ..storage import LocalStorage, Storage, open_storage, path_text
 from .resharding import write_as_one_rank
 from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
 from .topology_options import check_rename
@@ -217,10 +217,10 @@ def convert(
             identity = conversion.identity(to, max_bytes, unstack) if to in ("safetensors", "reshard") else None
             with (
                 new_folder(result, read, identity=identity, overwrite=overwrite) as output,
-                LocalStorage(output.result) as storage,
+                open_storage(output.result) as storage,
             ):
                 bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, side_files=file is None)
-                files = tuple(key for key, _ in storage.list())
+                files = tuple(key for key, _ in storage.list() if key != PREFIX_LOCK)
     return ConvertReport(
         format=to,
         files=files,
@@ -309,7 +309,7 @@ def _write_folder(
     writer: Format | None,
     conversion: _Conversion,
     output: OutputFolder,
-    storage: LocalStorage,
+    storage: Storage,
     max_bytes: int,
     form: str,
     *,

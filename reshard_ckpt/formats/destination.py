@@ -8,6 +8,9 @@
 3. The result and the old content of its place are swapped in one step of the file system. A file system without such a step (NFS)
    first moves the old content to ``.NAME.….replaced``. If the process is cut off between the two moves, the place stays empty
    until the next conversion moves the old content back.
+
+An object store has no folder to move. There a result is written in place, into a prefix that was empty, and its index comes last.
+A lease under a key of its own marks it as unfinished; the next conversion deletes the files of a killed one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,13 +26,15 @@ from dataclasses import dataclass
 
 from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
-from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
+from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage, is_object_path, open_storage, resolved_path
 from ..storage.posix import Explained, sync_folder
+from ..storage.protocol import read_parts
 from ..storage.swap import swap
 from .registry import known_formats
 from .source import open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
+PREFIX_LOCK = "convert.lock"
 _TRIES = 10
 
 
@@ -68,6 +74,10 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     StorageError
         Another conversion to `dst` is under way.
     """
+    if is_object_path(dst):
+        with _new_prefix(dst, overwrite) as storage, tempfile.TemporaryDirectory() as notes:
+            yield OutputFolder(storage.url, notes)
+        return
     with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
         output = OutputFolder(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
         os.makedirs(output.result, exist_ok=True)
@@ -80,12 +90,49 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
 @contextmanager
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
     """Yield the path of a file to write; when the block ends, the file is moved to `dst`, durably."""
+    if is_object_path(dst):
+        above, _, name = resolved_path(dst).rpartition("/")
+        with open_storage(above) as storage, tempfile.TemporaryDirectory() as spool:
+            if storage.size(name) is not None and not overwrite:
+                raise UsageError(f"{dst}: already exists; pass another path, or overwrite=True to replace it")
+            yield os.path.join(spool, name)
+            size = os.path.getsize(os.path.join(spool, name))
+            with LocalStorage(spool) as local, storage.create(name, size, replace=True) as writer:
+                for _, part in read_parts(local, name, size, storage.hints.part_bytes):
+                    writer.write(part)
+        return
     with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
             raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
         made = os.path.join(partial, os.path.basename(path))
         yield made
         _move_into_place(made, path)
+
+
+@contextmanager
+def _new_prefix(dst: str, overwrite: bool) -> Iterator[Storage]:
+    """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there."""
+    with open_storage(dst) as storage:
+        found = {key for key, _ in storage.list()}
+        if overwrite or (found and PREFIX_LOCK not in found):
+            raise UsageError(
+                f"{dst}: {'overwrite=True' if overwrite else 'already exists'}: an object store cannot replace a folder in one "
+                "step; pass an empty prefix, without overwrite=True"
+            )
+        lease = storage.lease(PREFIX_LOCK, b"conversion")
+        if lease is None:
+            raise _busy_error(dst)
+        with lease:
+            storage.delete(found - {PREFIX_LOCK})  # of a killed conversion
+            try:
+                yield storage
+                lease.check()
+            except BaseException:
+                with suppress(StorageError):
+                    lease.check()  # of another process by now: these are its files
+                    storage.delete(key for key, _ in storage.list())
+                raise
+            storage.delete([PREFIX_LOCK])
 
 
 @contextmanager
@@ -190,7 +237,7 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     """Check that a destination may be written to; return its absolute path."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
-        raise UsageError(f"{dst}: conversions are written to local files; pass a path without a scheme, and copy the result")
+        raise UsageError(f"{dst}: conversions are written to files or objects; pass a folder, or s3://bucket/prefix")
     path = storage.url
     if not _is_occupied(path):
         return path

@@ -8,7 +8,6 @@ for each element. For such tensors a store makes the row-major bytes when they a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,14 +18,15 @@ from ..core.catalog.model import ValueEntry
 from ..core.catalog.specs import is_row_major
 from ..core.geometry.runs import decompose
 from ..core.trees import children_of_dict, flatten, name_of, put
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError
 from ..format.columns import dtype_code
 from ..format.values import encode_value
 from ..state.capture import capture
 from ..state.optimizer_dicts import is_numbered, is_optimizer_tree, names_by_number
 from ..state.tensors import is_tensor_like, local_memory
 from ..state.walk import Verbatim
-from ..storage import LocalStorage, Storage
+from ..storage import Storage
+from ..storage.followed import FollowedStorage
 from ..storage.protocol import flat_bytes, short_file
 from ..torchfile.mapped import MappedFile, find_mapped
 from .catalog_builder import CatalogBuilder
@@ -47,14 +47,7 @@ def serve_state(
         The beginning of the keys of these files.
     mapped
         Files of the store, by key. A tensor in row-major order that is a range of one is read from there instead.
-
-    Raises
-    ------
-    UnsupportedError
-        The store is not a local folder.
     """
-    if not isinstance(storage, LocalStorage):
-        raise UnsupportedError(f"{storage.url}: has files of torch.save, which are read from local folders; copy it to one")
     files = mapped or {}
     numbers = [builder.file(key, one.size) for key, one in files.items()]
     kept, errors = without_unreadable(state)
@@ -79,7 +72,7 @@ def serve_state(
         builder.entry(ValueEntry(value.name, value.path, value.kind, value.data, link=value.link))
     for name, error in errors.items():
         builder.unreadable(name, error)
-    return StridedStorage(storage.url, served)
+    return StridedStorage(storage, served)
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
@@ -112,8 +105,8 @@ def _read_error(leaf: Any, name: str) -> CheckpointError | None:
     return None
 
 
-class StridedStorage(LocalStorage):
-    """A folder with additional files; each is the elements of one tensor in row-major order.
+class StridedStorage(FollowedStorage):
+    """A store with additional files; each is the elements of one tensor in row-major order.
 
     Parameters
     ----------
@@ -121,9 +114,16 @@ class StridedStorage(LocalStorage):
         The tensor of each additional file, by key.
     """
 
-    def __init__(self, root: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(root)
+    def __init__(self, own: Storage, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(own, {})
         self._tensors = tensors
+
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        return [self.size(key) for key in keys]
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        for key, offset, buffers in ranges:
+            self.read_into(key, offset, buffers)
 
     def size(self, key: str) -> int | None:
         tensor = self._tensors.get(key)

@@ -15,6 +15,7 @@ A folder with ``pytorch_model.bin``, or an index and its parts, is one flat stat
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,11 @@ import torch
 
 from ..core.trees import children, flatten, name_of
 from ..core.words import a
-from ..errors import CorruptError, NameCollisionError, UnsupportedError
+from ..errors import CorruptError, NameCollisionError
 from ..state.modules import EXTRA_STATE
 from ..state.optimizer_dicts import are_numbered_groups, names_by_number
 from ..storage import LocalStorage, Storage
-from ..storage.protocol import read_range
+from ..storage.protocol import read_parts, read_range
 from ..torchfile.mapped import MappedFile, load_archive
 from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 from .catalog_builder import CatalogBuilder
@@ -96,13 +97,17 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
-    if not isinstance(storage, LocalStorage):
-        raise UnsupportedError(
-            f"{storage.url}: {key} cannot be mapped into memory, as torch files are; copy it to a local folder"
-        )
     size = storage.size(key)
     assert size is not None
-    return load_archive(os.path.join(storage.url, key), size)
+    if isinstance(storage, LocalStorage):
+        return load_archive(os.path.join(storage.url, key), size)
+    # A torch file is mapped into memory, so one in another store is copied to a local disk. The map keeps the unlinked copy.
+    with tempfile.TemporaryDirectory(prefix="reshard-ckpt-") as folder:
+        path = os.path.join(folder, os.path.basename(key))
+        with open(path, "wb") as file:
+            for _, part in read_parts(storage, key, size, storage.hints.read_bytes):
+                file.write(part)
+        return load_archive(path, size)
 
 
 def _with_root_key(loaded: Any) -> Mapping[Any, Any]:

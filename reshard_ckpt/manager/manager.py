@@ -21,6 +21,7 @@ from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
+from ..core.words import duration_s
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps
 from ..engine.saving.handle import SaveHandle
@@ -79,6 +80,9 @@ class Manager(RunSteps):
         earlier attempts, which are logged in the root.
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
+    grace
+        In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone,
+        for jobs that are reading them. A later save, or the next manager, removes them. 0 removes them at once.
     on_failure, max_failures
         ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
         the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
@@ -114,12 +118,14 @@ class Manager(RunSteps):
         max_overhead: float = MAX_OVERHEAD,
         on_failure: str = "raise",
         max_failures: int = 3,
+        grace: str | float = "10min",
         incremental: bool = False,
         full_every: int = 10,
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
         grace_s = grace_of(finish_on_sigterm)
+        keep_s = 0.0 if grace == 0 else duration_s(grace, option="grace")
         names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
@@ -143,10 +149,15 @@ class Manager(RunSteps):
             storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
-                had_manager = self._is_first and not read_only and opening.enter_context(take_lock(storage))
+                had_manager, lease = False, None
+                if self._is_first and not read_only:
+                    had_manager, lease = opening.enter_context(take_lock(storage))
                 self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
                 self._names = known_names(comm, storage, names, read_only=read_only)
-                self._stored = StoredSteps(storage, self._root, self._names, self._rule, self._lineage, read_only=read_only)
+                self._stored = StoredSteps(
+                    storage, self._root, self._names, self._rule, self._lineage,
+                    read_only=read_only, lease=lease, grace_s=keep_s,
+                )  # fmt: skip
                 if self._is_first and not read_only:
                     self._stored.remove_leftovers()
                     if interval == "auto":

@@ -20,7 +20,7 @@ from ..format.files import RUN_LOCK_KEY
 from ..formats.protocol import locate
 from ..formats.source import Path, open_source
 from ..memory.options import Memory
-from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
+from ..storage import Lock, LocksUnsupported, Storage, holder_text, open_storage, resolved_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +137,20 @@ def checked_full_every(full_every: int, memory: Memory | None) -> int:
 
 
 @contextmanager
-def take_lock(storage: Storage) -> Iterator[bool]:
-    """Lock the root during the ``with`` block, and yield whether the root had a manager before. Warn if locks are missing."""
+def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
+    """Lock the root during the ``with`` block; yield whether it had a manager before, and the lock. Warn if locks are missing."""
     had_manager = storage.size(RUN_LOCK_KEY) is not None
     own = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         lock = storage.lease(RUN_LOCK_KEY, own.encode())
     except LocksUnsupported as error:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
-        yield had_manager
+        yield had_manager, None
         return
     except StorageError as error:  # evaluation jobs often mount the root so that they cannot write
         raise StorageError(f"{error}; or pass read_only=True, to load alone") from error
     if lock is None:
-        holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
+        holder = holder_text(storage.read(RUN_LOCK_KEY, 1 << 16)) or "another job"
         if holder == own:
             raise UsageError(
                 f"{storage.url}: {holder}, which is this one, has a manager of the checkpoints there already; close that one "
@@ -161,4 +161,4 @@ def take_lock(storage: Storage) -> Iterator[bool]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        yield had_manager
+        yield had_manager, lock

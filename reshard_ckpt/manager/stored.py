@@ -10,11 +10,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import StepNames, alone_with, find_steps, referred_by_folders, remove_files, remove_step
+from ..engine.common.step_folders import (
+    StepNames,
+    alone_with,
+    find_steps,
+    referred_by_folders,
+    remove_files,
+    remove_step,
+    removed_within,
+)
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
-from ..storage import Storage, open_storage
+from ..storage import Lock, Storage, open_storage
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
 
@@ -34,6 +42,10 @@ class StoredSteps:
         Knows the saves that were superseded when the run went back to an older step.
     read_only
         Whether this process only reads, so that a job may save, prune and go back beside it.
+    lease
+        The lease of the root, checked before anything is removed.
+    grace_s
+        Seconds that the files of a removed step stay in a store without locks, where nobody knows who reads them.
 
     Attributes
     ----------
@@ -50,7 +62,11 @@ class StoredSteps:
         lineage: RunLineage,
         *,
         read_only: bool = False,
+        lease: Lock | None = None,
+        grace_s: float = 0.0,
     ) -> None:
+        self._lease = lease
+        self._grace_s = 0.0 if storage.hints.has_locks else grace_s
         self._storage, self._root, self._names, self._rule, self._lineage = storage, root, names, rule, lineage
         self._read_only = read_only
         self.pruning = threading.Lock()
@@ -159,6 +175,22 @@ class StoredSteps:
             for step in steps:
                 if step not in kept and self._remove(step, steps):
                     steps = [other for other in steps if other != step]
+            if self._grace_s:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the files of steps whose catalogs were removed before the grace."""
+        committed, begun = find_steps(self._storage, self._names)
+        _, old = removed_within(self._storage, begun.values(), self._grace_s)
+        if old:
+            referred = self._referred(committed)
+            for folder in old:
+                self._check_lease()
+                remove_files(self._storage, folder, referred)
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
     def delete(self, step: int) -> bool:
         """Remove a step. Return whether it existed.
@@ -185,11 +217,12 @@ class StoredSteps:
         referred, mine = self._referred(others), self._info(step).referred
         # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
         folders = reversed(self._names.committed(self._storage, step))
-        removed = all(remove_step(self._storage, folder, referred) for folder in folders)
+        self._check_lease()
+        removed = all(remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0) for folder in folders)
         if removed:
             self._infos.pop(step, None)
-            # Files that it alone needed, in folders of steps that were removed or saved anew before.
-            self._storage.delete(mine.difference(referred, *(self._info(other).own for other in others)))
+            if not self._grace_s:  # files that it alone needed, in folders of steps that were removed or saved anew before
+                self._storage.delete(mine.difference(referred, *(self._info(other).own for other in others)))
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
@@ -223,5 +256,7 @@ class StoredSteps:
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
-        for folder in begun.values():
+        young, _ = removed_within(self._storage, begun.values(), self._grace_s) if self._grace_s else ([], [])
+        for folder in {*begun.values()} - {*young}:
+            self._check_lease()
             remove_files(self._storage, folder, referred)

@@ -165,7 +165,10 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
 def _unmanaged(storage: Storage) -> Iterator[None]:
     """Keep managers away from a root, also on other nodes: a new manager would remove files that no catalog refers to yet."""
     try:
-        lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
+        if storage.hints.has_locks:
+            lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
+        else:
+            lock = storage.lease(RUN_LOCK_KEY, b"reshard-ckpt memory persist")
     except LocksUnsupported:
         yield
         return

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from ..errors import CorruptError, UsageError
 from .local import LocalStorage
 from .memory import MemoryStorage
+from .object_lease import holder_text
 from .posix import MOMENTS_S, LocksUnsupported
 from .protocol import ABSENT, ANY, Buffer, Document, Hints, Lock, MissingKey, PublishConflict, Storage, Version, Writer
 
@@ -28,6 +29,8 @@ __all__ = [
     "Storage",
     "Version",
     "Writer",
+    "holder_text",
+    "is_object_path",
     "open_beside",
     "open_storage",
     "path_text",

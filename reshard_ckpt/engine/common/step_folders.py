@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ STEP_NAME = "step_{}"
 """The pattern of the names of step folders, unless a manager has another."""
 
 _PATTERN = re.compile(r"(?!\.)([\w.-]*)\{(:0[1-9]\d?d)?\}([\w.-]*)")
+REMOVED_KEY = "removed"
+"""The note in a step's folder that its catalog was removed, with the time, and that its files are still there."""
+
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
@@ -77,8 +81,9 @@ class StepNames:
 
     def committed(self, root: Storage, step: int) -> list[str]:
         """List the folders in which a step is committed, the one that counts first."""
-        names = dict.fromkeys(pattern.format(step) for pattern in self.patterns)
-        return [name for name in names if root.size(f"{name}/{CATALOG_KEY}") is not None]
+        names = list(dict.fromkeys(pattern.format(step) for pattern in self.patterns))
+        sizes = root.stat([f"{name}/{CATALOG_KEY}" for name in names])
+        return [name for name, size in zip(names, sizes, strict=True) if size is not None]
 
 
 def _parsed_names(patterns: Any) -> StepNames:
@@ -109,7 +114,8 @@ def find_steps(root: Storage, names: StepNames | None = None) -> tuple[dict[int,
     found = [(step, folder) for folder in root.folders() if (step := names.step_of(folder)) is not None]
     if len(names.patterns) > 1:  # of two folders of a step, the one whose pattern comes first comes last here, and wins
         found.sort(key=lambda pair: -next(i for i, pattern in enumerate(names.patterns) if pattern.format(pair[0]) == pair[1]))
-    committed = {step: folder for step, folder in found if root.size(f"{folder}/{CATALOG_KEY}") is not None}
+    sizes = root.stat([f"{folder}/{CATALOG_KEY}" for _, folder in found])
+    committed = {step: folder for (step, folder), size in zip(found, sizes, strict=True) if size is not None}
     begun = {step: folder for step, folder in found if step not in committed}
     return dict(sorted(committed.items())), dict(sorted(begun.items()))
 
@@ -169,13 +175,15 @@ def reading(storage: Storage) -> Iterator[None]:
         yield
 
 
-def remove_step(root: Storage, folder: str, referred: frozenset[str]) -> bool:
+def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
     ----------
     referred
         Keys of files, from the root, that other committed catalogs refer to: these stay.
+    keep_files
+        Remove only the catalog, and note the time: in a store without locks somebody may be reading the files.
     """
     key = f"{folder}/{CATALOG_KEY}"
     try:
@@ -186,12 +194,30 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str]) -> bool:
         lock = nullcontext()  # type: ignore[assignment]
     if lock is None:
         return False
+    if keep_files:  # before the catalog goes, so that no moment has files without a catalog and without the note
+        root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode())
     with lock:
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
         root.sync([key])
-    remove_files(root, folder, referred)
+    if not keep_files:
+        remove_files(root, folder, referred)
     return True
+
+
+def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[list[str], list[str]]:
+    """Return the folders whose catalog was removed by `remove_step(keep_files=True)`: within the last seconds, and before."""
+    young: list[str] = []
+    old: list[str] = []
+    listed = list(folders)
+    for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], 1 << 10), strict=True):
+        if note is not None:
+            try:
+                age = time.time() - float(note.data)
+            except ValueError:  # damaged
+                age = 0.0
+            (young if age < seconds else old).append(folder)
+    return young, old
 
 
 def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
@@ -202,7 +228,9 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
 
 def _is_ours(key: str) -> bool:
     _, *parts = key.split("/")
-    return bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else bool(_TEMPORARY.fullmatch(parts[0]))
+    return (
+        bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else parts[0] == REMOVED_KEY or bool(_TEMPORARY.fullmatch(parts[0]))
+    )
 
 
 def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:

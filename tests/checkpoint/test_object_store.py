@@ -1,0 +1,174 @@
+"""Checkpoints in an object store: every function and command with an ``s3://`` path, on moto's S3."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import UsageError
+from reshard_ckpt.storage import open_storage
+from tests.cli.running import run
+from tests.launch import run_ranks
+from tests.storage.object_servers import KEYS, make_bucket, moto_server, set_endpoint
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patch:
+        set_endpoint(patch, endpoint)
+        yield endpoint
+
+
+@pytest.fixture
+def url(endpoint: str) -> str:
+    return f"{make_bucket(endpoint)}/runs/a"
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Make a model, an optimizer that has stepped, and values."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Linear(33, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "extra": {"step": seed, "long": "x" * 9000}}
+
+
+def same(path: str | Path, wanted: dict[str, Any]) -> bool:
+    found = checkpoint.read(path)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        for name, value in wanted.items()
+    )
+
+
+def test_what_is_saved_loads_bit_for_bit(url: str, tmp_path: Path) -> None:
+    saved, other = state(1), state(2)
+    checkpoint.save(tmp_path / "local", saved)
+    wanted = checkpoint.read(tmp_path / "local")
+    checkpoint.save(f"{url}/step_1", saved)
+    assert same(f"{url}/step_1", wanted)
+    checkpoint.load(f"{url}/step_1", other)
+    checkpoint.async_save(f"{url}/step_1", other).result()
+    assert same(f"{url}/step_1", wanted)
+    assert checkpoint.verify(f"{url}/step_1").ok
+    with open_storage(f"{url}/step_1") as storage:
+        assert len(storage.folders()) == 1  # the replaced save is gone
+
+
+def test_checkpoints_are_resharded_and_converted_between_stores(url: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "local", state())
+    wanted = checkpoint.read(tmp_path / "local")
+    checkpoint.reshard(tmp_path / "local", f"{url}/two", mesh={"dp": 2})
+    checkpoint.reshard(f"{url}/two", f"{url}/three", mesh={"dp": 3})
+    assert same(f"{url}/three", wanted)
+    checkpoint.convert(f"{url}/three", f"{url}/dcp", to="dcp")
+    checkpoint.convert(f"{url}/dcp", f"{url}/state.pt", to="torch")
+    checkpoint.convert(f"{url}/state.pt", f"{url}/own", to="reshard")
+    assert same(f"{url}/own", wanted)
+    report = checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors", max_shard_size=600)
+    assert len(report.files) > 2
+    assert report.files[-1] == "model.safetensors.index.json"
+    model = {name: value for name, value in wanted.items() if name.startswith("model.")}
+    assert {name.removeprefix("model.") for name in checkpoint.read(f"{url}/hf")} == {n.removeprefix("model.") for n in model}
+    assert same(f"{url}/hf", model)
+    with pytest.raises(UsageError, match="hf: already exists: an object store cannot replace a folder in one step"):
+        checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors")
+    assert same(f"{url}/hf", model)
+
+
+def test_a_conversion_that_failed_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{url}/own", state())
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reshard_ckpt.formats.safetensors_writer._index", fail)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors", max_shard_size=600)
+    with open_storage(f"{url}/hf") as storage:
+        assert storage.list() == []
+
+
+def test_a_manager_keeps_a_run(url: str) -> None:
+    with checkpoint.Manager(url, keep_last=2) as manager:
+        for step in range(4):
+            manager.save(step, state(step))
+        assert manager.steps() == [2, 3]
+        with pytest.raises(UsageError, match="has a manager of the checkpoints there already"):
+            checkpoint.Manager(url)
+    loaded = state()
+    with checkpoint.Manager(url, keep_last=2) as manager:
+        assert manager.load_latest(loaded).step == 3
+    assert loaded["extra"]["step"] == 3
+
+
+def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
+    with checkpoint.Manager(url, keep_last=1, grace=3600) as manager:
+        for step in range(2):
+            manager.save(step, state(step))
+        with open_storage(f"{url}/step_0") as storage:
+            assert len(storage.list()) == 4  # two files of the save, its timeline, and the note that it was removed
+            assert storage.size("catalog.msgpack") is None
+        assert manager.steps() == [1]
+    with checkpoint.Manager(url, keep_last=1, grace=3600), open_storage(url) as storage:
+        assert storage.folders() == ("step_0", "step_1")
+    with checkpoint.Manager(url, keep_last=1, grace=1e-9) as manager, open_storage(url) as storage:
+        assert storage.folders() == ("step_1",)
+        for step in (2, 3):
+            manager.save(step, state(step))
+        assert storage.folders() == ("step_3",)
+    assert checkpoint.read(f"{url}/step_3", ["extra.step"]) == {"extra.step": 3}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "{url}"),
+        ("inspect", "{url}/step_1"),
+        ("verify", "{url}/step_1"),
+        ("diff", "{url}/step_1", "{url}/step_2"),
+        ("reshard", "{url}/step_1", "{url}/made", "--mesh", "dp=2"),
+        ("convert", "{url}/step_1", "{url}/made", "--to", "safetensors"),
+        ("compact", "{url}/step_1"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_take_the_path(url: str, arguments: tuple[str, ...]) -> None:
+    for step in (1, 2):
+        checkpoint.save(f"{url}/step_{step}", {"model": torch.nn.Linear(2, 2), "step": 1})
+    ran = run(*(argument.format(url=url) for argument in arguments))
+    assert ran.code == 0, ran.err
+    assert not Path("s3:").exists()
+
+
+def save_sharded(endpoint: str, url: str) -> None:
+    """Save from the ranks of this job, and load what is there first if it is."""
+    os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})
+    torch.manual_seed(dist.get_world_size())
+    model = torch.nn.Sequential(torch.nn.Linear(13, 40), torch.nn.Linear(40, 7))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 13)).sum().backward()
+    optimizer.step()
+    made = {"model": model, "optimizer": optimizer}
+    if dist.get_world_size() == 3:
+        checkpoint.load(f"{url}/two", made)
+        checkpoint.save(f"{url}/three", made)
+    else:
+        checkpoint.save(f"{url}/two", made)
+
+
+def test_two_ranks_save_and_three_load_bit_for_bit(endpoint: str, url: str) -> None:
+    run_ranks(save_sharded, 2, endpoint, url)
+    run_ranks(save_sharded, 3, endpoint, url)
+    assert same(f"{url}/three", checkpoint.read(f"{url}/two"))
