@@ -1,6 +1,9 @@
 """The copy of a run's lineage on a node, kept while the store refuses the lineage.
 
 Without it, a job that is killed before the store has taken the lineage would not find its own checkpoints in memory.
+
+A root with a lock and without a lineage may be of such a job, or of a run that was begun anew and has saved nothing. The first is
+assumed, because the other way its checkpoints would be lost. docs/memory.md says what to do about the second.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.engine.common.lineage import LINEAGE
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.memory.offline import persist_held
+from reshard_ckpt.memory.offline import drop_held, persist_held
 from reshard_ckpt.storage import open_storage
 from tests.launch import ROOT
 from tests.reliability.faults import fails, faulty
@@ -94,6 +94,18 @@ def test_a_root_that_was_removed_begins_anew_also_if_its_next_job_saved_nothing(
     for _ in range(2):
         with pytest.warns(UserWarning, match="1 checkpoints of another run .* which are not loaded"):
             assert newest(root, shm) is None
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_job_without_memory_that_comes_first_leaves_the_copy_unless_it_is_dropped(tmp_path: Path, shm: Path, is_dropped: bool):
+    """As docs/memory.md says: nothing tells this root from that of a full store."""
+    root = tmp_path / "run"
+    run_job(root, shm, "full", "memory=5")
+    shutil.rmtree(root)
+    Manager(root).close()
+    if is_dropped:
+        assert drop_held(str(root), str(shm)) > 0
+    assert newest(root, shm) == (None if is_dropped else (5, "memory"))
 
 
 def test_each_node_keeps_a_copy_and_a_damaged_one_is_ignored(tmp_path: Path, shm: Path):
