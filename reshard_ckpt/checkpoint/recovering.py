@@ -5,7 +5,8 @@
 3. If it lacks none, `Job.first` fills the other ranks from the survivors. Storage is not touched.
 4. If it lacks some, and there is a checkpoint of that very step, `Job.first` fills all that the survivors have. Then a load reads
    the lost regions alone (`core.planning.lost`).
-5. Otherwise all ranks go back to the newest whole checkpoint, and the report says why.
+5. Otherwise all ranks go back to the newest whole checkpoint, and the report says why. With ``policy="partial"``, only the lost
+   regions come from that checkpoint (CPR: Maeng et al., 2020), if they are regions of embedding tables, or with `allow_mixed`.
 
 A survivor's state changes only in the last case. If that fails halfway, the state no longer counts as alive (`_Touched`).
 """
@@ -23,13 +24,14 @@ import torch
 from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_first
 from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import optimizer_of, state_name
+from ..core.catalog.names import bare, optimizer_of, state_name
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, summarize
+from ..core.words import few
 from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, outside_inference_mode
-from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError
+from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
 from ..format.values import decode_value
 from ..formats.source import Path
 from ..state.capture import capture, prepare_load
@@ -62,9 +64,10 @@ class RecoveryReport:
     lost_values
         A line for each `PerRank` value that was lost with its rank: the rank that took its place keeps the value that it has.
     pls
-        The portion of lost samples; 0.0 with ``policy="exact"``, where nothing is mixed.
+        With ``policy="partial"``, the portion of lost samples that this failure adds, in CPR's sense: the share of the state that
+        went back, times the share of all samples so far that it has lost. 0.0 if nothing went back alone.
     steps
-        With ``policy="partial"``, the steps that tensors are at, by name, where they are mixed.
+        With ``policy="partial"``, the steps of each tensor that is not wholly at `step`, by name, in order.
     """
 
     step: int | None
@@ -75,8 +78,27 @@ class RecoveryReport:
     steps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The options of `recover` that say when parts of the state may be at different steps."""
+
+    name: str
+    allow_mixed: bool
+
+    def __post_init__(self) -> None:
+        if self.name not in ("exact", "partial"):
+            raise UsageError(f"policy={self.name!r}: pass 'exact' or 'partial'")
+        if self.allow_mixed and self.name == "exact":
+            raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
+
+
 def run_recovery(
-    state: State, alive: bool | State, step: int | None, checkpoints: Checkpoints | None, session: Mapping[str, Any]
+    state: State,
+    alive: bool | State,
+    step: int | None,
+    policy: Policy,
+    checkpoints: Checkpoints | None,
+    session: Mapping[str, Any],
 ) -> RecoveryReport:
     """Recover as `recover` does, with the checkpoints to fall back on and the options of every session. Collective."""
     with outside_inference_mode():
@@ -87,7 +109,7 @@ def run_recovery(
             alive = False
         before = _versions(state)
         try:
-            return _Recovery(state, alive, step, checkpoints, session).run()
+            return _Recovery(state, alive, step, policy, checkpoints, session).run()
         except BaseException:
             _note_torn(state, before)
             raise
@@ -114,9 +136,18 @@ class _Recovery:
     """One call of `recover` on one rank."""
 
     def __init__(
-        self, state: State, alive: bool | State, step: int | None, checkpoints: Checkpoints | None, session: Mapping[str, Any]
+        self,
+        state: State,
+        alive: bool | State,
+        step: int | None,
+        policy: Policy,
+        checkpoints: Checkpoints | None,
+        session: Mapping[str, Any],
     ) -> None:
         self._state, self._step, self._checkpoints, self._session = state, step, checkpoints, session
+        self._policy = policy
+        self._lost_names: dict[str, bool] = {}
+        """The tensors that have lost regions on this rank, and whether survivors have other regions of them."""
         self._keeps = alive is True
         """Whether this rank's tensors are right as they are, so that nothing is loaded into them unless all ranks go back."""
         self._source: State = state if alive is True else alive or {}
@@ -124,7 +155,7 @@ class _Recovery:
     def run(self) -> RecoveryReport:
         """Recover. Collective: one session in which the survivors are asked and move their state, then the loads."""
         try:
-            with open_session("recover", "exact", **self._session) as comm:
+            with open_session("recover", self._policy.name, **self._session) as comm:
                 step = self._ask_survivors(comm)
                 job = self._begin(comm)
                 lost = self._lost(comm, job)
@@ -137,10 +168,32 @@ class _Recovery:
                     return self._report(comm, step, job.first(comm), lost_values=lost_values)
         except LayoutError as error:
             return self._go_back(str(error))
-        if step is None or self._checkpoints is None or not self._checkpoints.has(step):
+        saved_step = self._saved_step(step)
+        if saved_step is not None and saved_step != step:
+            self._refuse_to_mix(saved_step)
+        if step is None or saved_step is None:
             which = "of a step that nothing tells, pass step=" if step is None else f"of step {step}, at which the survivors are"
             return self._go_back(f"no survivor holds {summarize(lost, f'and there is no checkpoint {which}')}")
-        return self._fill_up(step, job)
+        return self._fill_up(step, saved_step, job)
+
+    def _saved_step(self, step: int | None) -> int | None:
+        """Return the step of the checkpoint that lost regions come from; None if all ranks must go back. Collective."""
+        if step is None or self._checkpoints is None:
+            return None
+        if self._checkpoints.has(step):
+            return step
+        newest = self._checkpoints.newest() if self._policy.name == "partial" else None
+        return None if newest is None or newest > step else newest
+
+    def _refuse_to_mix(self, saved_step: int) -> None:
+        """Raise a UsageError if a region is lost that is not of an embedding table, unless the caller allows that."""
+        state = tuple(f".state.{table.partition('.')[2]}." for table in self._tables)
+        dense = [name for name in self._lost_tensors if name not in self._tables and not any(part in name for part in state)]
+        if dense and not self._policy.allow_mixed:
+            raise UsageError(
+                f"{few(dense)}: lost, and only in the checkpoint of step {saved_step}. Parts of dense tensors and of their "
+                "optimizer's state at two steps are no state that training ever had: pass policy='exact', or allow_mixed=True"
+            )
 
     def _ask_survivors(self, comm: Comm) -> int | None:
         """Return the step of the survivors.
@@ -152,9 +205,10 @@ class _Recovery:
         """
         captured = capture(self._source, process_group=self._session["process_group"])
         step = _step_of(captured) if self._step is None else self._step
-        everyone = merge_of_all(comm, [bool(self._source), step, _counts(captured), _without_state(captured)])
-        survivors = [(rank, step, counts) for rank, (is_alive, step, counts, _) in enumerate(everyone) if is_alive]
-        self._without = union([without for _, _, _, without in everyone])
+        own = [bool(self._source), step, _counts(captured), _without_state(captured), _embedding_tables(self._state)]
+        everyone = merge_of_all(comm, own)
+        survivors = [(rank, step, counts) for rank, (is_alive, step, counts, _, _) in enumerate(everyone) if is_alive]
+        self._without, self._tables = union([one[3] for one in everyone]), union([one[4] for one in everyone])
         self._is_alone = len(survivors) == 1
         if not survivors:
             raise LayoutError("no rank's state is alive")
@@ -180,6 +234,7 @@ class _Recovery:
         if differing := (*report.shape, *report.dtype, *report.unexpected):
             raise MismatchError(summarize(differing, "give the state the tensors that the survivors have"), differing)
         lost = [*report.missing, *report.uncovered, *report.values]
+        self._lost_tensors = [line.partition(": ")[0] for line in (*report.missing, *report.uncovered)]
         # A new optimizer wants no state by itself. If survivors have the state of different parameters, as ZeRO by parameters has
         # it, a gone rank may have been the only holder of some: so a checkpoint is asked whether these had state.
         having = {state_name(link.optimizer, link.fqn) for link in job.saved.links().values()}
@@ -189,27 +244,36 @@ class _Recovery:
             return lost
         names = self._checkpoints.names
         had = value_of_first(comm, lambda: [name for name in names() if name.startswith(without)])
+        self._lost_tensors += had
         return [*lost, *(f"{name}: its only holder is gone" for name in had)]
 
-    def _fill_up(self, step: int, job: Job) -> RecoveryReport:
-        """Fill the state from the survivors, and the regions that they lack from the checkpoint of their step. Collective."""
+    def _fill_up(self, step: int, saved_step: int, job: Job) -> RecoveryReport:
+        """Fill the state from the survivors, and the regions that they lack from the checkpoint of a step. Collective."""
         assert self._checkpoints is not None
         live, values = job.saved, job.values
         try:
             with open_session("recover", f"step {step}", **self._session) as comm:
                 moved = job.first(comm)
-            loaded = self._checkpoints.load_part(step, partial(self._wanted_of, live, values))
+            loaded = self._checkpoints.load_part(saved_step, partial(self._wanted_of, live, values, saved_step == step))
         except (LayoutError, CheckpointNotFound, CorruptError) as error:
             return self._go_back(str(error))
         with open_session("recovered", f"step {step}", **self._session) as comm:
-            return self._report(comm, step, moved, loaded)
+            report = self._report(comm, step, moved, loaded)
+            if saved_step == step:
+                return report
+            names: dict[str, bool] = {}
+            for of_rank in merge_of_all(comm, self._lost_names):
+                names |= of_rank
+        share = 1 - (report.bytes_from["self"] + report.bytes_from["rank"]) / max(sum(report.bytes_from.values()), 1)
+        steps = {name: (saved_step, step) if is_mixed else (saved_step,) for name, is_mixed in sorted(names.items())}
+        return replace(report, pls=share * (step - saved_step) / max(step, 1), steps=steps)
 
-    def _wanted_of(self, live: Catalog, values: Mapping[str, Any], saved: Catalog, comm: Comm) -> Target:
+    def _wanted_of(self, live: Catalog, values: Mapping[str, Any], is_exact: bool, saved: Catalog, comm: Comm) -> Target:
         """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
         for entry in saved.values_table:
             if entry.name.rpartition(".")[2] == "step" and entry.link is None and entry.data is not None:
                 step = decode_value(entry.data, name=entry.name)
-                if step != values.get(entry.name, step):
+                if is_exact and step != values.get(entry.name, step):
                     raise LayoutError(
                         f"{entry.name} is {values[entry.name]} on the survivors, {step} in the checkpoint of their step"
                     )
@@ -218,7 +282,11 @@ class _Recovery:
         target = prepare_load(self._state, saved, rank=comm.rank, size=comm.size)
         parts = lost_parts([spec for spec, _ in target.tensors], live)
         tensors = [LocalTensor(spec, memory) for spec, (_, memory) in zip(parts, target.tensors, strict=True) if spec is not None]
+        for spec in filter(None, parts):
+            self._lost_names[spec.name] = spec.name in live and bool(live.tensor(spec.name).shards)
         own = {name for name, value in values.items() if isinstance(value, PerRankValues) and comm.rank not in value.lost}
+        if not is_exact:  # the survivors' values count, and from an older step come the ones that they lack
+            own |= {name for name, value in values.items() if not isinstance(value, PerRankValues)}
 
         def wanted(saved_values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in saved_values.items() if name not in own}
@@ -289,6 +357,17 @@ def _counts(captured: Captured) -> dict[str, float]:
     return found
 
 
+def _embedding_tables(state: State) -> list[str]:
+    """Name the weights of all embeddings among the modules of a state."""
+    modules = [(key, value) for key, value in state.items() if isinstance(value, torch.nn.Module)]
+    return [
+        f"{key}.{bare(f'{name}.weight')}"
+        for key, module in modules
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    ]
+
+
 def _without_state(captured: Captured) -> list[str]:
     """Name the state of each parameter in this rank's groups that has none here; of optimizers that have stepped."""
     links = [spec.link for spec, _ in captured.tensors] + [value.link for value in captured.values]
@@ -317,6 +396,9 @@ class Checkpoints(Protocol):
     def has(self, step: int) -> bool:
         """Return whether there is a checkpoint of this very step."""
 
+    def newest(self) -> int | None:
+        """Return the step of the newest checkpoint; None if there is none, or nothing tells it."""
+
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
         """Load from the checkpoint of a step the tensors and values that a function wants, and nothing else."""
 
@@ -336,9 +418,9 @@ class OfPath:
     session: Mapping[str, Any]
 
     def has(self, step: int) -> bool:
-        return self._step() == step
+        return self.newest() == step
 
-    def _step(self) -> int | None:
+    def newest(self) -> int | None:
         """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
 
         def look() -> int | None:
@@ -356,7 +438,7 @@ class OfPath:
 
     def load_newest(self, state: State, reason: str) -> Loaded:
         report = load_given(self.path, state, self.session)
-        step = self._step()
+        step = self.newest()
         return Loaded(step, report, "store")
 
     def names(self) -> Sequence[str]:

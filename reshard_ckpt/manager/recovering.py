@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.loading import Prepare
-from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, RecoveryReport, State, run_recovery
+from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, Policy, RecoveryReport, State, run_recovery
+from ..comm import open_session, value_of_first
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
@@ -22,6 +23,7 @@ def recover(
     manager: Manager | None = None,
     step: int | None = None,
     policy: str = "exact",
+    allow_mixed: bool = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> RecoveryReport:
@@ -44,6 +46,10 @@ def recover(
     policy
         ``"exact"``: the result is the state of one step. The survivors must be at one step, and each part of the state must have
         a live holder, or be in a checkpoint of that very step. Otherwise all ranks go back to the newest whole checkpoint.
+        ``"partial"``: as ``"exact"``, but instead of going back, the survivors keep their state, and the lost parts alone come
+        from the newest checkpoint. That is sound for the rows of embedding tables, and refused for anything else.
+    allow_mixed
+        With ``policy="partial"``, accept that dense tensors and the state of their optimizer are at two steps.
     process_group, timeout_s
         As for `save`.
 
@@ -64,8 +70,7 @@ def recover(
         Another rank failed or did not arrive. Make a group of the ranks that are left, and call `recover` again: a rank whose
         state had been touched by then does not count as alive.
     """
-    if policy != "exact":
-        raise UsageError(f"policy={policy!r}: pass 'exact'")
+    chosen = Policy(policy, allow_mixed)
     if not isinstance(alive, bool | Mapping):
         raise UsageError(f"alive={alive!r}: pass True, False, or the state that this rank had before the failure")
     if path is not None and manager is not None:
@@ -76,7 +81,7 @@ def recover(
         checkpoints = _OfManager(manager)
     elif path is not None:
         checkpoints = OfPath(path, session)
-    return run_recovery(state, alive, step, checkpoints, session)
+    return run_recovery(state, alive, step, chosen, checkpoints, session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,11 @@ class _OfManager:
 
     def has(self, step: int) -> bool:
         return self.manager._restoring.has(step)
+
+    def newest(self) -> int | None:
+        with open_session("newest", "step", **self.manager._session) as comm:
+            step: int | None = value_of_first(comm, self.manager.latest)
+        return step
 
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
         return _loaded(self.manager._restoring.load(step, prepare, {}, goes_on=False))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import loading
@@ -388,3 +388,69 @@ def test_value_of_each_rank_that_is_lost_is_named_and_kept_fresh():
     for rank, (lost, own, step) in enumerate(run_ranks(own_values_job, 3)):
         assert lost == ("own: rank 1 keeps the value that it has, as its own is lost",)
         assert (own, step) == ("fresh" if rank == 1 else 10 * rank, 3)
+
+
+class Tables:
+    """A model with an embedding table divided by rows, and a dense layer that is on all ranks, or divided by rows too."""
+
+    def __init__(self, *, divides_dense: bool) -> None:
+        mesh = init_device_mesh("cpu", (SIZE,))
+        self.model = nn.ModuleDict({"table": nn.Embedding(12, 3), "dense": nn.Linear(3, 8)})
+        for layer in self.model.values() if divides_dense else (self.model["table"],):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        self.optimizer = torch.optim.Adagrad(self.model.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            found[f"optimizer.state.{name}.sum"] = self.optimizer.state[p]["sum"]
+        return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in found.items()}
+
+    def fill(self, step: int) -> None:
+        for salt, tensor in enumerate(self.tensors().values()):
+            tensor.fill_(100 * step + salt)
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+        self.state["step"] = step
+
+    def is_filled(self, step: int, names: str = "") -> bool:
+        chosen = [(salt, t) for salt, (name, t) in enumerate(self.tensors().items()) if names in name]
+        return all(bool((tensor == 100 * step + salt).all()) for salt, tensor in chosen)
+
+
+def partial_job(folder: str) -> list[Any]:
+    """Rank 3 is lost with its rows of the table at step 5, and the newest checkpoint is of step 2."""
+    rank, path = dist.get_rank(), Path(folder, "step_2")
+    answers: list[Any] = []
+    for divides_dense in (False, True):
+        job = Tables(divides_dense=divides_dense)
+        job.fill(2)
+        checkpoint.save(path, job.state)
+        job.fill(5)
+        fresh = Tables(divides_dense=divides_dense)  # on all ranks, as it divides tensors together
+        job = fresh if rank == 3 else job
+        options = {"alive": rank != 3, "path": path, "policy": "partial"}
+        if divides_dense:
+            answers.append(outcome(lambda: checkpoint.recover(job.state, **options)))  # noqa: B023
+            options["allow_mixed"] = True
+        report = checkpoint.recover(job.state, **options)
+        is_right = job.is_filled(5) if rank != 3 else job.is_filled(2, "table") and job.is_filled(5, "dense.bias")
+        answers.append((report, is_right and job.is_filled(2 if divides_dense and rank == 3 else 5, "dense.weight")))
+        answers.append(job.state["step"])
+    return answers
+
+
+def test_partial_recovery_takes_lost_rows_of_tables_alone_from_the_checkpoint(tmp_path: Path):
+    rows = 3 * 3 * 4  # bytes of a rank's part of the table
+    for (report, is_right), step, refused, (mixed, is_mixed_right), _ in run_ranks(partial_job, SIZE, str(tmp_path)):
+        assert (is_right, is_mixed_right, step, report.step) == (True, True, 5, 5)
+        assert report.steps == {"model.table.weight": (2, 5), "optimizer.state.table.weight.sum": (2, 5)}
+        assert report.bytes_from["store"] == 2 * rows
+        assert report.pls == pytest.approx(2 * rows / sum(report.bytes_from.values()) * (5 - 2) / 5)
+        assert refused.error == "UsageError"
+        assert "model.dense.weight" in refused.message
+        assert "allow_mixed=True" in refused.message
+        assert {name for name in mixed.steps if "dense" in name} == {
+            "model.dense.weight", "optimizer.state.dense.weight.sum"
+        }  # fmt: skip
