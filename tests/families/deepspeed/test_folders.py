@@ -20,7 +20,6 @@ import torch
 from reshard_ckpt import FlatShard, checkpoint
 from reshard_ckpt.core.catalog.specs import StateLink
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
-from tests.cli.running import run
 from tests.families.deepspeed.jobs import CLIENT, Net, digest, digests
 from tests.warm_python import warm_python
 
@@ -129,19 +128,6 @@ def test_a_run_of_one_parameter_is_read_alone(unpack: Unpack) -> None:
     )
     assert torch.equal(part, whole.reshape(-1)[17:37])
     assert report.bytes_read <= 20 * 4
-
-
-def test_verify_diff_convert_reshard_and_inspect_work(unpack: Unpack, tmp_path: Path) -> None:
-    path = unpack("t1-bf16-tp")
-    assert checkpoint.verify(path).ok
-    checkpoint.convert(path, tmp_path / "native", to="reshard")
-    assert digests(tmp_path / "native") == digests(path)
-    assert checkpoint.diff(path, tmp_path / "native", values=True).equal
-    checkpoint.reshard(path, tmp_path / "resharded", mesh={"dp": 3})
-    assert digests(tmp_path / "resharded") == digests(path)
-    drawn = checkpoint.plot(path, "model.layers.0.gate_up_proj.weight", output=tmp_path / "weight.svg")
-    assert drawn.stat().st_size > 0
-    assert "deepspeed" in run("inspect", path).out
 
 
 def test_deepspeed_is_not_imported(unpack: Unpack) -> None:

@@ -278,14 +278,6 @@ def test_a_value_that_repeats_itself_is_bounded(tmp_path: Path) -> None:
         checkpoint.catalog(tmp_path)
 
 
-def test_cut_files_are_told(tmp_path: Path) -> None:
-    path = write(tmp_path, lambda rank: {"decoder.final_layernorm.weight": grid(1, 3)})
-    file = path / "mp_rank_01" / "model_optim_rng.pt"
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(CorruptError, match="mp_rank_01/model_optim_rng.pt: is no whole zip"):
-        checkpoint.catalog(path)
-
-
 @pytest.mark.parametrize(("dim", "sections"), [(-1, 1), (1, 2), (0, 0), (None, 2)])
 def test_rules_that_say_nothing_are_refused(dim: int | None, sections: int) -> None:
     with pytest.raises(UsageError, match="add_rule: 'x'"):
