@@ -10,6 +10,8 @@ in and gives out.
 2. *Unchanged layout*: the same for the next save, whose values have changed.
 3. *Catalog*: build and encode it, decode it again.
 4. *Load plan* of one rank of pp 8 × tp 16: match, plan, check that what is saved tiles, plan the reads.
+5. *Timeline*: merge the records of all ranks, 8 steps and 4 messages of each, into the file that is kept.
+6. *Groups* of a load that reads once: each of 128 ranks needs the same 135 files.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ from reshard_ckpt.core.catalog.specs import item_bytes_of
 from reshard_ckpt.core.geometry.runs import I64
 from reshard_ckpt.core.planning.read_plan import plan_reads
 from reshard_ckpt.core.planning.save_plan import SavePlan, build_catalog
+from reshard_ckpt.core.timeline import STEP_NAMES
+from reshard_ckpt.engine.common.recorder import CommCall, Recorder, merged
+from reshard_ckpt.engine.common.rounds import pack_table
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
+from reshard_ckpt.engine.loading.read_once import groups_of
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.messages import encode_metadata
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
@@ -154,6 +160,24 @@ def load_plan(catalog: Catalog, job: Job, rank: int) -> Callable[[], int]:
     return run
 
 
+def merge_timeline(num_ranks: int) -> Callable[[], bytes]:
+    """Return what rank 0 does with the records that came with the receipts of all ranks."""
+    recorder = Recorder()
+    began = recorder.began
+    for i, name in enumerate(STEP_NAMES[:8]):
+        recorder._steps.append((name, "caller", began + 0.3 * i, began + 0.3 * i + 0.29, 1 << 30 if name == "write" else 0))
+    recorder.calls = [CommCall(i != 1, began + 0.6 * i, began + 0.6 * i + 0.1) for i in range(4)]
+    records = [recorder.sealed()] * num_ranks
+    return lambda: merged(recorder, records, recorder.now(), save_id="s", mesh=None)
+
+
+def find_groups(num_ranks: int) -> Callable[[], I64]:
+    """Return what rank 0 does to divide the ranks of a load that reads once into groups."""
+    files = [pack_table(np.arange(135 * group, 135 * group + 135)[:, None]) for group in range(-(-num_ranks // 128))]
+    packed = [files[rank % len(files)] for rank in range(num_ranks)]
+    return lambda: groups_of(packed)
+
+
 def measure(num_ranks: int, num_shards: int) -> dict[str, float]:
     """Return all figures of this library."""
     job = sized_job(num_ranks, num_shards)
@@ -180,6 +204,8 @@ def measure(num_ranks: int, num_shards: int) -> dict[str, float]:
     open_s, opened = fastest(lambda: decode_catalog(data))
     target = Job(8, num_ranks // 128, 16, job.bucket)
     load_s, num_bytes = fastest(load_plan(opened, target, target.mesh.size // 2 + 5))
+    timeline_s, timeline = fastest(merge_timeline(num_ranks))
+    groups_s, _ = fastest(find_groups(num_ranks))
     spread = first.plan.bytes_by_rank()
     return {
         "ranks": num_ranks,
@@ -195,6 +221,9 @@ def measure(num_ranks: int, num_shards: int) -> dict[str, float]:
         "catalog_bytes_per_shard": len(data) / len(catalog.rows.box),
         "load_plan_s": load_s,
         "load_bytes_planned": num_bytes,
+        "timeline_merge_s": timeline_s,
+        "timeline_bytes_per_rank": len(timeline) / num_ranks,
+        "read_once_groups_s": groups_s,
         "balance_max_over_mean": float(spread.max() / spread.mean()),
         "copy_of_save_plan_bytes_s": copy_s(through),
         "copy_of_catalog_bytes_s": copy_s(len(data)),
@@ -220,6 +249,8 @@ BARS = (
     ("load_plan_s", "s", 0.3),
     ("catalog_open_s", "s", 0.5),
     ("catalog_bytes_per_shard", "bytes", 40.0),
+    ("timeline_merge_s", "s", 0.2),
+    ("timeline_bytes_per_rank", "bytes", 100.0),
 )
 
 
