@@ -163,7 +163,7 @@ def _count(value: Any) -> int:
 
 
 def _times(value: Any, dtype: str) -> list[float]:
-    """Return finite times, of which `value` is one, or the bytes of many."""
+    """Return the finite times that `value` holds: one number, or the bytes of many."""
     times = np.frombuffer(value, dtype) if dtype else np.array([value], np.float64) if type(value) is float else None
     if times is None or not np.isfinite(times).all() or (times < 0).any():
         raise TypeError(f"{value!r:.80} is no time")
