@@ -171,7 +171,9 @@ def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, mo
 
     created: list[str] = []
     create = LocalStorage.create
-    monkeypatch.setattr(LocalStorage, "create", lambda self, key: created.append(key) or create(self, key))
+    monkeypatch.setattr(
+        LocalStorage, "create", lambda self, key, *rest, **named: created.append(key) or create(self, key, *rest, **named)
+    )
     report = checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
     assert len([key for key in created if key.endswith(".safetensors")]) == 2
     assert not finished & set(created)
