@@ -1,0 +1,1 @@
+"""Accelerate and the ``Trainer`` of transformers: their FSDP checkpoints through this library."""

@@ -1,0 +1,155 @@
+"""The four functions by which Accelerate and the ``Trainer`` of transformers save and load FSDP modules, through this library.
+
+1. `install` binds them in the four modules that call them by a name of their own.
+2. A folder has Accelerate's own name: ``pytorch_model_fsdp_0`` for the model, ``optimizer_0`` for the optimizer. So a folder that
+   Accelerate wrote with DCP loads too.
+3. The optimizer is saved beside the module that names its parameters, and the module is left out of the files.
+4. ``FULL_STATE_DICT`` asks for one file of ``torch.save``: Accelerate's own functions write and read it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+from ...plugins import checkpoint
+from ...plugins.errors import UsageError
+from ...plugins.names import unwrapped
+
+_OWNER = "accelerate.utils.fsdp_utils"
+_MODULES = (_OWNER, "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
+_STOCK: dict[str, Callable[..., Any]] = {}
+"""Accelerate's own functions, by name, while this library's are installed."""
+
+
+class LoadResult(NamedTuple):
+    """The result that ``load_state_dict`` would return: a load that misses a name raises instead."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def install() -> None:
+    """Let Accelerate and the ``Trainer`` save and load FSDP modules and their optimizers through this library.
+
+    Raises
+    ------
+    UsageError
+        Accelerate is not installed, or is a release without these functions.
+    """
+    try:
+        owner = importlib.import_module(_OWNER)
+        importlib.import_module("accelerate.accelerator")
+        stock = {name: getattr(owner, name) for name in _FUNCTIONS}
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"accelerate cannot be used here ({error}); pip install 'accelerate>=1.15'") from error
+    if not _STOCK:
+        _STOCK.update(stock)
+        _bind(_FUNCTIONS)
+
+
+def uninstall() -> None:
+    """Bind Accelerate's own functions again."""
+    if _STOCK:
+        _bind(_STOCK)
+        _STOCK.clear()
+
+
+def _bind(functions: dict[str, Callable[..., Any]]) -> None:
+    # A module that is imported later, as the Trainer may be, finds them in the utils of Accelerate.
+    for module in (sys.modules[name] for name in _MODULES if name in sys.modules):
+        for name, function in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, function)
+
+
+def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand calls with ``FULL_STATE_DICT`` on to Accelerate's own function."""
+
+    @wraps(function)
+    def call(fsdp_plugin: Any, *args: Any, **kwargs: Any) -> Any:
+        if fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
+            return _STOCK[function.__name__](fsdp_plugin, *args, **kwargs)
+        return function(fsdp_plugin, *args, **kwargs)
+
+    return call
+
+
+@_unless_full
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a module as ``pytorch_model_fsdp_<index>``; with `adapter_only` without its frozen parameters."""
+    frozen = _frozen(model) if adapter_only else []
+    checkpoint.save(_folder(output_dir, "pytorch_model_fsdp", model_index), {"model": model}, exclude=frozen)
+
+
+@_unless_full
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> LoadResult:
+    """Load a module, on any number of ranks."""
+    frozen = _frozen(model) if adapter_only else []
+    checkpoint.load(_folder(input_dir, "pytorch_model_fsdp", model_index), {"model": model}, allow_missing=frozen)
+    return LoadResult([], [])
+
+
+@_unless_full
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save an optimizer as ``optimizer_<index>``, under the names of its parameters."""
+    checkpoint.save(_folder(output_dir, "optimizer", optimizer_index), _state(model, optimizer), exclude=["model"])
+
+
+@_unless_full
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load an optimizer, which may never have stepped, on any number of ranks."""
+    checkpoint.load(_folder(input_dir, "optimizer", optimizer_index), _state(model, optimizer), ignore=["model"])
+
+
+_FUNCTIONS = {f.__name__: f for f in (save_fsdp_model, load_fsdp_model, save_fsdp_optimizer, load_fsdp_optimizer)}
+
+
+def _folder(path: str, name: str, index: int) -> str:
+    below = f"{name}_{index}"  # Accelerate takes the folder itself, too
+    return str(path) if os.path.basename(os.path.normpath(path)) == below else os.path.join(path, below)
+
+
+def _state(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": getattr(optimizer, "optimizer", optimizer)}  # without AcceleratedOptimizer
+
+
+def _frozen(model: Any) -> list[str]:
+    return [f"model.{unwrapped(name)}" for name, parameter in model.named_parameters() if not parameter.requires_grad]

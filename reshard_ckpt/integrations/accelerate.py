@@ -1,0 +1,7 @@
+"""Accelerate and the ``Trainer`` of transformers save and load FSDP modules through this library after `install`."""
+
+from __future__ import annotations
+
+from ..families.accelerate.calls import install, uninstall
+
+__all__ = ["install", "uninstall"]
