@@ -6,9 +6,13 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from reshard_ckpt.cli import COMMANDS
+from reshard_ckpt.cli.app import app
 from tests.docs.runner import blocks, not_imported, run_document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +85,13 @@ def test_commands_and_files_that_a_page_names_exist(page: Path):
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
     paths = re.findall(r"\b((?:tests|benchmarks|examples)/[\w/]+\.py)\b", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
+    for name in COMMANDS:
+        importlib.import_module(f"reshard_ckpt.cli.{name}")
+    commands: Any = typer.main.get_command(app)
+    for name, rest in re.findall(r"reshard-ckpt ([a-z]+)((?:[^\n`|;&]|\\\n)*)", text):
+        if name in COMMANDS:
+            known = {option for parameter in commands.commands[name].params for option in parameter.opts}
+            assert {*re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)} <= known, (name, rest)
 
 
 def test_index_lists_every_page_and_design_note():
