@@ -6,7 +6,7 @@ Only rank 0 removes. A checkpoint that is being read stays, and so does the last
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ..engine.common.lineage import RunLineage
@@ -170,17 +170,17 @@ class StoredSteps:
     def prune(self) -> None:
         """Remove the steps that the rule does not keep."""
         with self.pruning:
-            steps = list(find_steps(self._storage, self._names)[0])
+            committed, begun = find_steps(self._storage, self._names)
+            steps = list(committed)
             kept = self._kept(steps)
             for step in steps:
                 if step not in kept and self._remove(step, steps):
                     steps = [other for other in steps if other != step]
             if self._grace_s:
-                self._sweep()
+                self._sweep(committed, begun)
 
-    def _sweep(self) -> None:
+    def _sweep(self, committed: Iterable[int], begun: Mapping[int, str]) -> None:
         """Remove the files of steps whose catalogs were removed before the grace."""
-        committed, begun = find_steps(self._storage, self._names)
         _, old = removed_within(self._storage, begun.values(), self._grace_s)
         if old:
             referred = self._referred(committed)

@@ -11,7 +11,8 @@ Methods that take several keys or ranges have a plain loop as their default; a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
@@ -22,6 +23,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes to write. A memoryview must be C-contiguous; its items may have any size."""
 
 Self = TypeVar("Self")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +349,14 @@ def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> I
         part = buffer[: num_bytes - begin]
         storage.read_into(key, begin, [part])
         yield begin, part
+
+
+def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
+    """Make several calls and return their results; at the same time if the round trips of the store are slow."""
+    if storage.hints.requests <= DISK.requests:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(min(len(calls), storage.hints.requests), thread_name_prefix="reshard-ckpt-ask") as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 def write_file(storage: Storage, key: str, data: Buffer, *, replace: bool = False) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +24,9 @@ class FaultProxy:
     def __init__(self, target: str, *, drops: str = "", bare: bool = False) -> None:
         self.fault: Fault = lambda method, path: ""
         self.seen: list[tuple[str, str]] = []
+        self.delay_s = 0.0
+        """Latency that each request gets, so that requests that could run at once do."""
+        self.spans: list[tuple[float, float]] = []
         self._lock = threading.Lock()
         place = urlsplit(target)
         proxy = self
@@ -30,9 +35,11 @@ class FaultProxy:
             protocol_version = "HTTP/1.1"
 
             def _serve(self) -> None:
+                began = time.monotonic()
                 with proxy._lock:
                     proxy.seen.append((self.command, self.path))
                     fate = proxy.fault(self.command, self.path)
+                time.sleep(proxy.delay_s)
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if fate == "503":
                     self._answer(503, "Slow Down", {}, b"<Error><Code>SlowDown</Code></Error>")
@@ -49,6 +56,8 @@ class FaultProxy:
                 answer = upstream.getresponse()
                 data = answer.read()
                 upstream.close()
+                with proxy._lock:
+                    proxy.spans.append((began, time.monotonic()))
                 if fate == "drop":
                     self.close_connection = True
                 elif fate == "500":
@@ -98,6 +107,24 @@ class FaultProxy:
             return ""
 
         self.fault = fault
+
+    def depth(self) -> int:
+        """Return the length of the longest chain of requests, each of which began after the one before it had ended."""
+        # ended[d]: the earliest end of a chain of d + 1 requests; a request extends the longest chain that ended before it began
+        ended: list[float] = []
+        for end, began in sorted((end, began) for began, end in self.spans):
+            length = bisect_left(ended, began)
+            if length == len(ended):
+                ended.append(end)
+            else:
+                ended[length] = min(ended[length], end)
+        return len(ended)
+
+    def forget(self) -> None:
+        """Forget the requests so far."""
+        with self._lock:
+            self.seen.clear()
+            self.spans.clear()
 
     def close(self) -> None:
         self._server.shutdown()

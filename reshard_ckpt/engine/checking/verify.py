@@ -64,7 +64,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     check.found += [fault_text(catalog, fault) for fault in faults]
     check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
     if workers is None:
-        workers = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files))
+        workers = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files), storage.hints)
     with ThreadPoolExecutor(workers, thread_name_prefix="reshard-ckpt-verify") as pool:
         for found in _in_order(pool, check.window, check.windows(), 2 * workers):
             check.add(found)

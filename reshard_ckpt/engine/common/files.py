@@ -21,7 +21,7 @@ from ...format.checksums import Digests, decode_digests, digest128, digests_file
 from ...storage.protocol import MissingKey, Storage
 
 MAX_REQUESTS = 16
-"""Most requests under way at once."""
+"""Most requests under way at once to a disk."""
 
 DIGESTS_BYTES = 32 << 20
 """Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
@@ -42,7 +42,7 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     with_digests = [index for index in wanted if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
-    answers = _request_all([*sizes, *digests])[len(sizes) :]
+    answers = _request_all([*sizes, *digests], max(MAX_REQUESTS, storage.hints.requests))[len(sizes) :]
     return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
 
@@ -83,11 +83,11 @@ def _num_bytes(digests: Digests | None) -> int:
     return 0 if digests is None else digests.values.nbytes
 
 
-def _request_all(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:
+def _request_all(requests: Sequence[Callable[[], Digests | None]], threads: int) -> list[Digests | None]:
     """Send all requests and return their answers, in order. If several fail, raise the error of the first in order."""
     if len(requests) <= 1:
         return [request() for request in requests]
-    with ThreadPoolExecutor(min(MAX_REQUESTS, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
+    with ThreadPoolExecutor(min(threads, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
         return list(pool.map(lambda request: request(), requests))
 
 

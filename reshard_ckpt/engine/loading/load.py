@@ -127,9 +127,8 @@ def read_catalog_bytes(storage: Storage) -> bytes:
     CheckpointNotFound
         The path holds no catalog; the message describes the files that it holds.
     """
-    if storage.size(CATALOG_KEY) is not None:
-        with suppress(MissingKey):  # it was removed after the size was asked for
-            return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
+    with suppress(MissingKey):
+        return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
     raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
 
 

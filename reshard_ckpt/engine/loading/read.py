@@ -32,7 +32,7 @@ from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
 from ...core.words import few
 from ...errors import CorruptError
 from ...format.checksums import Digests, wrong_blocks
-from ...storage.protocol import Storage
+from ...storage.protocol import DISK, Hints, Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
@@ -117,7 +117,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     reads = reads_of(task, join=join)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
     try:
-        in_threads(reader.read_window, range(reads.num_windows))
+        in_threads(reader.read_window, range(reads.num_windows), hints=task.storage.hints)
     except Damage as damage:
         # Here no thread reads any more, so the list of overwritten tensors is complete.
         raise reader.explain(damage) from None
@@ -154,23 +154,27 @@ def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
     )
 
 
-def num_threads(tasks: int) -> int:
+def num_threads(tasks: int, hints: Hints = DISK) -> int:
     """Return how many threads read `tasks` windows.
 
     Two threads for each core that this rank has, but at least 2 and at most `MAX_THREADS`: more would push each other's buffers
-    out of the caches.
+    out of the caches. From a store with slow round trips, as many threads read as it serves well.
     """
+    if hints.requests > DISK.requests:
+        return max(min(hints.requests, tasks), 1)
     cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(min(MAX_THREADS, tasks, max(2, round(2 * cores))), 1)
 
 
-def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None) -> None:
+def in_threads(
+    task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None, hints: Hints = DISK
+) -> None:
     """Call `task` with each number, in several threads; calls begin in order. After an error no more begin, and it is raised.
 
     No call runs any more when this returns or raises. A caller that uses this often passes a `pool`, because threads keep their
     buffers.
     """
-    threads = num_threads(len(numbers))
+    threads = num_threads(len(numbers), hints)
     if threads <= 1:
         for i in numbers:
             task(i)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
 from ...format.checksums import BLOCK_BYTES, digest128
 from ...format.files import digests_key
-from ...storage.protocol import Storage
+from ...storage.protocol import DISK, Storage
 from ..common.progress import OnProgress, Tally
 from ..common.resuming import finished_digests, identity
 from ..common.tensor_bytes import slices
@@ -41,6 +42,9 @@ from .read_back import ReadBack, WrittenBlocks
 from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
 
 _WHOLE_FILES = 1 << 62
+
+AT_ONCE_BYTES = 512 << 20
+"""Bytes of files that are written at once to a store with slow round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,30 @@ def write_share(
     groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
     mine = divide(groups, plan.plan.bytes_by_rank().tolist(), comm.size)[comm.rank]
     layouts = {rank: plan.layouts(rank, save_id) for group in mine for rank in group}
-    reader = RunReader(source, plan.catalog, verify=verify)
     tally = Tally("reshard", sum(layout.num_bytes for files in layouts.values() for layout in files), report)
-    kept, receipts = 0, {}
-    read_back = ReadBack(target, enabled=verify)
-    for group in mine:
-        outputs = [_RankOutput(target, layouts[rank], tally) for rank in group]
-        _write_group(reader, plan, group, outputs, read_back)
-        receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
-        kept += sum(output.bytes_kept for output in outputs)
+    there = frozenset(key for key, _ in target.list(save_id))
+    shared = RunReader(source, plan.catalog, verify=verify)
+
+    def write(group: Sequence[int], reader: RunReader) -> ProcessReport:
+        outputs = [_RankOutput(target, layouts[rank], tally, there) for rank in group]
+        _write_group(reader, plan, group, outputs, ReadBack(target, enabled=verify))
+        receipts = {rank: output.receipt() for rank, output in zip(group, outputs, strict=True)}
+        return ProcessReport(receipts, reader.bytes_read, sum(output.bytes_kept for output in outputs))
+
+    # In a store with slow round trips several groups are written at once, as many as fit into the memory for one large file.
+    largest = max((sum(layout.num_bytes for rank in group for layout in layouts[rank]) for group in mine), default=0)
+    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(mine))
+    if target.hints.requests > DISK.requests and threads > 1:
+        with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-reshard") as pool:
+            done = list(pool.map(lambda group: write(group, RunReader(source, plan.catalog, verify=verify)), mine))
+        bytes_read = sum(report.bytes_read for report in done)
+    else:
+        done = [write(group, shared) for group in mine]
+        bytes_read = shared.bytes_read
+    receipts = {rank: receipt for report in done for rank, receipt in report.receipts.items()}
     if receipts:
         target.sync(keys_of(file for receipt in receipts.values() for file in receipt.files))
-    return ProcessReport(receipts, reader.bytes_read, kept)
+    return ProcessReport(receipts, bytes_read, sum(report.bytes_kept for report in done))
 
 
 def _write_group(
@@ -139,9 +155,9 @@ def _write_group(
 class _RankOutput:
     """Writes the files of one new rank, one after the other. Files that an earlier attempt finished are kept unchanged."""
 
-    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally) -> None:
-        self._storage, self._layouts, self._tally = storage, layouts, tally
-        self._done = [finished_file(storage, layout) for layout in layouts]
+    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally, there: frozenset[str]) -> None:
+        self._storage, self._layouts, self._tally, self._there = storage, layouts, tally, there
+        self._done = [finished_file(storage, layout) if layout.key in there else None for layout in layouts]
         self._kept = [file is not None for file in self._done]
         self._file: ShardFileWriter | None = None
         self._taken = 0
@@ -169,7 +185,7 @@ class _RankOutput:
     def _begin(self) -> None:
         """Begin the next missing file, with its header."""
         layout = self._layouts[self._done.index(None)]
-        self._storage.delete([layout.key, digests_key(layout.key)])  # a killed attempt may have left a part of it
+        self._storage.delete({layout.key, digests_key(layout.key)} & self._there)  # a killed attempt may have left a part of it
         self._file, self._taken = ShardFileWriter(self._storage, layout), 0
         self._append(self._file, memoryview(layout.header))
         self._close_if_full(self._file)
@@ -185,7 +201,7 @@ class _RankOutput:
     def take_written(self) -> list[WrittenBlocks]:
         """Return the block ranges that were written since the last call and can be read back."""
         written, self._written = self._written, []
-        if self._file is not None:  # of the open file only whole blocks have digests yet
+        if self._file is not None and self._storage.hints.shows_unfinished:  # only its whole blocks have digests yet
             full = len(self._file.digests) * BLOCK_BYTES
             written.append(WrittenBlocks(self._file.layout.key, self._file.digests, self._taken, full))
             self._taken = full

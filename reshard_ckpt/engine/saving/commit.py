@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.checksums import digests_file_bytes
 from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, manifest_key, timeline_key
-from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, conflict, write_file
+from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, at_once, conflict, write_file
 from ..common.progress import size_text
 from ..common.recorder import Recorder, merged
 from ..common.step_folders import referred_by_others
@@ -42,12 +43,17 @@ from .write import Chunks, remove, write_files
 
 def look(storage: Storage) -> PreviousCheckpoint:
     """Return the catalog and the folders that a path holds. Rank 0 calls it before any rank makes a file."""
-    folders = frozenset(storage.folders())
-    try:
-        [found] = storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
-    except CorruptError:  # larger than any catalog, so no job published it
-        return PreviousCheckpoint(None, folders, ANY)
-    return PreviousCheckpoint(found.data, folders, found.version) if found else PreviousCheckpoint(b"", folders, ABSENT)
+
+    def catalog() -> tuple[bytes | None, Version]:
+        try:
+            [found] = storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
+        except CorruptError:  # larger than any catalog, so no job published it
+            return None, ANY
+        return (found.data, found.version) if found else (b"", ABSENT)
+
+    asked: list[Any] = at_once(storage, storage.folders, catalog)  # one after the other in this order, on a disk
+    folders, (data, version) = asked
+    return PreviousCheckpoint(data, frozenset(folders), version)
 
 
 def check_free_space(storage: Storage, plan: SavePlan) -> None:

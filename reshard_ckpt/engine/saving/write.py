@@ -27,7 +27,7 @@ from ...errors import StorageError, UsageError
 from ...format.checksums import BLOCK_BYTES, BlockHasher, digest128
 from ...format.files import digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
-from ...storage.protocol import Storage, write_file
+from ...storage.protocol import Storage, at_once, write_file
 from ..common.progress import Tally
 from ..common.recorder import Recorder
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
@@ -183,8 +183,9 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
                         file.write(chunk)
                         tally.add(len(chunk))
                 with recorder.step("sync"):
-                    file.sync()
-                written.append(file.finish())
+                    if not storage.hints.durable_on_finish:
+                        file.sync()
+                    written.append(file.finish())
         if written:
             with recorder.step("sync"):
                 storage.sync(keys_of(written))
@@ -273,14 +274,13 @@ class ShardFileWriter:
         UsageError
             Another number of bytes was written than the layout says: a tensor was resized while it was saved.
         """
-        self.sync()
         size, digests = self._hasher.num_bytes, self._hasher.finish()
         if size != self.layout.num_bytes:
             raise UsageError(
                 f"{self.layout.key}: {size} bytes were written of {self.layout.num_bytes}: the memory of a tensor was made "
                 "smaller, or freed, while it was saved; this save is given up: resize no tensor meanwhile, or use async_save"
             )
-        write_file(self._storage, digests_key(self.layout.key), digests)
+        at_once(self._storage, self.sync, lambda: write_file(self._storage, digests_key(self.layout.key), digests))
         hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
         return WrittenFile(self.layout.key, size, digest128(digests), *hashes)
 
