@@ -6,6 +6,7 @@ import gc
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -14,7 +15,8 @@ from ..core.catalog.model import Catalog
 from ..engine.loading.stream import Run
 from ..errors import CheckpointError
 from ..storage import Storage, open_storage
-from ..storage.protocol import read_range
+from ..storage.listed import ListedStorage
+from ..storage.protocol import DISK, read_range
 
 NATIVE = "reshard_ckpt"
 """The name of this library's own format."""
@@ -132,6 +134,9 @@ def locate(path: str) -> tuple[Storage, str | None]:
     >>> storage.url, key
     ('memory://hub', 'w.safetensors')
     """
+    looked_at = _LOOKED_AT.get()
+    if looked_at is not None and looked_at[0] == path:
+        return looked_at[1]
     above, name = posixpath.split(path.rstrip("/"))
     name = unquote(name) if path.startswith("file:") else name
     # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
@@ -140,6 +145,27 @@ def locate(path: str) -> tuple[Storage, str | None]:
         if storage.size(name) is not None:
             return storage, name
     return open_storage(path), None
+
+
+_LOOKED_AT: ContextVar[tuple[str, tuple[Storage, str | None]] | None] = ContextVar("looked at", default=None)
+
+
+@contextmanager
+def looking_once(path: str, storage: Storage) -> Iterator[None]:
+    """Let all formats that `locate` a path within the block share one `ListedStorage`, if the store's round trips are slow."""
+    if storage.hints.requests <= DISK.requests:
+        yield
+        return
+    folder = storage if isinstance(storage, ListedStorage) else ListedStorage(storage)
+    found: tuple[Storage, str | None] = folder, None
+    if not folder.list():  # nothing below it: it may be a file
+        own, key = locate(path)
+        found = (own, None) if key is None else (ListedStorage(own, [key]), key)
+    token = _LOOKED_AT.set((path, found))
+    try:
+        yield
+    finally:
+        _LOOKED_AT.reset(token)
 
 
 def open_located(path: str, look: Callable[[Storage, str | None], Source | None]) -> Source | None:

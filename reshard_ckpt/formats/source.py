@@ -17,7 +17,9 @@ from ..format.checksums import digest128
 from ..format.files import CATALOG_KEY
 from ..storage import Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
-from .protocol import NATIVE, Source
+from ..storage.listed import ListedStorage
+from ..storage.protocol import DISK
+from .protocol import NATIVE, Source, looking_once
 from .registry import Formats, known_formats, latest_below, open_foreign
 
 __all__ = ["NATIVE", "Path", "Source", "open_shared_source", "open_source"]
@@ -57,14 +59,15 @@ def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Iden
     storage = stack.enter_context(open_storage(path))
     if lock:
         stack.enter_context(reading(storage))
+    listed = ListedStorage(storage) if storage.hints.requests > DISK.requests else storage
     try:
-        opened = identified_catalog(storage)
+        opened = identified_catalog(listed)
     except CheckpointNotFound as error:
         # The root of a run stands for its latest checkpoint, which may be one of this library.
-        tag = latest_below(storage, formats)
+        tag = latest_below(listed, formats)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
-        return _open_foreign(path_text(path), storage, stack, formats, error)
+        return _open_foreign(path_text(path), listed, stack, formats, error)
     return Identified(Source(_followed(storage, opened.value, stack, lock=lock), opened.value), opened.identity)
 
 
@@ -90,7 +93,8 @@ def _unknown_file(url: str) -> str:
 def _open_foreign(
     path: str, storage: Storage, stack: ExitStack, formats: Formats, not_native: CheckpointNotFound
 ) -> Identified[Source]:
-    found, url = open_foreign(path, formats), storage.url
+    with looking_once(path, storage):
+        found, url = open_foreign(path, formats), storage.url
     if found is None:
         if describe_run(storage) is not None:
             raise not_native

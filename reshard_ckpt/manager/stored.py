@@ -216,7 +216,8 @@ class StoredSteps:
         others = [other for other in steps if other != step]
         referred, mine = self._referred(others), self._info(step).referred
         # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
-        folders = reversed(self._names.committed(self._storage, step))
+        named = self._names.patterns
+        folders = [self._names.of(step)] if len(named) == 1 else reversed(self._names.committed(self._storage, step))
         self._check_lease()
         removed = all(remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0) for folder in folders)
         if removed:

@@ -21,7 +21,7 @@ from ..core.catalog.model import Catalog
 from ..engine.common.lineage import Note
 from ..errors import CorruptError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ..storage.protocol import flat_bytes
+from ..storage.protocol import DISK, flat_bytes
 from .node import GENERATION_SUFFIX, SLOT_SUFFIX, NoRoom, files_in, passing_over_gone, write_atomically
 from .slots import ReadSlot, SlotRange
 
@@ -163,6 +163,8 @@ class NodeImages:
 
     It has the reading methods of a `Storage`. Bytes are not verified here.
     """
+
+    hints = DISK
 
     def __init__(self, folder: Path, save_id: str) -> None:
         self._folder, self._save_id = folder, save_id

@@ -62,6 +62,14 @@ def obstore() -> Any:
     return obstore
 
 
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables of the environment with the address of another server than the provider's own."""
+
+
 @lru_cache(64)
 def client_of(scheme: str, bucket: str, timeout_s: float) -> Any:
     """Return obstore's client of a bucket. It is cached, because it holds open connections."""
@@ -73,7 +81,7 @@ def client_of(scheme: str, bucket: str, timeout_s: float) -> Any:
         "client_options": {"timeout": timedelta(seconds=_REQUEST_S)},
         "retry_config": {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=timeout_s), "backoff": _BACKOFF},
     }
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") if scheme == "s3" else None
+    endpoint = next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), None)
     if endpoint:
         options["endpoint"] = endpoint
         options["client_options"]["allow_http"] = endpoint.startswith("http://")

@@ -24,6 +24,7 @@ from ..errors import StorageError
 from .protocol import ABSENT, Document, Lock, PublishConflict, Storage, Version
 
 _MAX_BYTES = 1 << 16
+_sleep = time.sleep
 _LOOKS = 12
 """Looks at another process's lease during its time."""
 
@@ -92,7 +93,7 @@ def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float) -> ObjectL
     while holder is not None and not _is_dead(holder) and time.monotonic() - waited_since < holder["ttl_s"]:
         if holder["process"] == _this_process():
             return None
-        time.sleep(holder["ttl_s"] / _LOOKS)
+        _sleep(holder["ttl_s"] / _LOOKS)
         [found] = storage.read_many([key], _MAX_BYTES)
         holder = _holder(found)
         if holder is not None and found is not None and found.version != seen:

@@ -461,7 +461,7 @@ def test_a_conversion_that_was_killed_goes_on_and_keeps_what_it_had_finished(tmp
         data.write(b"damage")
     created: list[str] = []
     create = LocalStorage.create
-    monkeypatch.setattr(LocalStorage, "create", lambda self, key: created.append(key) or create(self, key))
+    monkeypatch.setattr(LocalStorage, "create", lambda self, key, *a, **k: created.append(key) or create(self, key, *a, **k))
     out = tmp_path / "safetensors" / "out"
     said: list[tuple[str, int, int]] = []
     report = checkpoint.convert(tmp_path / "n", out, max_shard_size="9MB", progress=lambda *args: said.append(args))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage.object_client import client_of
 from tests.cli.running import run
 from tests.launch import run_ranks
+from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.object_servers import KEYS, make_bucket, moto_server, set_endpoint
 
 
@@ -172,3 +174,39 @@ def test_two_ranks_save_and_three_load_bit_for_bit(endpoint: str, url: str) -> N
     run_ranks(save_sharded, 2, endpoint, url)
     run_ranks(save_sharded, 3, endpoint, url)
     assert same(f"{url}/three", checkpoint.read(f"{url}/two"))
+
+
+# --- depth: the longest chain of requests, each of which began after the one before it had ended ---
+
+
+@pytest.fixture
+def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with fault_proxy(endpoint) as proxy:
+        set_endpoint(monkeypatch, proxy.endpoint)
+        yield proxy
+    client_of.cache_clear()
+
+
+def depth(proxy: FaultProxy, call: Callable[[], object]) -> int:
+    proxy.forget()
+    proxy.delay_s = 0.03  # or requests that could run at once would end before the next begins
+    call()
+    proxy.delay_s = 0.0
+    return proxy.depth()
+
+
+def test_round_trips_of_saves_and_loads_are_few(proxy: FaultProxy, url: str) -> None:
+    made = state()
+    assert depth(proxy, lambda: checkpoint.save(f"{url}/a", made)) <= 10  # with the probe of the bucket
+    assert depth(proxy, lambda: checkpoint.save(f"{url}/a", made)) <= 8  # in place of the first
+    assert depth(proxy, lambda: checkpoint.load(f"{url}/a", made)) <= 6
+    assert depth(proxy, lambda: checkpoint.reshard(f"{url}/a", f"{url}/b", mesh={"dp": 32})) <= 32
+    assert depth(proxy, lambda: checkpoint.load(f"{url}/b", made)) <= 8
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_round_trips_of_opening_a_foreign_checkpoint_are_few(proxy: FaultProxy, url: str, to: str) -> None:
+    checkpoint.save(f"{url}/a", state())
+    size = {"max_shard_size": 600} if to == "safetensors" else {}
+    checkpoint.convert(f"{url}/a", f"{url}/made", to=to, **size)
+    assert depth(proxy, lambda: checkpoint.catalog(f"{url}/made")) <= 9

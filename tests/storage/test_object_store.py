@@ -206,7 +206,7 @@ def test_a_lease_of_a_process_that_is_gone_is_taken_over(storage: Storage):
 
 def test_a_lease_that_is_renewed_is_held(storage: Storage, monkeypatch: pytest.MonkeyPatch):
     write_lease(storage, 3600)
-    monkeypatch.setattr(object_lease.time, "sleep", lambda _: write_lease(storage, 3600))
+    monkeypatch.setattr(object_lease, "_sleep", lambda _: write_lease(storage, 3600))
     assert storage.lease("run.lock", b"job 2") is None
 
 

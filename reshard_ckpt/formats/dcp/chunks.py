@@ -22,7 +22,7 @@ from itertools import islice
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.columns import TORCH_DTYPES
 from ...format.shard_file import parse_header
-from ...storage.protocol import Storage, read_range
+from ...storage.protocol import DISK, Storage, read_range
 from ...torchfile.bounds import FileBudget
 from ...torchfile.zip_records import ZIP_MAGIC
 from ..catalog_builder import CatalogBuilder
@@ -134,7 +134,7 @@ class _Window:
     places: Sequence[Place]
 
 
-def _windows(places: Sequence[Place]) -> Iterator[_Window]:
+def _windows(places: Sequence[Place], near_bytes: int) -> Iterator[_Window]:
     group: list[Place] = []
     low = high = 0
     for place in places:
@@ -142,7 +142,7 @@ def _windows(places: Sequence[Place]) -> Iterator[_Window]:
         end = extent.offset + min(HEAD_BYTES, extent.length)
         # A head joins the window before it if the gap is small and the window does not get too large.
         near = (
-            group and extent.file == group[0][1].extent.file and extent.offset <= high + NEAR_BYTES and end - low <= WINDOW_BYTES
+            group and extent.file == group[0][1].extent.file and extent.offset <= high + near_bytes and end - low <= WINDOW_BYTES
         )
         if group and not near:
             yield _Window(group[0][1].extent.file, low, high, group)
@@ -159,9 +159,11 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
     """Yield each window and its bytes, in order; threads read a few batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
-        return [read_range(storage, window.file, window.low, window.high - window.low) for window in batch]
+        buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
+        storage.read_ranges([(window.file, window.low, [buffer]) for window, buffer in zip(batch, buffers, strict=True)])
+        return buffers
 
-    windows = _windows(places)
+    windows = _windows(places, NEAR_BYTES if storage.hints.requests <= DISK.requests else storage.hints.near_bytes)
     threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
     under_way: deque[tuple[list[_Window], Future[list[memoryview]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-heads") as pool:

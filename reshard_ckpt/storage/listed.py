@@ -1,0 +1,113 @@
+"""A store that is looked at by many formats before one of them knows it: each fact is asked for once.
+
+Every format looks for its own marks, and reads the heads of all files, one after the other. In an object store each look is a
+round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small documents, and
+reads the heads of all files of one kind at once as soon as the first of them is wanted. It asks for nothing twice: one call alone
+may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .followed import FollowedStorage
+from .protocol import MissingKey, Storage, flat_bytes, folder_parts, key_parts, missing, too_large
+
+HEAD_BYTES = 64 << 10
+"""Bytes of the head of a file that are read before anyone asks for them."""
+
+MAX_HEADS = 1_024
+"""Most heads that are kept."""
+
+_SMALL_BYTES = 1 << 20
+
+
+class ListedStorage(FollowedStorage):
+    """A store whose listing, small documents and heads are kept once they were asked for.
+
+    Parameters
+    ----------
+    only
+        The keys of the only files to show; by default all are listed.
+    """
+
+    def __init__(self, own: Storage, only: Sequence[str] | None = None) -> None:
+        super().__init__(own, {})
+        self._only = only
+        self._sizes: dict[str, int] | None = None
+        self._documents: dict[str, bytes | None] = {}
+        self._heads: dict[str, bytes] = {}
+
+    @property
+    def own(self) -> Storage:
+        """The store itself."""
+        return self._own
+
+    def _files(self) -> dict[str, int]:
+        if self._sizes is None:
+            if self._only is None:
+                self._sizes = dict(self._own.list())
+            else:
+                found = zip(self._only, self._own.stat(self._only), strict=True)
+                self._sizes = {key: size for key, size in found if size is not None}
+        return self._sizes
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        depth = len(folder_parts(prefix))
+        return tuple(sorted({parts[depth] for key, _ in self.list(prefix) if len(parts := key.split("/")) > depth + 1}))
+
+    def size(self, key: str) -> int | None:
+        key_parts(key)
+        return self._files().get(key)
+
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        return [self.size(key) for key in keys]
+
+    def read(self, key: str, limit: int) -> bytes:
+        known = self._sizes is not None and key not in self._sizes
+        if key not in self._documents and not known:
+            try:
+                data = self._own.read(key, limit)
+            except MissingKey:
+                self._documents[key] = None
+                raise
+            if len(data) > _SMALL_BYTES:
+                return data
+            self._documents[key] = data
+        found = self._documents.get(key)
+        if found is None:
+            raise missing(f"{self.url}/{key}")
+        if len(found) > limit:
+            raise too_large(f"{self.url}/{key}", limit)
+        return found
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        views = [flat_bytes(buffer) for buffer in buffers]
+        end = offset + sum(map(len, views))
+        size = self._files().get(key, 0)
+        if end > min(size, HEAD_BYTES):
+            self._own.read_into(key, offset, views)
+            return
+        if key not in self._heads:
+            self._read_heads(key)
+        for view in views:
+            view[:] = self._heads[key][offset : offset + len(view)]
+            offset += len(view)
+
+    def _read_heads(self, wanted: str) -> None:
+        """Read the heads of a file and of the other files of its kind in its folder, at once."""
+        folder, _, name = wanted.rpartition("/")
+        kind = name.rpartition(".")[2]
+        alike = [
+            key
+            for key in self._files()
+            if key not in self._heads and key.rpartition("/")[0] == folder and key.endswith(f".{kind}")
+        ]
+        chosen = dict.fromkeys([wanted, *alike[: MAX_HEADS - len(self._heads) - 1]])
+        buffers = {key: bytearray(min(self._files()[key], HEAD_BYTES)) for key in chosen}
+        self._own.read_ranges([(key, 0, [memoryview(buffer)]) for key, buffer in buffers.items() if buffer])
+        self._heads.update((key, bytes(buffer)) for key, buffer in buffers.items())
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        start = "".join(f"{part}/" for part in folder_parts(prefix))
+        return [(key, size) for key, size in self._files().items() if key.startswith(start)]
