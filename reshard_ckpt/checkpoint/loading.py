@@ -24,6 +24,7 @@ from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once, pays
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
+from ..engine.loading.scales import Quantization, multiply, quantization_of, read_scales, scaled_targets
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
 from ..formats.registry import Formats, known_formats, with_options
@@ -221,7 +222,9 @@ def load_target(
     with outside_inference_mode(), ExitStack() as held, session as comm:
         # The source stays open until all ranks have left the session: it is entered before the session, so it closes after it.
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
-        options = replace(options, tied_under_one_name=source.format != NATIVE)
+        quantization = quantization_of(source.storage) if source.format == "safetensors" else Quantization()
+        block = quantization.block if source.format == "safetensors" and options.cast else None
+        options = replace(options, tied_under_one_name=source.format != NATIVE, scale_block=block)
         SAVES.wait_staged()  # memory that a save of this process still copies must not change
         storage, saved = source.storage, source.catalog
         rename = rename if rename_of is None else rename_of(saved)
@@ -232,21 +235,27 @@ def load_target(
         if options.read_once == "auto":
             options = replace(options, read_once=comm.size > 1 and pays(storage))
         resolved = resolve(saved, target.tensors, options, request_bytes=storage.hints.read_bytes)
+        scales = scaled_targets(saved, resolved, block)
+        resolved = replace(resolved, named=resolved.named.union(scales.values()))
         # A name below a wanted one is wanted too, because some ranks may have no tensor there.
         prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
         # Every rank gets the same verdict: either all go on, or all raise the same error here.
         wanted = Wanted(() if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced)
-        hints = (*source.hints(target.prefixes), *target.hints(values))
+        hints = (*source.hints(target.prefixes), *target.hints(values), *quantization.hints)
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)
         if verdict.has_ties:
             verify_ties(comm, storage, saved, resolved.ties, options)
         together = options.read_once and comm.size > 1
+        scaled = read_scales(storage, saved, resolved, block, verify=options.verify) if block else []
+        if together and block:
+            comm.gather(b"")  # a rank that could not read a scale raises here: the exchange that follows needs all ranks
         run = partial(execute_once, comm, partial(_among, process_group, timeout_s)) if together else execute
         report = reporter(progress if comm.rank == 0 else False)
         try:
             fetched = fetch(storage, saved, resolved, options, report=report, run=run)
+            multiply(scaled)
             # Also after a failed read: tensors that were overwritten by then must count as changed for autograd.
         finally:
             target.count_up(spec.name for spec in resolved.specs)

@@ -22,7 +22,7 @@ import torch
 
 from ...comm.protocol import Comm, merge_of_all, union
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import TensorSpec
+from ...core.catalog.specs import Ints, TensorSpec
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
@@ -68,6 +68,8 @@ class LoadOptions:
     """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does: they keep their value."""
     offered: Collection[str] = ALL_CURES
     """The options among `ALL_CURES` that the function has which the user called, so that an error may advise them."""
+    scale_block: Ints | None = None
+    """The blocks of the scales of FP8 weights that the load applies; without it, such weights cannot be converted."""
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):
@@ -228,6 +230,7 @@ def resolve(
         allow_resize=options.allow_resize,
         allow_missing=options.allow_missing,
         tied_under_one_name=options.tied_under_one_name,
+        scale_block=options.scale_block,
     )
     members = []
     for i, index in _without_shared(specs, found, catalog):
