@@ -22,10 +22,9 @@ from ..core.catalog.names import link_columns
 from ..core.catalog.specs import CODES, AxisPlacement
 from ..errors import CorruptError, UnsupportedError
 from .catalog_check import bombs, problems
-from .catalog_decode import FIRST_WITH_LINKS, LINK_FIELDS, decode_tables
+from .catalog_decode import LINK_FIELDS, decode_tables
 from .checksums import digest128
 from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
-from .links import linked
 from .values import encode_value
 
 FORMAT = "reshard_ckpt.catalog"
@@ -84,17 +83,17 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
     """
     if len(data) > MAX_CATALOG_BYTES:
         raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
-    version, open_section = _open_sections(data)
+    open_section = _open_sections(data)
     info = open_section("info")
     _check_critical(info)  # first: its list of critical sections decides whether the rest can be read
-    catalog = decode_tables(version, info, open_section)
+    catalog = decode_tables(info, open_section)
     for problem in chain(problems(catalog), bombs(catalog, len(data))):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
     # Only files of foreign formats have no digests, and foreign formats have no catalog file.
     unproved = next((file.key for file in catalog.files if not file.digests_key), None)
     if unproved is not None:
         raise CorruptError(f"catalog: file {unproved} has no digests; use another checkpoint")
-    return linked(catalog) if version < FIRST_WITH_LINKS else catalog
+    return catalog
 
 
 def section_digest(name: str, body: bytes) -> bytes:
@@ -201,18 +200,18 @@ def _encode_values(catalog: Catalog) -> dict[str, Any]:
 # --- decoding -------------------------------------------------------------------------------------------------------------------
 
 
-def _open_sections(data: bytes | memoryview) -> tuple[int, Callable[[str], Table]]:
-    """Verify format, version and digests; return the version, and a function that opens a section by its name."""
+def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
+    """Verify format and version; return a function that opens a section by its name, and verifies its digest."""
     envelope = unpack_map(data, "catalog")
     if envelope.get("format") != FORMAT:
         raise CorruptError(f"catalog: its format is {envelope.get('format')!r:.80}, not {FORMAT!r}; use another checkpoint")
     version = envelope.get("version")
-    if type(version) is not int or version < 1:
-        raise CorruptError(f"catalog: its version is {version!r:.80}; use another checkpoint")
-    if version > VERSION:
+    if type(version) is int and version > VERSION:
         raise CorruptError(
             f"catalog: version {version}, written by a newer version than this, which reads {VERSION}; upgrade reshard_ckpt"
         )
+    if version != VERSION or type(version) is not int:
+        raise CorruptError(f"catalog: its version is {version!r:.80}, and this library reads {VERSION}; use another checkpoint")
     sections = envelope.get("sections")
     if type(sections) is not dict:
         raise CorruptError("catalog: it has no sections; use another checkpoint")
@@ -228,7 +227,7 @@ def _open_sections(data: bytes | memoryview) -> tuple[int, Callable[[str], Table
         # In a table of many rows, some columns differ from row to row, and each of them takes at least 4 bytes a row.
         return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data) // 4 + 4096)
 
-    return version, open_section
+    return open_section
 
 
 def _check_critical(info: Table) -> None:

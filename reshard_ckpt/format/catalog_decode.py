@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
-from ..core.catalog.names import divided, link_columns
+from ..core.catalog.names import divided
 from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
 from ..core.geometry.runs import I64
 from ..errors import CorruptError
@@ -18,13 +18,10 @@ from .catalog_check import link_problems
 from .columns import Table
 from .values import decode_value
 
-FIRST_WITH_LINKS = 2
-"""Catalogs of version 1 have the names of optimizer state, and no links to the parameters."""
-
 LINK_FIELDS = ("optimizer", "key", "parameter")
 
 
-def decode_tables(version: int, info: Table, open_section: Callable[[str], Table]) -> Catalog:
+def decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog:
     """Read all sections of a catalog. The section `info` is open already; `open_section` opens another by its name.
 
     Raises
@@ -33,7 +30,7 @@ def decode_tables(version: int, info: Table, open_section: Callable[[str], Table
         A column is missing, or has another type or length than it must have.
     """
     placements = _decode_placements(open_section("placements"))
-    tensors = _decode_tensors(open_section("tensors"), version)
+    tensors = _decode_tensors(open_section("tensors"))
     return Catalog(
         save_id=info.field("save_id", str),
         created_s=info.field("created_s", float),
@@ -44,7 +41,7 @@ def decode_tables(version: int, info: Table, open_section: Callable[[str], Table
         boxes=_decode_boxes(open_section("boxes")),
         rows=_decode_rows(open_section("rows")),
         files=_decode_files(open_section("files")),
-        values_table=_decode_values(open_section("values"), version, tensors.names),
+        values_table=_decode_values(open_section("values"), tensors.names),
     )
 
 
@@ -74,10 +71,8 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
     count = len(axis)
     coords = _split(table, "num_coords", table.ints("num_coords", count), table.ints("coords").tolist())
     kind, dim = table.texts("kind", count), table.ints("dim", count).tolist()
-    turn, sections = [0] * count, [()] * count  # version 1 has no such column
-    if "turn" in table.fields:
-        turn = table.ints("turn", count).tolist()
-        sections = _split(table, "num_sections", table.ints("num_sections", count), table.ints("sections").tolist())
+    turn = table.ints("turn", count).tolist()
+    sections = _split(table, "num_sections", table.ints("num_sections", count), table.ints("sections").tolist())
     axes = [
         AxisPlacement(axis[i], kind[i], dim[i] - 1 if dim[i] else None, coords[i], turn[i] - 1 if turn[i] else None, sections[i])
         for i in range(count)
@@ -114,15 +109,13 @@ def _from_here(file: FileEntry) -> FileEntry:
     return replace(file, key=f"{file.folder}{file.key}", digests_key=digests_key)
 
 
-def _decode_links(table: Table, count: int, version: int) -> dict[str, I64]:
-    """Read the columns that link optimizer state to parameters; for catalogs of version 1, return columns without links."""
-    if version < FIRST_WITH_LINKS:
-        return link_columns([""] * count, [None] * count, {})
+def _decode_links(table: Table, count: int) -> dict[str, I64]:
+    """Read the columns that link optimizer state to parameters."""
     optimizer, key, parameter = (table.ints(field, count) for field in LINK_FIELDS)
     return {"optimizer": optimizer, "key": key, "parameter": parameter - 1}
 
 
-def _decode_tensors(table: Table, version: int) -> TensorTable:
+def _decode_tensors(table: Table) -> TensorTable:
     names = table.texts("name")
     count = len(names)
     row_start = np.zeros(count + 1, np.int64)
@@ -139,7 +132,7 @@ def _decode_tensors(table: Table, version: int) -> TensorTable:
         alias=table.ints("alias", count) - 1,
         placement=table.ints("placement", count) - 1,
         row_start=row_start,
-        **_decode_links(table, count, version),
+        **_decode_links(table, count),
     )
 
 
@@ -166,7 +159,7 @@ def _decode_rows(table: Table) -> RowTable:
     return RowTable(box, *(table.ints(field, len(box)) for field in ("start", "count", "file", "offset")))
 
 
-def _decode_values(table: Table, version: int, tensors: Sequence[str]) -> tuple[ValueEntry, ...]:
+def _decode_values(table: Table, tensors: Sequence[str]) -> tuple[ValueEntry, ...]:
     names = table.texts("name")
     count = len(names)
     _refuse_repeated(table, "name", names)
@@ -178,7 +171,7 @@ def _decode_values(table: Table, version: int, tensors: Sequence[str]) -> tuple[
     blobs = _split(table, "num_blobs", table.ints("num_blobs", count), table.ints("blobs").tolist())
     if any(len(item) > 1 for item in data):
         raise table.corrupt("inline", "is neither 0 nor 1")
-    links = _value_links(table, names, _decode_links(table, count, version), tensors)
+    links = _value_links(table, names, _decode_links(table, count), tensors)
     return tuple(
         ValueEntry(names[i], paths[i], ValueKind(kinds[i]), data[i][0] if data[i] else None, blobs[i], links[i])
         for i in range(count)

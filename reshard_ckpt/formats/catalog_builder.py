@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from ..core.catalog.names import link_columns
-from ..core.catalog.specs import CODES, Ints, StateLink, ValueKind
+from ..core.catalog.names import link_columns, links_from_names, optimizer_of
+from ..core.catalog.param_groups import are_groups
+from ..core.catalog.specs import CODES, Ints, StateLink, ValueKind, ValueSpec
 from ..core.geometry.columns import group_ids
 from ..core.geometry.runs import I64, pad_rows
 from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
 from ..format.columns import TORCH_DTYPES, dtype_code
-from ..format.links import linked
-from ..format.values import encode_path, encode_value
+from ..format.values import decode_value, encode_path, encode_value
 from ..torchfile.archive import TorchFile
 from ..torchfile.bounds import FileBudget, refuse_excess
 from ..torchfile.tensors import PickledTensor
@@ -328,3 +328,35 @@ def _check_names(names: Sequence[str], where: str) -> None:
 
 def _named_twice(name: str, where: str) -> NameCollisionError:
     return NameCollisionError(f"{where}: {name} occurs twice; open the file that has the one you want by its own path")
+
+
+def linked(catalog: Catalog) -> Catalog:
+    """Add the links that follow from the names of a catalog; links that the catalog has stay as they are."""
+    table, values = catalog.tensors_table, catalog.values_table
+    known = catalog.links()
+    found = links_from_names((*catalog.names, *catalog.value_names), listed_parameters(values)) | known
+    tensors = {name: i for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR}
+    columns = link_columns(table.names, [found.get(name) if name in tensors else None for name in table.names], tensors)
+    linked_values = tuple(
+        replace(value, link=found[value.name]) if value.name in found and value.link is None else value for value in values
+    )
+    return replace(
+        catalog,
+        tensors_table=replace(table, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"]),
+        values_table=linked_values,
+    )
+
+
+def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, list[str]]:
+    """Return the parameters in the groups of each optimizer, by its name; without names, parameters are listed by number."""
+    listed: dict[str, list[str]] = {}
+    for value in values:
+        optimizer = optimizer_of(value.name)
+        if optimizer is not None and value.data is not None and value.kind is not ValueKind.PER_RANK:
+            try:
+                groups = decode_value(value.data, name=value.name)
+            except CorruptError:
+                continue  # a load that wants the value gets the error
+            if are_groups(groups):
+                listed[optimizer] = [str(param) for group in groups for param in group["params"]]
+    return listed

@@ -77,18 +77,6 @@ def test_axes_cut_one_dim_in_the_order_that_the_shards_show(first: str) -> None:
     assert ruled != got
 
 
-def test_a_checkpoint_of_version_1_is_cut_in_the_sections_that_its_rows_show() -> None:
-    """It records none: 8 rows on tp 2, the upper and the lower four each cut on their own."""
-    source = open_catalog(open_storage(DATA / "v1"))
-    assert [p.turn for p in source.tensor("model.fused").placement or ()] == [None, None]
-    cleared(DST)
-    checkpoint.reshard(DATA / "v1", DST, mesh={"tp": 4})
-    catalog = checkpoint.catalog(DST)
-    assert rows_of(catalog, "model.fused") == {rank: [(rank, 1), (4 + rank, 1)] for rank in range(4)}
-    assert catalog.tensor("model.fused").placement == (AxisPlacement("tp", "shard", 0, turn=0, sections=(4, 4)),)
-    assert torch.equal(checkpoint.read(DST)["model.fused"], checkpoint.read(DATA / "v1")["model.fused"])
-
-
 @pytest.mark.parametrize("above", ["optimizer.", ""])
 def test_state_that_was_divided_by_whole_parameters_is_divided_so_again(above: str) -> None:
     """As torch's ZeroRedundancyOptimizer has it: all state of a parameter on one rank, by size; also as the root of the state."""

@@ -1,6 +1,6 @@
 """Make the committed checkpoint of a format version; run once for each version, and never again.
 
-``torchrun --nproc-per-node 4 -m tests.data.make tests/data/v1``
+``torchrun --nproc-per-node 4 -m tests.data.make tests/data/v2``
 
 The state is dp 2 × tp 2: tensor-parallel weights, flat ranges of them over dp, a fused weight in two pieces, a bf16 and an fp8
 tensor, a 0-dim and an empty one, tied names, and values of every way of keeping them. `expected` says what must come back.

@@ -71,7 +71,7 @@ def read_rows(root, catalog, t, out):
 
 def sections(root):
     outer = msgpack.unpackb((root / "catalog.msgpack").read_bytes())
-    assert (outer["format"], outer["version"]) in (("reshard_ckpt.catalog", 1), ("reshard_ckpt.catalog", 2))
+    assert (outer["format"], outer["version"]) == ("reshard_ckpt.catalog", 2)
     catalog = {name: msgpack.unpackb(section["body"]) for name, section in outer["sections"].items()}
     assert not catalog["info"]["critical"]
     return catalog

@@ -136,7 +136,7 @@ def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) ->
 
 
 def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
-    """Tell whether two placements are the same, as far as both are recorded; version 1 of the format has no order or sections."""
+    """Tell whether two placements are the same, as far as the order in which axes cut is known of both."""
     if a is None or b is None or len(a) != len(b):
         return a == b
     unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]

@@ -8,7 +8,7 @@ line of a tensor is the one with the lowest rank of its first run.
 2. If they hold different runs of the same boxes, it is flat.
 3. If they hold different boxes, it is sharded along the first dim on which the ranges of two coordinates differ.
 
-The order in which several axes cut one dim, and the sections that they cut, follow from the pieces too (`with_cuts`). A
+The order in which several axes cut one dim, and the sections that they cut, follow from the pieces too (`_with_cuts`). A
 *hypothesis* is an order of the axes that cut a dim, and sections of the dim that the first axis cuts each on its own. It gives
 each rank some ranges of the dim. It holds if every piece lies in one range of its rank. Because the pieces of all ranks cover the
 tensor, it then gives each rank exactly the ranges that the rank holds.
@@ -85,8 +85,8 @@ def derive(
         by_axis = {p.axis: p for p in declared[t]}
         found = (spelled[numbers[t]] for spelled, numbers in shown)
         placements.append(tuple(by_axis.get(p.axis, p) for p in found))
-    held = HeldBounds(holding.tensor, holding.rank, holding.box, box_offsets, box_offsets + box_lengths)
-    return with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, held)
+    held = _HeldBounds(holding.tensor, holding.rank, holding.box, box_offsets, box_offsets + box_lengths)
+    return _with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, held)
 
 
 def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
@@ -167,7 +167,7 @@ Hypothesis = tuple[tuple[int, ...], Ints]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBounds:
+class _HeldBounds:
     """The tensor, rank and box of each piece, and the bounds of each box, (B, D), padded on the left."""
 
     tensor: I64
@@ -185,7 +185,7 @@ class PlacementTable:
     of_tensor: I64
 
 
-def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: HeldBounds) -> PlacementTable:
+def _with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: _HeldBounds) -> PlacementTable:
     """Add turns and sections to placements on the mesh, if they have none and the pieces show them.
 
     Parameters
@@ -194,7 +194,7 @@ def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: He
     held
         The pieces that all ranks hold, in order of tensor.
     """
-    wanted = {i: dims for i, p in enumerate(table.placements) if (dims := open_dims(p))}
+    wanted = {i: dims for i, p in enumerate(table.placements) if (dims := _open_dims(p))}
     if not wanted:
         return table
     # asked[t]: the placement of tensor t lacks turns; fits[t]: inner axes cut first explains its pieces.
@@ -225,7 +225,7 @@ def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: He
     return PlacementTable(placements, of_tensor)
 
 
-def open_dims(placement: Placement) -> dict[int, list[str]]:
+def _open_dims(placement: Placement) -> dict[int, list[str]]:
     """Map each dim that lacks the turn of some axis to all axes that shard it."""
     by_dim: dict[int, list[AxisPlacement]] = {}
     for p in placement:
@@ -253,7 +253,7 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 
 
 def _inner_first_fits(
-    mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: HeldBounds, coordinates: I64
+    mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: _HeldBounds, coordinates: I64
 ) -> NDArray[np.bool_]:
     """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
     # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.

@@ -11,8 +11,7 @@ import numpy as np
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement, StateLink
-from ..geometry.runs import I64, bounds, pad_left
-from .placement import HeldBounds, PlacementTable, open_dims, with_cuts
+from ..geometry.runs import I64
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -44,8 +43,7 @@ class SavedPlacements:
         self.links = {name: self._link(name, frozenset(names)) for name in names}
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
-        placements = completed_placements(catalog)
-        self.placements = {name: self._resized(placements[catalog.index(name)]) for name in names}
+        self.placements = {name: self._resized(_understood(catalog, catalog.index(name))) for name in names}
         self._divided = self._divided_on()
 
     def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
@@ -141,37 +139,14 @@ class SavedPlacements:
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
 
 
-def completed_placements(catalog: Catalog) -> tuple[Placement, ...]:
-    """Return the placement of each tensor, with turns and sections inferred if the catalog records none.
-
-    Version 1 of the format recorded neither the order in which axes cut a dim nor sections. They are inferred from the rows: the
-    file of a row tells the rank that wrote it. A rank may have written a run for its replicas, which lie in the same place.
-    """
-    table, boxes, rows, mesh, writers = catalog.tensors_table, catalog.boxes, catalog.rows, catalog.mesh, _writers(catalog)
-    numbers = zip(table.placement.tolist(), table.ndim.tolist(), strict=True)
-    said = [_understood(catalog.placements[i], ndim) if i >= 0 else () for i, ndim in numbers]
-    if mesh is None or writers is None or not any(map(open_dims, catalog.placements)):
-        return tuple(said)
-    # held: one entry for each saved row, as if the rank that wrote it held that piece.
-    said = [tuple(p for p in placement if p.axis in mesh.axes) for placement in said]
-    low, high = bounds(boxes.offsets[rows.box], boxes.lengths[rows.box], rows.start, rows.count)
-    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
-    width = max(low.shape[1], table.shape.shape[1])
-    held = HeldBounds(tensor, writers[rows.file], np.arange(len(rows.box)), pad_left(low, width, 0), pad_left(high, width, 1))
-    number = {placement: i for i, placement in enumerate(dict.fromkeys(said))}
-    numbered = PlacementTable(list(number), np.array([number[placement] for placement in said], np.int64))
-    found = with_cuts(mesh, numbered, pad_left(table.shape, width, 1), table.ndim, held)
-    # An alias has no rows of its own, and lies as its source does.
-    return tuple(found.placements[found.of_tensor[catalog.source(t)]] for t in range(len(said)))
-
-
 def _writers(catalog: Catalog) -> I64 | None:
     """Return the rank that wrote each file; None without a mesh, or if a rank lies outside it."""
     ranks = np.array([file.rank for file in catalog.files], np.int64)
     return ranks if catalog.mesh is not None and (ranks < catalog.mesh.size).all() else None
 
 
-def _understood(placement: Placement, ndim: int) -> Placement:
-    """Return the axis placements that this version understands; a catalog may come from a newer version, or from anywhere."""
-    known = (p for p in placement if p.kind in KINDS and (p.kind != "shard" or p.dim is not None))
-    return tuple(p for p in known if p.dim is None or p.dim < ndim)
+def _understood(catalog: Catalog, index: int) -> Placement:
+    """Return a tensor's axis placements that this version knows; a newer one may have written others."""
+    number, ndim = int(catalog.tensors_table.placement[index]), int(catalog.tensors_table.ndim[index])
+    known = (p for p in (catalog.placements[number] if number >= 0 else ()) if p.kind in KINDS)
+    return tuple(p for p in known if (p.kind != "shard" if p.dim is None else p.dim < ndim))

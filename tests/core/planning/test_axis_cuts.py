@@ -16,7 +16,6 @@ from reshard_ckpt.core.catalog.placements import cut_order, local_region, same_p
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, Replication, TensorSpec
 from reshard_ckpt.core.geometry.columns import group_ids, lex_order
 from reshard_ckpt.core.planning.placement import PieceTable, Placement, derive
-from reshard_ckpt.core.planning.saved_placements import completed_placements
 from tests.jobs import Tensors, save_job
 from tests.layouts import pack_boxes, values_of
 from tests.topologies import cleared, joined, memory_of
@@ -187,21 +186,6 @@ def test_a_reshard_there_and_back_cuts_as_before(job: tuple[Mesh, list[Layout]],
 
 def inside(box: tuple[Ints, Ints], others: list[tuple[Ints, Ints]]) -> bool:
     return any(all(a <= o and o + n <= a + m for o, n, a, m in zip(*box, *other, strict=True)) for other in others)
-
-
-@given(jobs())
-@examples(60)
-def test_rows_of_a_catalog_without_turns_show_them(job: tuple[Mesh, list[Layout]]) -> None:
-    """As version 1 had it. Where one rank wrote for its replicas, the rows still show how the axes that divide cut."""
-    mesh, tensors = job
-    saved = save(SRC, mesh, tensors)
-    plain = tuple(tuple(replace(p, turn=None, sections=()) for p in placement) for placement in saved.placements)
-    old = replace(saved, placements=plain)
-    for name in saved.names:
-        recorded, index = saved.tensor(name).placement, saved.index(name)
-        assert recorded is not None
-        assert same_placement(recorded, plain[int(old.tensors_table.placement[index])])
-        assert completed_placements(old)[index] == recorded
 
 
 def test_a_placement_that_only_one_of_two_records_is_the_same() -> None:
