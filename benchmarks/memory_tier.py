@@ -42,7 +42,7 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links
 from reshard_ckpt.core.planning.copies import copy_holders, survives
-from reshard_ckpt.format.checksums import BLOCK_BYTES
+from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.memory.restore import PEER_WINDOWS
 
 from .ranks import Ranks, cpu_s, launch, save_json

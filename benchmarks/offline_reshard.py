@@ -32,7 +32,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.local_metadata import join_metadata
 from reshard_ckpt.core.planning.save_plan import plan_save
-from reshard_ckpt.engine.common.recorder import Recorder
+from reshard_ckpt.engine.common.progress import Recorder
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments

@@ -36,14 +36,14 @@ from reshard_ckpt.core.geometry.runs import I64
 from reshard_ckpt.core.planning.read_plan import plan_reads
 from reshard_ckpt.core.planning.save_plan import SavePlan, build_catalog
 from reshard_ckpt.core.timeline import STEP_NAMES
-from reshard_ckpt.engine.common.recorder import CommCall, Recorder, merged
+from reshard_ckpt.engine.common.progress import CommCall, Recorder, merged
 from reshard_ckpt.engine.common.rounds import pack_table
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
 from reshard_ckpt.engine.loading.read_once import groups_of
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.messages import encode_metadata
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
-from reshard_ckpt.format.checksums import BLOCK_BYTES, digest128
+from reshard_ckpt.format.files import BLOCK_BYTES, digest128
 
 from .planning_dcp import largest_within
 from .planning_job import Job, sized_job

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 
 from reshard_ckpt.engine.saving.write import WRITE_BYTES
-from reshard_ckpt.format.checksums import BlockHasher
+from reshard_ckpt.format.files import BlockHasher
 from reshard_ckpt.storage.local import LocalStorage
 
 from .ranks import save_json

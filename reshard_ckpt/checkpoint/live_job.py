@@ -38,7 +38,7 @@ from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import encode_metadata
 from ..errors import MismatchError, UsageError
-from ..format.checksums import digest128
+from ..format.files import digest128
 from ..state.capture import capture, prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues

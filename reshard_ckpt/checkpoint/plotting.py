@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Mapping
 from types import ModuleType
 
+from ..core.report import nearest
 from ..core.timeline import Timeline
-from ..core.words import nearest
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.source import Path, open_source
 from ..storage import path_text

@@ -27,8 +27,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.names import bare, optimizer_of, state_name
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
-from ..core.report import LoadReport, summarize
-from ..core.words import few
+from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, outside_inference_mode
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError

@@ -27,8 +27,7 @@ from ..comm.protocol import Comm, merge_of_all
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
-from ..engine.common.progress import OnProgress, RankLog, reporter
-from ..engine.common.recorder import Recorder, TimedComm
+from ..engine.common.progress import OnProgress, RankLog, Recorder, TimedComm, reporter
 from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch

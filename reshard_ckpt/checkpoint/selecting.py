@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.planning.match import scaled_tensors
-from ..core.words import nearest
+from ..core.report import nearest
 from ..errors import MismatchError, UnsupportedError, UsageError
 from ..format.columns import TORCH_DTYPES
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import optimizer_of, state_name
 from ..core.catalog.specs import AxisPlacement, Mesh
-from ..core.words import check_text
+from ..core.report import check_text
 from ..errors import UsageError
 
 MAX_RANKS = 1 << 17

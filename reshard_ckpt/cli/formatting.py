@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..core.catalog.placements import spell_axis
 from ..core.catalog.specs import AxisPlacement, Mesh
-from ..core.words import plural as plural
+from ..core.report import plural as plural
 
 
 def short(value: object, limit: int = 60) -> str:

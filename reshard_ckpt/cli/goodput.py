@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, Lost
-from ..core.words import duration_text
+from ..core.report import duration_text
 from .app import command, print_json, print_text
 from .columns import Columns
 from .options import AsJson

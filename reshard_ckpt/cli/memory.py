@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core.words import duration_text
+from ..core.report import duration_text
 from ..engine.common.progress import size_text
 from ..errors import UsageError
 from .app import command, print_json, print_note, print_text

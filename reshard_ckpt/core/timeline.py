@@ -1,18 +1,9 @@
-"""The timeline of a save: the steps of every rank on one axis of time.
-
-Ranks have clocks of their own. Messages show how far two clocks differ: because a message never arrives before it is sent, each
-message to rank 0 gives a lower bound of how far the sender's clock is ahead of rank 0's, and each message from rank 0 an upper
-bound (`ClockBounds`). `ClockBounds.offset` is 0, which is exact on one machine, if the bounds allow it, else the nearest value
-that they allow. `ClockBounds.uncertainty` is the largest possible error of it.
-"""
+"""The timeline of a save: the steps of every rank on one axis of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from .catalog.specs import Mesh
 
@@ -124,26 +115,3 @@ def rank_label(rank: int, mesh: Mesh | None) -> str:
     """
     axes = () if mesh is None or rank >= mesh.size else zip(mesh.axes, mesh.coordinates(rank), strict=True)
     return " ".join([f"rank {rank}", *(f"{axis}={coordinate}" for axis, coordinate in axes)])
-
-
-@dataclass(frozen=True, slots=True)
-class ClockBounds:
-    """Bounds, in seconds, of how far the clocks of ranks are ahead of another clock."""
-
-    least: NDArray[np.float64]
-    most: NDArray[np.float64]
-
-    @property
-    def offset(self) -> NDArray[np.float64]:
-        """The differences to assume: 0 if the bounds allow it, else the bound that is nearest to 0.
-
-        >>> ClockBounds(np.array([-0.1, 7.0]), np.array([0.3, 7.5])).offset.tolist()
-        [0.0, 7.0]
-        """
-        # Bounds that contradict each other: a clock ran faster, or was set, meanwhile.
-        return np.where(self.least > self.most, (self.least + self.most) / 2, np.minimum(np.maximum(0.0, self.least), self.most))
-
-    @property
-    def uncertainty(self) -> NDArray[np.float64]:
-        """The largest possible error of `offset`."""
-        return np.maximum(np.abs(self.most - self.offset), np.abs(self.offset - self.least))

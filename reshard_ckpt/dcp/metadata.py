@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.specs import ValueKind
+from ..core.report import plural
 from ..core.trees import name_of
-from ..core.words import plural
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
 from ..format.columns import TORCH_DTYPES

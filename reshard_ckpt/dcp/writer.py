@@ -31,9 +31,9 @@ from ..core.report import summarize
 from ..core.trees import Path, map_tree, name_of, unflatten
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..format.values import encode_value
+from ..state.entries import Opaque
 from ..state.optimizer_dicts import are_named_groups
 from ..state.tensors import is_tensor_like
-from ..state.walk import Opaque
 from .arguments import Path as Folder
 from .arguments import StorageFolder, check_collective, check_flattens, share_errors
 from .state_dicts import saving_form

@@ -20,7 +20,7 @@ from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.geometry.runs import I64
-from ..core.words import MAX_NAME_BYTES
+from ..core.report import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 
 MAX_DIMS = 32

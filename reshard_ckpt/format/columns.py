@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..core.catalog.specs import CODES
 from ..core.geometry.runs import I64
-from ..core.words import MAX_NAME_BYTES
+from ..core.report import MAX_NAME_BYTES
 from ..errors import CorruptError, UnsupportedError
 
 MAX_CELLS = 1 << 28

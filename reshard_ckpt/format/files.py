@@ -1,20 +1,40 @@
-"""The keys of the files of a checkpoint, the ids and names in them, and the manifest.
+"""The files of a checkpoint but its catalog and its shards: their keys, block checksums, and the manifest.
 
 Keys are relative to the checkpoint; ``docs/format.md`` is the specification.
 
-The *manifest* has the SHA-256 of all files, in the form of ``sha256sum -c``. Each line has 64 hexadecimal digits, two spaces, and
-the path of a file below the checkpoint's folder. Block checksums find accidents. To find forgery too, sign this one small text
-with a tool of your own; check the signature first, and then the files.
+Block checksums verify any bytes of a shard file without reading all of it:
+
+1. Cut the file into blocks of `block_bytes` from byte 0 on; the last one may be shorter. Each block has an XXH3-64.
+2. The digests file, beside the shard file, has a header with the sizes of file and block, and then the digests of all blocks.
+3. The catalog, which has checksums of its own, keeps one XXH3-128 of the digests file.
+
+A reader of a few bytes needs only the blocks that hold them: `block_digest` of each, compared with `Digests.values`.
+XXH3 finds damage; it does not keep out somebody who forges both the data and the catalog.
+
+The *manifest* has the SHA-256 of all files, in the form of ``sha256sum -c``: each line has 64 hexadecimal digits, two spaces, and
+the path of a file below the checkpoint's folder. To find forgery, sign this one small text with a tool of your own; check the
+signature first, and then the files.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from ..errors import CorruptError
+
+# TC reshard_ckpt/format/files.py
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # from Python 3.12 on, it is in collections.abc
 
 CATALOG_KEY = "catalog.msgpack"
 """The key of the catalog."""
@@ -90,3 +110,187 @@ def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
             raise CorruptError(f"{where}: line {number} {what}: {line[:200]!r}; use another checkpoint")
         digests[match[2]] = bytes.fromhex(match[1])
     return digests
+
+
+BLOCK_BYTES = 128 * 1024
+"""Size of a block. It is small, so that a slice of a row is verified with few other bytes, and large enough that the digests are
+1/16,384 of the data."""
+
+ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
+"""The sizes of a block that a reader takes; a hostile file could ask for blocks of one byte, or of the whole file."""
+
+_MAGIC = b"RSHDIGST"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The XXH3-64 of each block of one shard file, in order."""
+
+    block_bytes: int
+    values: NDArray[np.uint64]
+
+
+def num_blocks(file_size: int, block_bytes: int) -> int:
+    """Compute how many blocks a file has.
+
+    >>> num_blocks(131073, 131072)
+    2
+    """
+    return -(-file_size // block_bytes)
+
+
+def digests_file_bytes(file_size: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Compute the size of the digests file of a shard file of `file_size` bytes."""
+    return _HEADER.size + 8 * num_blocks(file_size, block_bytes)
+
+
+def digest128(data: Buffer) -> bytes:
+    """Compute the XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
+
+    >>> digest128(b"").hex()
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+class BlockHasher:
+    """Computes the digests of a shard file while it is written, in writes of any size.
+
+    >>> hasher = BlockHasher()
+    >>> hasher.update(b"x" * 200_000)
+    >>> len(decode_digests(hasher.finish(), 200_000).values)
+    2
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._digests: list[int] = []
+        self._open = xxhash.xxh3_64()
+        self._open_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes hashed so far."""
+        return len(self._digests) * self._block_bytes + self._open_bytes
+
+    @property
+    def values(self) -> Sequence[int]:
+        """The digests of all blocks that are full."""
+        return self._digests
+
+    def update(self, data: Buffer) -> None:
+        """Hash the next bytes of the file, from any contiguous buffer."""
+        view = memoryview(data)
+        if view.nbytes == 0:  # the cast below refuses a shape with a zero
+            return
+        view = view.cast("B")
+        taken = self._fill_open_block(view)
+        whole = view.nbytes - (view.nbytes - taken) % self._block_bytes
+        self._digests += [
+            xxhash.xxh3_64_intdigest(view[at : at + self._block_bytes]) for at in range(taken, whole, self._block_bytes)
+        ]
+        if whole < view.nbytes:
+            self._open.update(view[whole:])
+            self._open_bytes += view.nbytes - whole
+
+    def _fill_open_block(self, view: memoryview) -> int:
+        """Add to a block that is begun; return the number of bytes of `view` that it took. It stays open only if it took all."""
+        if self._open_bytes == 0:
+            return 0
+        head = view[: self._block_bytes - self._open_bytes]
+        self._open.update(head)
+        self._open_bytes += head.nbytes
+        if self._open_bytes == self._block_bytes:
+            self._close_block()
+        return head.nbytes
+
+    def _close_block(self) -> None:
+        self._digests.append(self._open.intdigest())
+        self._open.reset()
+        self._open_bytes = 0
+
+    def close(self) -> list[int]:
+        """End the last block with the bytes hashed so far; return the digests of all blocks."""
+        if self._open_bytes:
+            self._close_block()
+        return self._digests
+
+    def finish(self) -> bytes:
+        """Encode the digests file of all bytes hashed so far."""
+        size = self.num_bytes
+        return encode_digests(self.close(), self._block_bytes, size)
+
+
+def wrong_blocks(parts: Sequence[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
+    """Return the offsets of the blocks whose digest is not the one in `values`, which has the digests of all blocks of the file.
+
+    Parameters
+    ----------
+    parts
+        Bytes of the file from offset `low` on, end to end: whole blocks, except for the last block of the file.
+
+    >>> hasher = BlockHasher(65536)
+    >>> hasher.update(bytes(200_000))
+    >>> wrong_blocks([bytes(65536), b"x" * 3392], 131072, hasher.close(), 65536)
+    [196608]
+    """
+    first = low // block_bytes
+    found = _digests(parts, block_bytes)
+    wanted = values[first : first + len(found)]
+    if isinstance(wanted, np.ndarray):
+        wanted = wanted.tolist()
+    if found == wanted:
+        return []
+    return [low + i * block_bytes for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+
+
+def _digests(parts: Sequence[Buffer], block_bytes: int) -> list[int]:
+    if len(parts) == 1:  # one buffer: nearly always
+        view = memoryview(parts[0]).cast("B")
+        return [xxhash.xxh3_64_intdigest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes)]
+    hasher = BlockHasher(block_bytes)
+    for part in parts:
+        hasher.update(part)
+    return hasher.close()
+
+
+def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:
+    """Encode a digests file: a header, then a little-endian uint64 for each block."""
+    column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
+    return _HEADER.pack(_MAGIC, _VERSION, block_bytes, file_size) + column.astype("<u8").tobytes()
+
+
+def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "digests file") -> Digests:
+    """Read a digests file.
+
+    Parameters
+    ----------
+    data
+        The whole digests file. The caller compares it with its digest in the catalog.
+    file_size
+        The size of the shard file, which the header must have.
+    name
+        Its name in messages.
+
+    Raises
+    ------
+    CorruptError
+        The digests file is damaged, or of a newer version, or belongs to a file of another size.
+    """
+    if len(data) < _HEADER.size:
+        raise CorruptError(f"{name}: {len(data)} bytes, less than a header of {_HEADER.size}; use another checkpoint")
+    magic, version, block_bytes, size = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise CorruptError(f"{name}: begins with {magic!r}, not with {_MAGIC!r}: no digests file; use another checkpoint")
+    if version != _VERSION:
+        raise CorruptError(f"{name}: version {version}, written by a newer version than this, which reads {_VERSION}; upgrade")
+    if block_bytes not in ALLOWED_BLOCK_BYTES:
+        raise CorruptError(f"{name}: blocks of {block_bytes} bytes, none of {ALLOWED_BLOCK_BYTES}; use another checkpoint")
+    if size != file_size:
+        raise CorruptError(f"{name}: describes a file of {size} bytes, but it has {file_size}; use another checkpoint")
+    if len(data) != digests_file_bytes(size, block_bytes):
+        wanted = digests_file_bytes(size, block_bytes)
+        raise CorruptError(f"{name}: {len(data)} bytes, but {size} bytes of data need {wanted}; use another checkpoint")
+    return Digests(block_bytes, np.frombuffer(data, "<u8", offset=_HEADER.size).astype(np.uint64, copy=False))

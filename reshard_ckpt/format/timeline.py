@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.catalog.specs import Mesh
+from ..core.report import plural
 from ..core.timeline import STEP_NAMES, STEP_THREADS, Step, Timeline
-from ..core.words import plural
 from ..errors import CorruptError
 
 FORMAT = "reshard_ckpt.timeline"

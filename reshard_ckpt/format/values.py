@@ -23,8 +23,8 @@ import msgpack
 import numpy as np
 import torch
 
+from ..core.report import a
 from ..core.trees import MAX_ALIKE, too_many_alike
-from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
 from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, SPARSE_PARTS, TENSOR_DTYPES, decode_node

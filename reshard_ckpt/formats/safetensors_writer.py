@@ -18,7 +18,7 @@ from ..core.catalog.specs import ITEM_BYTES
 from ..engine.common.resuming import finished_digests
 from ..engine.saving.write import FileLayout
 from ..errors import UsageError
-from ..format.checksums import BlockHasher
+from ..format.files import BlockHasher
 from ..format.shard_file import METADATA, Member, header, header_cost
 from ..storage import Storage
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order

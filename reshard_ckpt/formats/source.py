@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
-from ..engine.common.step_folders import describe_run, reading
+from ..engine.common.step_folders import describe_run
 from ..engine.loading.load import Identified, identified_catalog, open_same
 from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
-from ..format.checksums import digest128
-from ..format.files import CATALOG_KEY
-from ..storage import Storage, open_beside, open_storage, path_text
+from ..format.files import CATALOG_KEY, digest128
+from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.protocol import DISK
@@ -104,3 +103,14 @@ def _open_foreign(
     stack.enter_context(found.storage)
     # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.
     return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))
+
+
+@contextmanager
+def reading(storage: Storage) -> Iterator[None]:
+    """Keep a checkpoint from being removed while the ``with`` block reads it, if the store has locks."""
+    try:
+        lock = storage.lock(CATALOG_KEY, shared=True)
+    except (MissingKey, LocksUnsupported):
+        lock = None  # the reader raises that it is missing
+    with lock or nullcontext():
+        yield

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from ..core.report import a
 from ..core.trees import children, flatten, name_of
-from ..core.words import a
 from ..errors import CorruptError, NameCollisionError
 from ..state.modules import EXTRA_STATE
 from ..state.optimizer_dicts import are_numbered_groups, names_by_number

@@ -29,7 +29,7 @@ from ..core.trees import put
 from ..errors import StorageError, UnsupportedError
 from ..format.columns import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
-from ..state.paths import Index, saved_path
+from ..state.describe import Index, saved_path
 from ..torchfile.zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 

@@ -20,8 +20,7 @@ from typing import Any
 from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
-from ..core.report import LoadReport, SaveReport
-from ..core.words import duration_s
+from ..core.report import LoadReport, SaveReport, duration_s
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps
 from ..engine.saving.handle import SaveHandle

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm import Comm
 from ..comm.protocol import merge_of_all
-from ..core.words import check_count
+from ..core.report import check_count
 from ..engine.saving.handle import RunningSave, SaveHandle, joint_error
 from ..errors import CheckpointError, StorageError, UsageError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.words import check_count
+from ..core.report import check_count
 from ..errors import UsageError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
-from ..core.words import check_count
+from ..core.report import check_count
 from ..engine.common.step_folders import STEP_NAMES, StepNames, names_at, referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ..core.planning.interval import TierCosts
-from ..core.report import SaveReport
-from ..core.words import duration_s
+from ..core.report import SaveReport, duration_s
 from ..errors import UsageError
 
 WARM_UP_STEPS = 8

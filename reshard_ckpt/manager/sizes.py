@@ -13,11 +13,11 @@ from math import lcm
 
 import torch
 
-from ..core.words import check_count
+from ..core.report import check_count
 from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
 from ..errors import UsageError
-from ..format.checksums import digests_file_bytes
 from ..format.columns import TORCH_DTYPES
+from ..format.files import digests_file_bytes
 from ..memory.options import Memory
 from ..memory.slots import slot_bytes
 from .retention import Retention

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..comm.protocol import Comm
-from ..core.words import duration_s
+from ..core.report import duration_s
 from ..engine.common.progress import LOGGER
 from ..errors import CheckpointError, UsageError
 from ..storage import open_storage

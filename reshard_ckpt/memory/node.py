@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StorageError
-from ..format.checksums import digest128
+from ..format.files import digest128
 from ..storage import open_storage
 from ..storage.posix import FileLock, await_lock, lock_file
 

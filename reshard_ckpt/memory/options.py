@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.words import check_count
+from ..core.report import check_count
 from ..errors import UsageError
 from .node import FOLDER
 

@@ -25,8 +25,7 @@ from ..engine.saving.commit import clean_up, look
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
-from ..format.checksums import digests_file_bytes, wrong_blocks
-from ..format.files import CATALOG_KEY
+from ..format.files import CATALOG_KEY, digests_file_bytes, wrong_blocks
 from ..storage.protocol import Storage, read_parts, write_file
 from .generations import Generation, NodeImages
 

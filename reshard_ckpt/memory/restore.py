@@ -25,7 +25,7 @@ from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
 from ..errors import CheckpointError
-from ..format.checksums import digests_file_bytes, wrong_blocks
+from ..format.files import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
 from ..storage.protocol import DISK, flat_bytes, read_parts

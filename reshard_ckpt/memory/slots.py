@@ -29,7 +29,7 @@ import torch
 
 from ..engine.common.host_memory import PinnableMap, pin
 from ..errors import CorruptError, StorageError
-from ..format.checksums import digest128
+from ..format.files import digest128
 from ..storage.posix import lock_file
 from .node import NoRoom
 

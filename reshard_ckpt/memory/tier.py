@@ -25,7 +25,7 @@ import torch
 
 from ..comm.links import Links
 from ..comm.protocol import Comm
-from ..engine.common.copy_streams import on_device
+from ..engine.common.tensor_bytes import on_device
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob, Written
@@ -35,8 +35,7 @@ from ..engine.saving.staging import image_addresses, ring_bytes
 from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
-from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
-from ..format.files import digests_key
+from ..format.files import BlockHasher, decode_digests, digest128, digests_file_bytes, digests_key, wrong_blocks
 from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, next_number, reserve_generation
 from .node import NoRoom, run_path
 from .options import Memory

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from ..core.planning.interval import Goodput, JobFigures, TierCosts, tiers
-from ..core.words import duration_text
+from ..core.report import duration_text
 from .canvas import PALETTE, add_axes, new_figure, styled
 
 WIDTH, HEIGHT = 720.0, 420.0

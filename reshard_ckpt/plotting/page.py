@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from ..core.catalog.model import Catalog
 from ..core.catalog.name_tree import Node
 from ..core.catalog.summary import Summary
+from ..core.report import plural
 from ..core.timeline import Timeline, rank_label
-from ..core.words import plural
 from ..engine.common.progress import size_text
 from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, rank_colour, svg_bytes
 from .times import draw_timeline, timeline_words

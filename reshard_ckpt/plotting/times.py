@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from ..core.report import plural
 from ..core.timeline import Step, Timeline
-from ..core.words import plural
 from ..engine.common.progress import size_text
 from .canvas import (
     PALETTE,

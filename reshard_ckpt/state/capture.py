@@ -23,7 +23,7 @@ from ..core.catalog.param_groups import merge
 from ..core.planning.match import matches
 from ..core.trees import name_of
 from ..format.values import check_keys, decode_steps, keys_of
-from .describe import Describer
+from .describe import Describer, Steps, link_in_dict, saved_path
 from .dtensor import is_dtensor
 from .entries import Captured, Entry, Kind, Target
 from .layouts import RankSet, declared_mesh, found_mesh, group_of
@@ -32,7 +32,6 @@ from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
 from .owners import Owners
 from .parameters import optimizer_parameters
-from .paths import Steps, link_in_dict, saved_path
 from .targets import Below, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import check_writable, memory_of
 from .walk import Tree, is_stateful, state_of, steps, walk

@@ -141,3 +141,10 @@ class Target:
         for name, dtensor in self.dtensors:
             if first.get(name) in done:
                 count_up(dtensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value of the state as the bytes that another program made of it; they are saved as they are."""
+
+    data: bytes

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.protocol import ALONE
 from ..core.catalog.specs import AxisPlacement, Ints, Mesh, Piece, Replication, row_major_strides
-from ..core.words import check_text, plural
+from ..core.report import check_text, plural
 from ..errors import UsageError
 
 

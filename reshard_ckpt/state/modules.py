@@ -24,8 +24,8 @@ from torch.optim.swa_utils import AveragedModel
 from ..core.catalog.names import MODULE, WRAPPED
 from ..core.catalog.specs import Replication
 from ..core.planning.match import LEAVES_OUT
+from ..core.report import few
 from ..core.trees import Path
-from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind

@@ -30,8 +30,8 @@ from ..core.catalog.names import GROUPS, STATE, groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups, merge, named_group
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT
+from ..core.report import a
 from ..core.trees import leaves, map_tree
-from ..core.words import a
 from ..errors import UnsupportedError
 from ..format.columns import TORCH_DTYPES
 from .dtensor import is_dtensor

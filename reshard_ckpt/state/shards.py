@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.specs import Ints, Replication
-from ..core.words import a
+from ..core.report import a
 from ..errors import LayoutError, UsageError
 from ..format.catalog_check import MAX_BYTES
 from .layouts import Layout, LocalBox

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import LEAVES_OUT
+from ..core.report import a, plural
 from ..core.trees import Path, name_of
-from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
+from .describe import Index, in_order, new_dict, own_key
 from .entries import Entry, Kind
 from .layouts import RankSet
 from .modules import is_nothing
 from .parameters import keep_dtypes
-from .paths import Index, in_order, new_dict, own_key
 from .shards import PerRank, PerRankValues, Value
 from .tensors import TensorLike, is_tensor_like, local_memory
 from .walk import Tree, give_state, is_stateful

@@ -24,14 +24,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.catalog.names import unwrapped_keys
+from ..core.report import a, check_text
 from ..core.trees import Path, name_of
-from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
+from .describe import Index, Unwrapped
 from .entries import Entry, Kind
 from .modules import read_module
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
-from .paths import Index, Unwrapped
 from .shards import PerRank, Shards, Value
 from .tensors import is_plain_tensor, is_tensor_like, parts_of
 
@@ -50,13 +50,6 @@ _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
 class Verbatim(dict[Any, Any]):
     """A whole state whose keys are names as they stand, with the parts that wrappers put into them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value of the state as the bytes that another program made of it; they are saved as they are."""
-
-    data: bytes
 
 
 @dataclass(slots=True)

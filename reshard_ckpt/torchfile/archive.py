@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CorruptError
-from ..format.checksums import digest128
+from ..format.files import digest128
 from ..storage.protocol import Storage
 from .bounds import refuse_bombs
 from .objects import Globals, PlainValues

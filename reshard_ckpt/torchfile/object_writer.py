@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.words import a
+from ..core.report import a
 from ..errors import UnsupportedError
 from ..format.objects import Named
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.words import a
+from ..core.report import a
 from ..errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64

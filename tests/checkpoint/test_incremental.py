@@ -19,7 +19,7 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.engine.common.step_folders import referred_keys
 from reshard_ckpt.errors import CheckpointError, UsageError
-from reshard_ckpt.format.checksums import BLOCK_BYTES
+from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.manager import manager as manager_module
 from reshard_ckpt.storage import open_storage
 from tests.launch import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.words import MAX_NAME_BYTES, a, plural
+from reshard_ckpt.core.report import MAX_NAME_BYTES, a, plural
 from reshard_ckpt.errors import CheckpointError, UnsupportedError
 
 BAD = "\ud800"

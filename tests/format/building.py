@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
 from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.catalog.specs import CODES, ITEM_BYTES, AxisPlacement, Mesh, StateLink, ValueKind, blob_name
-from reshard_ckpt.format.checksums import BlockHasher, digest128
+from reshard_ckpt.format.files import BlockHasher, digest128
 from reshard_ckpt.format.shard_file import Member, header, make_member
 from reshard_ckpt.format.values import encode_path, encode_value
 

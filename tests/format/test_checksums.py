@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.format.checksums import (
+from reshard_ckpt.format.files import (
     ALLOWED_BLOCK_BYTES,
     BLOCK_BYTES,
     BlockHasher,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Mesh
-from reshard_ckpt.core.timeline import STEP_NAMES, STEP_THREADS, ClockBounds, Step, Timeline
+from reshard_ckpt.core.timeline import STEP_NAMES, STEP_THREADS, Step, Timeline
+from reshard_ckpt.engine.common.progress import ClockBounds
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.format.timeline import decode_timeline, encode_steps, encode_timeline
 

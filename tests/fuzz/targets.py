@@ -34,8 +34,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.catalog_check import problems
-from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_blocks
-from reshard_ckpt.format.files import decode_manifest, encode_manifest
+from reshard_ckpt.format.files import BlockHasher, decode_digests, decode_manifest, encode_manifest, num_blocks
 from reshard_ckpt.format.shard_file import parse_header
 from reshard_ckpt.format.timeline import decode_timeline
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value

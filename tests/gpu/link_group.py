@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard_ckpt.engine.common.copy_streams import Mark, on_device
+from reshard_ckpt.engine.common.tensor_bytes import Mark, on_device
 
 
 class LinkGroup(dist.ProcessGroup):

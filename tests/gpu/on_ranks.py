@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.engine.common.copy_streams import streams_of
+from reshard_ckpt.engine.common.tensor_bytes import streams_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.errors import CheckpointError
 from tests import device as simulated

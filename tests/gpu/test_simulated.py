@@ -14,8 +14,8 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.engine.common.copy_streams import streams_of
 from reshard_ckpt.engine.common.host_memory import POOL
+from reshard_ckpt.engine.common.tensor_bytes import streams_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.engine.saving.local_shards import describe_local

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
-from reshard_ckpt.format.checksums import BlockHasher, digest128
-from reshard_ckpt.format.files import decode_manifest, encode_manifest, manifest_key
+from reshard_ckpt.format.files import BlockHasher, decode_manifest, digest128, encode_manifest, manifest_key
 from reshard_ckpt.storage.local import LocalStorage
 from tests.damage import flip
 from tests.reliability.faults import fails, faulty

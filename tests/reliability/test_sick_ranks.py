@@ -16,7 +16,7 @@ import torch
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm.store import StoreComm
-from reshard_ckpt.engine.common import recorder
+from reshard_ckpt.engine.common import progress
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError, UsageError
 from reshard_ckpt.format import files
@@ -494,7 +494,7 @@ def test_clocks_that_are_hours_apart_change_nothing(job: Job, tmp_path: Path, mo
     skewed = SimpleNamespace(
         time=wrong, monotonic=time.monotonic, strftime=time.strftime, gmtime=lambda: time.gmtime(wrong()), sleep=time.sleep
     )
-    for module in (files, save_module, recorder):
+    for module in (files, save_module, progress):
         monkeypatch.setattr(module, "time", skewed)
     ids = []
     for number in (OLD, NEW, NEXT):

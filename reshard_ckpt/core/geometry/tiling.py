@@ -1,28 +1,147 @@
-"""Check that runs cover their tensors exactly once, and find the place where they do not.
+"""Boxes of one tensor that share an element, and runs that overlap or do not cover their tensor exactly once.
+
+Pairs of boxes (`meet`):
+
+1. A box is compared with all other boxes of its tensor, which is fastest if there are few pairs.
+2. A tensor with many more pairs than boxes is *crowded*. Its boxes are sorted along one dim, on which they begin at the most
+   places, and a box is compared only with the boxes that it can reach along that dim.
+
+Whether runs tile their tensors, and the place where they do not (`find_faults`):
 
 1. Line up the runs of each box: consecutive runs are joined, and an overlap is a fault. A box that its runs fill counts as a box.
 2. Cut the runs of partly filled boxes into boxes (`decompose`).
 3. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes,
    such as those of equal layers, are checked once.
+
+Runs that overlap without being equal are cut wherever any of them begins or ends, so that equal parts become replicas
+(`cut_overlaps`). A flat optimizer over tensor-parallel ranks makes such runs. A weight that all of these ranks replicate lies at
+another place in each rank's buffer if their other shards differ in size, so each rank cuts the weight elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import UnsupportedError
-from .columns import ColumnTable, batches, is_new, lex_order
+from .columns import ColumnTable, batches, is_new, lex_order, running_max
 from .runs import I64, bounds, decompose, ranges, volumes
 
-MAX_PAIRS = 1 << 21
-"""The most pairs of boxes compared in one step; bounds memory without changing the result."""
+MAX_PAIRS = 1 << 20
+"""The most pairs compared in one step; bounds memory without changing the result."""
+
+CROWDED = 8
+"""A tensor is crowded if it has this many times more pairs than boxes: sorting its boxes is then faster than comparing all."""
 
 MAX_SWEPT = 1 << 29
 """The most pairs compared in all for one tensor. No layout of a job comes near it: a grid of half a million boxes has fewer. A
 catalog that is made to have more would keep a reader busy for hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoxes:
+    """Boxes of tensors; tensors are numbered from 0 without large gaps."""
+
+    tensor: I64
+    offsets: I64
+    lengths: I64
+
+
+def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
+    """Find the pairs of boxes of the same tensor that share an element; an empty box is in no pair.
+
+    Returns
+    -------
+    left, right
+        For each pair the index of its box in `one`, ascending, and in `other`.
+
+    Examples
+    --------
+    >>> row = np.array([[0, 0], [2, 0]]), np.array([[2, 4], [2, 4]])
+    >>> column = np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 2]])
+    >>> zero = np.zeros(2, np.int64)
+    >>> [a.tolist() for a in meet(TensorBoxes(zero, *row), TensorBoxes(zero, *column))]
+    [[0, 0, 1, 1], [0, 1, 0, 1]]
+    """
+    num = int(max(one.tensor.max(initial=-1), other.tensor.max(initial=-1))) + 1
+    # right: the boxes of `other`, sorted by tensor, without empty ones; the boxes of tensor t end at end[t].
+    right, tensor = np.arange(len(other.tensor)), other.tensor
+    if not (solid := other.lengths > 0).all():
+        right = right[solid.all(axis=1)]
+        tensor = tensor[right]
+    if (tensor[1:] < tensor[:-1]).any():
+        right = right[lex_order(tensor)]
+    # count[t], asked[t]: boxes of tensor t in `other` and in `one`.
+    count = np.bincount(tensor, minlength=num)
+    asked = np.bincount(one.tensor, minlength=num)
+    end = np.cumsum(count)
+    # Candidates for box i of `one` are right[first[i] : last[i]].
+    first, last = (end - count)[one.tensor], end[one.tensor]
+    crowded = count * asked > CROWDED * (count + asked)
+    if crowded.any():
+        right, first, last = _swept(one, other, right, first, last, crowded)
+    if not (solid := one.lengths > 0).all():
+        last = np.where(solid.all(axis=1), last, first)  # an empty box of `one` has no candidates
+    found = [_touching(one, other, right, first, last, part) for part in batches(last - first, MAX_PAIRS)]
+    if len(found) == 1:
+        return found[0]
+    left, met = zip(*found, strict=True) if found else ((), ())
+    empty = np.zeros(0, np.int64)
+    return np.concatenate([empty, *left]), np.concatenate([empty, *met])
+
+
+def _swept(
+    one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: NDArray[np.bool_]
+) -> tuple[I64, I64, I64]:
+    """Sort the boxes of crowded tensors along a dim, and narrow the range of candidates of each box of `one`."""
+    # place: positions in right of boxes of crowded tensors; low, high: their bounds along the dim of their tensor.
+    place = np.flatnonzero(crowded[other.tensor[right]])
+    boxes = right[place]
+    tensor, dim = other.tensor[boxes], _sweep_dims(other, boxes, len(crowded))
+    low = other.offsets[boxes, dim[tensor]]
+    high = low + other.lengths[boxes, dim[tensor]]
+    order = lex_order(tensor, low)
+    right = right.copy()
+    right[place] = boxes[order]
+    tensor, low, high = tensor[order], low[order], high[order]
+    # asking: boxes of `one` of crowded tensors; own_low, own_high: their bounds along the same dim.
+    asking = np.flatnonzero(crowded[one.tensor])
+    mine = one.tensor[asking]
+    own_low = one.offsets[asking, dim[mine]]
+    own_high = own_low + one.lengths[asking, dim[mine]]
+    # All tensors are laid on one axis, one behind the other. A coordinate is replaced by its rank among all coordinates, so that
+    # no number on that axis is too large.
+    coordinates = np.unique(np.concatenate([low, high, own_low, own_high]))
+
+    def on_axis(tensors: I64, values: I64) -> I64:
+        return tensors * len(coordinates) + np.searchsorted(coordinates, values)
+
+    # reach[i]: the largest end of boxes 0 to i, ascending although ends are not, so that it can be bisected.
+    reach = np.maximum.accumulate(on_axis(tensor, high))
+    begin = np.searchsorted(reach, on_axis(mine, own_low), side="right")
+    end = np.maximum(np.searchsorted(on_axis(tensor, low), on_axis(mine, own_high), side="left"), begin)
+    # begin and end count among the boxes of crowded tensors; shift turns them into positions in right.
+    shift = first[asking] - np.searchsorted(tensor, mine)
+    first, last = first.copy(), last.copy()
+    first[asking], last[asking] = begin + shift, end + shift
+    return right, first, last
+
+
+def _sweep_dims(boxes: TensorBoxes, chosen: I64, num: int) -> I64:
+    """Choose the dim to sweep for each tensor: the dim on which the chosen boxes begin at the most places."""
+    tensor = boxes.tensor[chosen]
+    places = np.zeros((num, boxes.offsets.shape[1]), np.int64)
+    for dim in range(boxes.offsets.shape[1]):
+        begin = boxes.offsets[chosen, dim]
+        order = lex_order(tensor, begin)
+        # places[t, d]: the number of distinct coordinates on dim d where boxes of tensor t begin.
+        new = is_new(tensor[order], begin[order])
+        places[:, dim] = np.bincount(tensor[order][new], minlength=num)
+    dims: I64 = places.argmax(axis=1)
+    return dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +165,16 @@ class _Runs(ColumnTable):
     start: I64
     count: I64
     row: I64
+
+
+def _touching(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, part: slice) -> tuple[I64, I64]:
+    """Compare some boxes of `one` with all their candidates; returns the pairs that share an element."""
+    owner, step = ranges((last - first)[part])
+    # One entry for each candidate pair: left[k] in `one`, met[k] in `other`; hit: the pairs that overlap on every dim.
+    left, met = owner + part.start, right[first[part][owner] + step]
+    low, high = one.offsets[left], other.offsets[met]
+    hit = np.flatnonzero(((low < high + other.lengths[met]) & (high < low + one.lengths[left])).all(axis=1))
+    return left[hit], met[hit]
 
 
 def find_faults(
@@ -198,11 +327,74 @@ def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
     return dim, int(np.partition(faces[dim], middle)[middle])
 
 
-def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:
-    """Spell a region as people write it, without padding.
+@dataclass(frozen=True, slots=True)
+class CutRuns(ColumnTable):
+    """Runs after cutting: the index of the run that each is a part of, and its elements of the box."""
 
-    >>> describe_region((0, 2, 0), (1, 3, 4), 2)
-    '[2:3, 0:4]'
+    source: I64
+    start: I64
+    count: I64
+
+
+def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray[np.bool_]) -> CutRuns | None:
+    """Cut runs of one box that overlap without being equal.
+
+    Parameters
+    ----------
+    tensor, box, start, count : (R,)
+        Runs in the order of their tensor, box and start.
+    may_cut : (R,)
+        Whether a run may be written in parts. If a box has a run that may not, none of its runs are cut.
+
+    Returns
+    -------
+    CutRuns or None
+        All runs, cut or not; None if nothing is to be cut.
+
+    Examples
+    --------
+    Two ranks hold elements 0 to 5 and 4 to 9 of a box; both hold 4 and 5.
+
+    >>> zero = np.zeros(2, np.int64)
+    >>> cut = cut_overlaps(zero, zero, np.array([0, 4]), np.array([6, 6]), zero == 0)
+    >>> list(zip(cut.source.tolist(), cut.start.tolist(), cut.count.tolist()))
+    [(0, 0, 4), (0, 4, 2), (1, 4, 2), (1, 6, 4)]
     """
-    dims = list(zip(low, high, strict=True))[len(low) - ndim :]
-    return "[" + ", ".join(f"{a}:{b}" for a, b in dims) + "]"
+    if len(tensor) == 0:
+        return None
+    end = start + count
+    # group[i]: the number of run i's pair of tensor and box. unequal[i]: run i differs from the run before it in the same box.
+    first = is_new(tensor, box)
+    group = np.cumsum(first) - 1
+    unequal = ~first & is_new(start, count)
+    # Starts ascend within a group, so a run overlaps an earlier one exactly if it begins before the largest end so far.
+    clash = unequal[1:] & (start[1:] < running_max(end, first)[:-1])
+    if not clash.any():
+        return None
+    # chosen: the groups to cut, with all of their runs, so that equal parts of any two runs become equal runs.
+    chosen = np.zeros(int(group[-1]) + 1, bool)
+    chosen[group[1:][clash]] = True
+    chosen[group[~may_cut]] = False
+    rows = np.flatnonzero(chosen[group])
+    if len(rows) == 0:
+        return None
+    rest = np.flatnonzero(~chosen[group])
+    source, low, high = _cut_at_bounds(rows, group[rows], start[rows], end[rows])
+    return CutRuns(
+        source=np.concatenate([rest, source]),
+        start=np.concatenate([start[rest], low]),
+        count=np.concatenate([count[rest], high - low]),
+    )
+
+
+def _cut_at_bounds(rows: I64, group: I64, start: I64, end: I64) -> tuple[I64, I64, I64]:
+    """Cut each row at all bounds of its group that lie inside it; returns the row, start and end of each part."""
+    # All groups are laid on one axis, one behind the other, so that one sorted array has the bounds of all.
+    base = (np.cumsum(is_new(group)) - 1) * (int(end.max()) + 1)
+    bounds = np.unique(np.concatenate([base + start, base + end]))
+    low = np.searchsorted(bounds, base + start)
+    high = np.searchsorted(bounds, base + end)
+    # owner[i]: the row that part i is cut from; at[i]: the index of the bound where it begins.
+    owner, offset = ranges(high - low)
+    at = low[owner] + offset
+    return rows[owner], bounds[at] - base[owner], bounds[at + 1] - base[owner]

@@ -2,7 +2,7 @@
 
 Every rank holds runs of tensors, and wants runs of the same tensors. Both are cut into boxes (`geometry.runs.decompose`).
 
-1. Pair wanted boxes with held ones of the same tensor (`geometry.meeting`). A run that several ranks hold or want is paired once.
+1. Pair wanted boxes with held ones of the same tensor (`geometry.tiling`). A run that several ranks hold or want is paired once.
 2. Choose a source for each part. A rank takes from itself everything that it also holds. All other parts come from a holder on
    its own node if there is one, else from any holder; of several, from the one that has the least to send. Large parts are cut
    before that, so that ranks which hold the same run can share the sending.
@@ -22,8 +22,8 @@ import numpy as np
 
 from ..catalog.specs import item_bytes_of
 from ..geometry.columns import ColumnTable, group_ids, lex_order
-from ..geometry.meeting import TensorBoxes, meet
 from ..geometry.runs import I64, cut_boxes, decompose, pad_left, ranges, volumes
+from ..geometry.tiling import TensorBoxes, meet
 from .balance import ReplicaGroup, assign
 
 MIN_PART_BYTES, MAX_PART_BYTES = 64 << 10, 4 << 20

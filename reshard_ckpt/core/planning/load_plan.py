@@ -1,7 +1,7 @@
 """The plan of a load: the exact overlap of the wanted pieces with the saved rows, as byte ranges of files.
 
 1. Cut every wanted piece into boxes.
-2. Pair each box with the saved rows of its tensor whose bounds touch it (`geometry.meeting`).
+2. Pair each box with the saved rows of its tensor whose bounds touch it (`geometry.tiling`).
 3. Cut these rows where their bytes cross a *window* of their file, and then into boxes. The overlaps with the wanted boxes are
    the items. So every item lies in one window, windows can be read independently, and no byte is read for two windows. Windows of
    a row before its first wanted element, or behind the last, are skipped.
@@ -22,8 +22,8 @@ from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..catalog.specs import item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.meeting import TensorBoxes, meet
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
+from ..geometry.tiling import TensorBoxes, meet
 from .local_metadata import PieceColumns
 
 MAX_WINDOWS = 1 << 20

@@ -13,7 +13,8 @@ from ..catalog.model import Catalog
 from ..catalog.names import bare
 from ..catalog.specs import CODES, Ints, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
-from ..geometry.tiling import Fault, describe_region, find_faults
+from ..geometry.tiling import Fault, find_faults
+from ..report import describe_region
 from .load_plan import LoadPlan
 from .local_metadata import PieceColumns
 

@@ -24,11 +24,9 @@ from ...errors import LayoutError
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
 from ..geometry.columns import group_ids, is_new, lex_order
-from ..geometry.meeting import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
-from ..geometry.tiling import Fault, describe_region, find_faults
-from ..report import summarize
-from ..words import plural
+from ..geometry.tiling import Fault, cut_overlaps, find_faults
+from ..report import describe_region, plural, summarize
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
 from .merge import MergedBoxes, MergedRows, MergedTables, merge_metadata, tensor_table

@@ -19,7 +19,7 @@ import numpy as np
 from ...core.catalog.model import Catalog
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
-from ...format.checksums import Digests, wrong_blocks
+from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.files import FileContents, open_files
 from ..common.progress import OnProgress, Tally, silent

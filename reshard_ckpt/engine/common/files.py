@@ -15,9 +15,9 @@ import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
 from ...core.catalog.specs import item_bytes_of
-from ...core.words import few
+from ...core.report import few
 from ...errors import CorruptError
-from ...format.checksums import Digests, decode_digests, digest128, digests_file_bytes
+from ...format.files import Digests, decode_digests, digest128, digests_file_bytes
 from ...storage.protocol import MissingKey, Storage
 
 MAX_REQUESTS = 16

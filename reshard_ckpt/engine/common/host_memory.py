@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...comm.group import current_accelerator
-from .copy_streams import on_device
+from .tensor_bytes import on_device
 
 ALIGN_BYTES = 2 << 20
 

@@ -22,7 +22,7 @@ import msgpack
 from ...comm import open_session
 from ...comm.protocol import Comm, value_of_first
 from ...errors import CorruptError, StorageError
-from ...format.checksums import digest128
+from ...format.files import digest128
 from ...storage import MissingKey, Storage
 
 _MAGIC = b"RSHNOTE1"

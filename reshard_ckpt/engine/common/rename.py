@@ -25,7 +25,7 @@ from ...core.catalog.names import (
 from ...core.catalog.param_groups import are_groups
 from ...core.catalog.specs import StateLink, ValueKind
 from ...core.planning.match import matches
-from ...core.words import check_text
+from ...core.report import check_text
 from ...errors import NameCollisionError, UsageError
 from ...format.values import decode_value, encode_path, encode_value
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...core.catalog.model import Catalog
 from ...errors import CorruptError
-from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes, wrong_blocks
+from ...format.files import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ...format.values import encode_value
 from ...storage.protocol import MissingKey, Storage, read_parts, read_range
 

@@ -25,7 +25,7 @@ from ...comm import Exchange
 from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import SharedMemory, share
 from ...core.geometry.runs import I64
-from ...core.words import few
+from ...core.report import few
 from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
 

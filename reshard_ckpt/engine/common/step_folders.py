@@ -164,17 +164,6 @@ def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
     return ", ".join(shown) + ("" if len(names) <= limit else f" ({len(names)} in all)")
 
 
-@contextmanager
-def reading(storage: Storage) -> Iterator[None]:
-    """Keep a checkpoint from being removed while the ``with`` block reads it, if the store has locks."""
-    try:
-        lock = storage.lock(CATALOG_KEY, shared=True)
-    except (MissingKey, LocksUnsupported):
-        lock = None  # the reader raises that it is missing
-    with lock or nullcontext():
-        yield
-
-
 def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 

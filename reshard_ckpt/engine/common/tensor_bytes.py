@@ -1,23 +1,41 @@
-"""The bytes of local tensors and their pieces: views if the memory is in order, else copies.
+"""The bytes of local tensors and their pieces, and the streams on which this package copies them.
 
 A piece has a base and strides in memory (see `core.catalog.specs.Piece`), so `torch.as_strided` gives a view of it. If the
-strides are the row-major strides of its box, the piece is one slice of the storage.
+strides are the row-major strides of its box, the piece is one slice of the storage, and else it is copied.
 
 Public calls leave torch's inference mode (`outside_inference_mode`), because tensors that are made in it stay read-only outside.
 Otherwise one save in a validation function would leave a staging buffer that no later save can fill, and optimizer state that a
 load creates could never be stepped.
+
+Streams, one pair for each device, and their order with the streams of the job:
+
+1. A device has one stream that packs, and one that copies over the link. They are made once and kept: torch caches a device's
+   memory by stream, so new streams in each save would strand the memory that earlier saves had cached.
+2. `CopyStreams` is made in the thread whose work it follows: all copies come after the work that the thread's current streams
+   have queued.
+3. Copies are queued inside `CopyStreams.entered`, in any thread.
+4. No thread makes a device current that the job does not use, not even the device that is current on entry. With CUDA, each rank
+   would make a context of half a gigabyte there, and all ranks on device 0. torch's events do so when they are recorded, waited
+   for by a stream, and destroyed. So `Mark` switches devices by guards, which avoid it, and keeps its events.
+
+It serves any accelerator by the type of its device, through `torch.accelerator`, `torch.Stream` and `torch.Event`. The CPU, and
+devices for which torch has no streams, need none: their copies have ended when the call returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ...comm.group import current_accelerator
 from ...core.catalog.specs import Ints, Piece, Replication, TensorSpec, box_piece, is_row_major
 from ...core.geometry.runs import decompose
 
@@ -177,3 +195,164 @@ def outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+PACK_BYTES = 4 << 20
+"""The most that is packed on a device before it goes over the link: enough for the link's full rate."""
+
+SMALL_BYTES = 256 << 10
+"""Smaller tensors, and tensors whose memory is not in order, are packed: each copy over the link has a fixed cost."""
+
+_WITHOUT_STREAMS = {"cpu", "meta", "mps"}
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[object]:
+    """Make a device the current one of this thread inside a ``with`` block; None changes nothing."""
+    if device is None:
+        return nullcontext()
+    # The guard of the device's own module comes first: not every backend supports the newer one of torch.accelerator.
+    guard: Any = getattr(torch.get_device_module(device), "device", None) or torch.accelerator.device_index
+    made: AbstractContextManager[object] = guard(device.index)
+    return made
+
+
+_SPARE_EVENTS: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
+
+
+class Mark:
+    """A point of a stream: after all work that is queued there when the mark is made."""
+
+    __slots__ = ("_event", "_spare")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._spare = _SPARE_EVENTS[stream.device]
+        with on_device(stream.device):
+            try:
+                self._event = stream.record_event(self._spare.pop())
+            except IndexError:
+                self._event = stream.record_event()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            self._spare.append(self._event)
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Make all later work on a stream wait for this point."""
+        with on_device(stream.device):
+            stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device is past this point."""
+        self._event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStreams:
+    """The streams of one device."""
+
+    device: torch.device
+    pack: torch.Stream
+    link: torch.Stream
+
+
+_KEPT: dict[torch.device, DeviceStreams] = {}
+_MAKING = threading.Lock()
+
+
+def streams_of(device: torch.device) -> DeviceStreams:
+    """Return the streams of a device, the same for every save and load."""
+    with _MAKING:
+        if device not in _KEPT:
+            _KEPT[device] = DeviceStreams(device, torch.Stream(device=device), torch.Stream(device=device))
+        return _KEPT[device]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether torch queues the work of a device on streams."""
+    if device.type in _WITHOUT_STREAMS:
+        return False
+    accelerator = current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+class CopyStreams:
+    """The copy streams of the devices of some tensors. Their work comes after the work of this thread's current streams."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
+        self.by_device = {device: streams_of(device) for device in devices if has_streams(device)}
+        for streams in self:
+            # Here and not in a thread of ours, which has other current streams.
+            now = Mark(torch.accelerator.current_stream(streams.device))
+            now.hold(streams.pack)
+            now.hold(streams.link)
+
+    def __iter__(self) -> Iterator[DeviceStreams]:
+        return iter(self.by_device.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.by_device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the link streams current in a ``with`` block. If the block fails, wait for the queued copies: nobody else will."""
+        with ExitStack() as before:
+            try:
+                for streams in self:
+                    before.enter_context(on_device(streams.device))
+                    before.callback(torch.accelerator.set_stream, torch.accelerator.current_stream(streams.device))
+                    torch.accelerator.set_stream(streams.link)
+                yield
+            except BaseException:
+                self.synchronize()
+                raise
+
+    def record(self) -> list[Mark]:
+        """Return a mark of each link stream, after all copies so far; the link follows the packing."""
+        return [Mark(streams.link) for streams in self]
+
+    def follow(self, marks: Sequence[Mark]) -> None:
+        """Make later work of this thread on these devices wait for `marks`. The host does not wait."""
+        for streams, mark in zip(self, marks, strict=True):
+            mark.hold(torch.accelerator.current_stream(streams.device))
+
+    def synchronize(self) -> None:
+        """Wait for all queued copies."""
+        for streams in self:
+            streams.pack.synchronize()
+            streams.link.synchronize()
+
+
+class Scratch:
+    """Two buffers on a device, used in turn: while one is copied over the link, the other is packed (or unpacked in a load)."""
+
+    def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
+        self._streams = streams
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=streams.device) for _ in range(2)]
+        self._free: list[Mark | None] = [None, None]
+        self._turn = 0
+
+    def begin(self) -> torch.Tensor:
+        """Return the next buffer, and make the packing stream current until `send`."""
+        self._turn = 1 - self._turn
+        if (sent := self._free[self._turn]) is not None:
+            sent.hold(self._streams.pack)
+        torch.accelerator.set_stream(self._streams.pack)
+        return self._buffers[self._turn]
+
+    def send(self, part: slice, target: torch.Tensor) -> None:
+        """Queue the copy of a part of the packed buffer into pinned host memory."""
+        Mark(self._streams.pack).hold(self._streams.link)
+        torch.accelerator.set_stream(self._streams.link)
+        target.copy_(self._buffers[self._turn][part], non_blocking=True)
+        self._free[self._turn] = Mark(self._streams.link)
+
+
+def _forked() -> None:
+    """Begin anew in a forked child: another thread may have held the lock, and streams are not inherited."""
+    global _MAKING
+    _MAKING = threading.Lock()
+    _KEPT.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

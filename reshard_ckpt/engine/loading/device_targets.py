@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ...core.catalog.specs import Ints, is_row_major
-from ..common.copy_streams import SMALL_BYTES, CopyStreams, DeviceStreams, Mark
 from ..common.host_memory import allocate
-from ..common.tensor_bytes import region
+from ..common.tensor_bytes import SMALL_BYTES, CopyStreams, DeviceStreams, Mark, region
 
 
 class DevicePart(NamedTuple):

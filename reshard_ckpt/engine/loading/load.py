@@ -27,19 +27,17 @@ from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
 from ...core.planning.match import Match, check_patterns, fault_text, faults_of, match, uncovered
-from ...core.report import summarize
-from ...core.words import few
+from ...core.report import few, summarize
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.checksums import digest128
 from ...format.columns import TORCH_DTYPES
-from ...format.files import CATALOG_KEY, SAVE_ID
+from ...format.files import CATALOG_KEY, SAVE_ID, digest128
 from ...storage import open_storage
 from ...storage.protocol import MissingKey, Storage
-from ..common.copy_streams import has_streams
 from ..common.files import open_files
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run, find_steps, name_steps
+from ..common.tensor_bytes import has_streams
 from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, TiedTarget, conflicts, find_ties
 

@@ -29,9 +29,9 @@ from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
-from ...core.words import few
+from ...core.report import few
 from ...errors import CorruptError
-from ...format.checksums import Digests, wrong_blocks
+from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import DISK, Hints, Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text

@@ -37,7 +37,7 @@ from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
 from ...core.planning.shared_reads import Extents, SharedWindow, Wants, share, union
 from ...errors import CheckpointError
-from ...format.checksums import digest128
+from ...format.files import digest128
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, pack_table, settle, unpack_table

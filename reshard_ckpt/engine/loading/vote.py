@@ -16,8 +16,7 @@ from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP, OTHER_KIND
 from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, WITHOUT_SCALE, matches
-from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
-from ...core.words import few, nearest
+from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved

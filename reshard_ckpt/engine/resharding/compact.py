@@ -20,17 +20,18 @@ from dataclasses import dataclass, replace
 from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CheckpointError, CorruptError, StorageError
 from ...format.catalog import encode_catalog
-from ...format.checksums import digests_file_bytes, wrong_blocks
 from ...format.files import (
     CATALOG_KEY,
     MAX_MANIFEST_BYTES,
     decode_manifest,
+    digests_file_bytes,
     digests_key,
     encode_manifest,
     file_key,
     manifest_key,
     new_save_id,
     timeline_key,
+    wrong_blocks,
 )
 from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, Storage, conflict, read_parts, write_file

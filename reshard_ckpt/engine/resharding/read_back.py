@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError, CorruptError
-from ...format.checksums import BLOCK_BYTES, wrong_blocks
+from ...format.files import BLOCK_BYTES, wrong_blocks
 from ...storage.protocol import Storage
 
 STEP_BYTES = 1 << 20

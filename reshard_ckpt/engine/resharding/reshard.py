@@ -26,8 +26,7 @@ from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
-from ...format.checksums import BLOCK_BYTES, digest128
-from ...format.files import digests_key
+from ...format.files import BLOCK_BYTES, digest128, digests_key
 from ...storage.protocol import DISK, Storage
 from ..common.progress import OnProgress, Tally
 from ..common.resuming import finished_digests, identity

@@ -30,8 +30,7 @@ from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...errors import UsageError
-from ...format.checksums import digest128
-from ...format.files import new_save_id
+from ...format.files import digest128, new_save_id
 from ...format.values import decode_value, encode_value
 from .local_shards import LocalShards, Memo, merge_values
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata

@@ -26,14 +26,12 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
 from ...core.planning.save_plan import SavePlan, build_catalog
-from ...core.words import plural
+from ...core.report import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
-from ...format.checksums import digests_file_bytes
-from ...format.files import CATALOG_KEY, SAVE_ID, encode_manifest, manifest_key, timeline_key
+from ...format.files import CATALOG_KEY, SAVE_ID, digests_file_bytes, encode_manifest, manifest_key, timeline_key
 from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, at_once, conflict, write_file
-from ..common.progress import size_text
-from ..common.recorder import Recorder, merged
+from ..common.progress import Recorder, merged, size_text
 from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written

@@ -16,12 +16,10 @@ from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
 from ...core.planning.match import check_patterns
 from ...core.planning.save_plan import SavePlan
-from ...core.report import SaveReport
-from ...core.words import check_count
+from ...core.report import SaveReport, check_count
 from ...errors import UsageError
 from ...storage.protocol import Storage, Version
-from ..common.progress import OnProgress
-from ..common.recorder import Recorder
+from ..common.progress import OnProgress, Recorder
 from .local_shards import LocalShards
 from .messages import Assignment
 from .unchanged import Base, Unchanged

@@ -30,9 +30,8 @@ from ...core.geometry.runs import I64
 from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
-from ..common.copy_streams import CopyStreams, Mark
 from ..common.host_memory import allocate
-from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, copy_run
+from ..common.tensor_bytes import CopyStreams, LocalRun, Mark, bytes_in_place, chunks, copy_run
 from .local_shards import LocalShards
 from .messages import RunColumns
 

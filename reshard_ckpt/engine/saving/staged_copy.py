@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from ...errors import UsageError
-from ..common.copy_streams import has_streams, on_device
 from ..common.host_memory import POOL
+from ..common.tensor_bytes import has_streams, on_device
 from .local_shards import LocalShards
 from .messages import RunColumns
 from .options import SaveJob

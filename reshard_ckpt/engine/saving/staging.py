@@ -27,8 +27,18 @@ import numpy as np
 import torch
 
 from ...core.catalog.specs import box_piece, row_major_strides
-from ..common.copy_streams import PACK_BYTES, SMALL_BYTES, CopyStreams, DeviceStreams, Mark, Scratch
-from ..common.tensor_bytes import LocalPiece, LocalRun, copy_run, is_in_order
+from ..common.tensor_bytes import (
+    PACK_BYTES,
+    SMALL_BYTES,
+    CopyStreams,
+    DeviceStreams,
+    LocalPiece,
+    LocalRun,
+    Mark,
+    Scratch,
+    copy_run,
+    is_in_order,
+)
 from .local_shards import LocalShards
 from .messages import Assignment, RunColumns
 from .write import WRITE_BYTES, FileLayout, member_offsets

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
-from ..common.copy_streams import Mark, has_streams
+from ..common.tensor_bytes import Mark, has_streams
 
 _HELD: dict[int, StepGuard] = {}
 """``_HELD[id(optimizer)]``: the guard that holds this optimizer. A guard keeps its optimizers alive, so no `id` is reused."""

@@ -26,7 +26,7 @@ from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
 from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns, width_of
 from ...errors import CorruptError, StorageError, UsageError
-from ...format.checksums import BLOCK_BYTES, BlockHasher, Digests, num_blocks
+from ...format.files import BLOCK_BYTES, BlockHasher, Digests, num_blocks
 from ...storage.protocol import Storage
 from ..common.files import open_files
 from ..common.tensor_bytes import LocalRun, chunks

@@ -24,12 +24,10 @@ from ...core.catalog.model import TensorKind
 from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
 from ...errors import StorageError, UsageError
-from ...format.checksums import BLOCK_BYTES, BlockHasher, digest128
-from ...format.files import digests_key, file_key
+from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
 from ...storage.protocol import Storage, at_once, write_file
-from ..common.progress import Tally
-from ..common.recorder import Recorder
+from ..common.progress import Recorder, Tally
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
 from .local_shards import LocalShards, Memo

@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from ...core.catalog.specs import Ints, is_row_major, row_major_strides
-from ...core.words import a
+from ...core.report import a
 from ...errors import CorruptError, UnsupportedError
 from ...torchfile.pickle_reader import read_pickle
 from ...torchfile.tensors import TENSOR_TABLE, PickledTensor, stored_at

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.catalog.specs import Ints
+from ...core.report import a
 from ...core.trees import MAX_ALIKE, too_many_alike
-from ...core.words import a
 from ...errors import CorruptError
 from ...torchfile.pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
 from ...torchfile.tensors import DTYPES, ORDERED_DICT, SIZE

@@ -24,8 +24,8 @@ from ...core.catalog.names import GROUPS, STATE
 from ...core.catalog.specs import StateLink
 from ...core.trees import flatten, leaves, unflatten
 from ...format.values import decode_path
+from ...state.describe import Index, saved_path
 from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
-from ...state.paths import Index, saved_path
 from .metadata import Key, Metadata
 
 MODEL = "model"

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.geometry import meeting
-from reshard_ckpt.core.geometry.meeting import TensorBoxes, meet
+from reshard_ckpt.core.geometry import tiling
+from reshard_ckpt.core.geometry.tiling import TensorBoxes, meet
 
 FAR = 1 << 61
 
@@ -31,7 +31,7 @@ def test_meet_finds_just_the_pairs_that_share_an_element(data: st.DataObject):
         high = np.minimum(one.offsets[i] + one.lengths[i], other.offsets[j] + other.lengths[j])
         if one.tensor[i] == other.tensor[j] and (low < high).all():
             expected.add((i, j))
-    with patch.multiple(meeting, CROWDED=data.draw(st.sampled_from([0, 0.5, 1, 8])), MAX_PAIRS=data.draw(st.integers(1, 40))):
+    with patch.multiple(tiling, CROWDED=data.draw(st.sampled_from([0, 0.5, 1, 8])), MAX_PAIRS=data.draw(st.integers(1, 40))):
         left, right = meet(one, other)
     pairs = list(zip(left.tolist(), right.tolist(), strict=True))
     assert len(pairs) == len(set(pairs))
@@ -52,8 +52,8 @@ def test_a_fine_grid_is_not_compared_pair_by_pair():
         return TensorBoxes(np.zeros(num * num, np.int64), places * (128 // num), np.full((num * num, 2), 128 // num))
 
     compared = []
-    touching = meeting._touching
-    with patch.object(meeting, "_touching", lambda *args: compared.append(args[4] - args[3]) or touching(*args)):
+    touching = tiling._touching
+    with patch.object(tiling, "_touching", lambda *args: compared.append(args[4] - args[3]) or touching(*args)):
         left, right = meet(grid(32), grid(64))
     assert len(left) == len(right) == 64 * 64  # each fine box lies in one coarse box
     assert compared[0].sum() <= 32 * 32 * 2 * 64  # of 32 * 32 * 64 * 64 pairs

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.geometry.meeting import cut_overlaps
+from reshard_ckpt.core.geometry.tiling import cut_overlaps
 
 runs = st.lists(
     st.tuples(

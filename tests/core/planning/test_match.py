@@ -12,7 +12,7 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.planning.match import match
-from reshard_ckpt.core.words import nearest
+from reshard_ckpt.core.report import nearest
 from reshard_ckpt.errors import MismatchError, UsageError
 from reshard_ckpt.state import capture
 from tests.helpers import position_values

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.engine.common.lineage import LINEAGE, Lineage, Note
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.format.checksums import digest128
+from reshard_ckpt.format.files import digest128
 from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
 

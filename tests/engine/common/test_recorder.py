@@ -16,8 +16,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.comm.protocol import Comm
 from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.core.timeline import Timeline
-from reshard_ckpt.engine.common import recorder as recorder_module
-from reshard_ckpt.engine.common.recorder import Recorder, TimedComm, merged
+from reshard_ckpt.engine.common import progress as recorder_module
+from reshard_ckpt.engine.common.progress import Recorder, TimedComm, merged
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError
 from reshard_ckpt.format.timeline import decode_timeline
 from tests.comm.threads import Server, run_session

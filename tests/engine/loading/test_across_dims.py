@@ -26,8 +26,8 @@ from reshard_ckpt.core.planning.load_plan import LoadPlan
 from reshard_ckpt.core.planning.read_plan import item_spans
 from reshard_ckpt.engine.loading.load import LoadOptions, open_catalog
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.format.checksums import BLOCK_BYTES
 from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.storage.local import LocalStorage
 from tests.jobs import load_job, save_job
 from tests.tries import examples

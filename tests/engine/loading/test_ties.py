@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reshard_ckpt import FlatShard, LocalShard, checkpoint, dcp
 from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece
 from reshard_ckpt.core.planning.local_metadata import piece_columns
-from reshard_ckpt.core.planning.same_memory import find_shared
+from reshard_ckpt.engine.loading.ties import find_shared
 from reshard_ckpt.errors import CorruptError, MismatchError
 from tests.helpers import position_values
 from tests.launch import run_ranks

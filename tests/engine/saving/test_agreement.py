@@ -20,7 +20,7 @@ from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.errors import UsageError
-from reshard_ckpt.format.checksums import digest128
+from reshard_ckpt.format.files import digest128
 from reshard_ckpt.format.values import encode_value
 from tests.layouts import layouts, shapes
 from tests.tries import examples
