@@ -399,7 +399,7 @@ class Checkpoints(Protocol):
         """Return the step of the newest checkpoint; None if there is none, or nothing tells it."""
 
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
-        """Load from the checkpoint of a step the tensors and values that a function wants, and nothing else."""
+        """Load only the tensors and values in the `Target` that `prepare` returns, from the checkpoint of this step."""
 
     def load_newest(self, state: State, reason: str) -> Loaded:
         """Load the newest whole checkpoint; an error that there is none begins with the reason."""

@@ -347,7 +347,8 @@ class BoundedStore:
         return self.together(lambda store: getattr(store, method)(*args))
 
     def together(self, requests: Callable[[Any], T]) -> T:
-        """Call `requests` with the store of torch, and wait once for all its replies: a wait costs more than a reply.
+        """Call ``requests(store)`` with torch's store on a worker thread, and return its result. The function may make several
+        requests: the caller waits for the thread once, which costs more than a request.
 
         Raises
         ------

@@ -99,7 +99,10 @@ def _job_device() -> torch.device:
 
 
 def restore(value: Any, form: Any) -> Any:
-    """Put a loaded form back into the value that it was made from; return the value, or its replacement."""
+    """Put a loaded form into `value`, the part of the caller's state dict that `loading_form` made the form from.
+
+    Dicts and lists are changed in place and returned. Any other value is returned new, for the caller to store.
+    """
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):

@@ -49,7 +49,7 @@ _CLASSES = {
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no folder of the files of ranks; see `Format.open`."""
+    """Open a path for reading; return None if it is not a folder with a file for each rank; see `Format.open`."""
     return open_located(path, lambda storage, key: None if key is not None else _open(storage))
 
 

@@ -128,7 +128,10 @@ class Preemption:
                 self._finish_save_and_end()
 
     def _begin_grace(self) -> None:
-        """Set the deadline at the first signal. If a call defers the signal, signal this process again at the deadline."""
+        """Set the deadline at the first SIGTERM: the grace begins now.
+
+        If a call defers the signal (`deferring`), start a timer that sends SIGTERM to this process again at the deadline.
+        """
         if self._deadline == math.inf and self._grace_s < threading.TIMEOUT_MAX:
             self._deadline = time.monotonic() + self._grace_s
             if self._depth:

@@ -37,7 +37,7 @@ class PlainDict(dict[Any, Any]):
 
 
 def is_numbered(value: Any) -> bool:
-    """Tell whether something is the state dict of an optimizer, by number.
+    """Tell whether a value is the state dict of an optimizer that numbers its parameters.
 
     >>> is_numbered({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]})
     True
@@ -51,7 +51,7 @@ def is_numbered(value: Any) -> bool:
 
 
 def are_numbered_groups(value: Any) -> bool:
-    """Tell whether something is the groups of an optimizer, whose parameters are numbers."""
+    """Tell whether a value is a list of parameter groups, each a dict whose ``"params"`` are ints."""
     return (
         isinstance(value, list)
         and bool(value)

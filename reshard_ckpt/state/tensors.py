@@ -190,7 +190,7 @@ def _declared(value: Any) -> Iterable[_Declared]:
 
 
 def _listed(local: Any, shape: Ints) -> _Declared:
-    """Return the part of a DTensor of Megatron-FSDP. Parts are uneven, and each rank has noted its own at its local tensor."""
+    """Return this rank's part of a Megatron-FSDP DTensor. Parts are uneven, so the local tensor says where its own lies."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         sizes = [tuple(chunk.sizes) for chunk in chunks]

@@ -38,7 +38,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The result of a call, whose state is set after that."""
+    """An object that the reader makes by a call, and then gives its state, as ``__setstate__`` takes it."""
 
     made: FunctionCall
     state: Any
@@ -61,9 +61,7 @@ class Pairs:
 def pickled(value: Any) -> bytes:
     """Pickle a value made of the classes above, None, booleans, numbers, strings, tuples, lists and dicts.
 
-    The protocol is 2, which ``torch.load(weights_only=True)`` reads.
-
-    Its protocol is 2, which is the one that ``torch.load(weights_only=True)`` reads.
+    The pickle has protocol 2, which ``torch.load(weights_only=True)`` reads.
     """
     emitter = _Emitter()
     emitter.add(value)

@@ -172,7 +172,11 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) ->
 
 
 def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int, width: int) -> tuple[I64, ...]:
-    """Return the items of some pairs: box, file, window, src, global offsets, lengths, source strides."""
+    """Cut pairs at windows and into boxes; return a column for each property of the items.
+
+    The columns are: index of the wanted box, file, window, `src`, global offsets, lengths, and `src_strides` (offset and strides
+    in bytes).
+    """
     offset = catalog.rows.offset[pairs.row]
     first, last = _windows_of(boxes, pairs, offset, *_row_boxes(catalog, pairs.row, width), window_bytes)
     found = [
@@ -185,7 +189,7 @@ def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int
 def _items(
     catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
 ) -> tuple[I64, ...]:
-    """Return the items of some pairs, in the windows of each from a first to a last one; columns as of `_cut`."""
+    """Return the columns of `_cut` for some pairs; `windows` has the first and the last window of each pair."""
     rows = catalog.rows
     # A pair now lies in one window: a row that spans several windows is in as many pairs, each with its part of the row.
     pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)

@@ -46,7 +46,7 @@ class PieceTable:
 
 @dataclass(frozen=True, slots=True)
 class _AxisColumns:
-    """A comparison of the ranks of each tensor's line on one axis.
+    """A comparison of the pieces of each tensor along one mesh axis, one entry for each tensor (see `_shown_on`).
 
     ``same[t]``: all ranks that hold pieces of tensor t hold the same ones. ``flat[t]``: some boxes have several runs. ``dim[t]``:
     the first dim on which coordinates differ. ``present[t, c]``: coordinate c holds pieces of tensor t.
@@ -105,7 +105,10 @@ def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
 
 
 def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64) -> _AxisColumns:
-    """Compare the ranks of each tensor's line on one axis."""
+    """Compare, for each tensor, the pieces of ranks along one mesh axis.
+
+    The ranks of a *line* differ in their coordinate on this axis alone. A tensor's line has the rank of its first piece.
+    """
     size, stride = mesh.sizes[axis], int(np.prod(mesh.sizes[axis + 1 :], dtype=np.int64))
     coordinate = np.arange(mesh.size) // stride % size
     # A line is named by its rank of coordinate 0: ranks that differ on this axis alone have the same name.

@@ -333,7 +333,7 @@ class ClockBounds:
 
     @property
     def offset(self) -> NDArray[np.float64]:
-        """The differences to assume: 0 if the bounds allow it, else the bound that is nearest to 0.
+        """How far to assume that each clock is ahead, in seconds: 0 if its bounds allow that, else the bound nearest to 0.
 
         >>> ClockBounds(np.array([-0.1, 7.0]), np.array([0.3, 7.5])).offset.tolist()
         [0.0, 7.0]

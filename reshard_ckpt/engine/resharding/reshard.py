@@ -252,7 +252,7 @@ def commit(
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What becomes of one rank of the new topology.
+    """The share of one rank of the new topology in the work: files to write, bytes to read, and where these lie.
 
     Attributes
     ----------

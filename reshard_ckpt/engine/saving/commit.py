@@ -183,7 +183,10 @@ def _put_back(storage: Storage, key: str, before: Document | None, new: Version)
 
 
 def _is_uncommitted(storage: Storage, save_id: str) -> bool:
-    """Whether the catalog at the path is surely not that of a failed save. False if it may be: an error can follow the rename."""
+    """Tell whether the save certainly did not publish its catalog: the path has no catalog, or one of another save.
+
+    False if the catalog is the save's own (its error came after the rename), or cannot be read.
+    """
     try:
         catalog = look(storage).catalog
         return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)

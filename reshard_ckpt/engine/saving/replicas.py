@@ -92,7 +92,10 @@ class Fingerprints:
         self._queued: list[Mark] = []
 
     def queue(self, chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Take the fingerprints of the runs of chosen tensors (on a device: queue that). If they are known, do nothing."""
+        """Fingerprint the runs of each tensor for which `chosen` returns true. On a device, only queue the work: `finish` waits.
+
+        If the fingerprints were passed as `known`, do nothing.
+        """
         if self._is_known:
             return
         # by_device[device][i]: chosen run i, on this device
@@ -130,7 +133,7 @@ class Fingerprints:
         self._come = []
 
     def close(self) -> None:
-        """Wait until no device writes here any more."""
+        """Wait until no device writes sums into this host memory any more."""
         for mark in self._queued:
             mark.synchronize()
         self._queued = []

@@ -88,7 +88,10 @@ class StagedCopy:
         return look is not None and look.has_changed()
 
     def fill_all(self, fill: Callable[[], object]) -> BaseException | None:
-        """Call `fill`, which makes the last copies, and tell the writer that all are made, or why not. Return the error."""
+        """Call `fill`, which makes the last copies; then tell the writer that all are made.
+
+        If `fill` raises, give its error to the writer, which would wait for ever, and return the error; else None.
+        """
         try:
             fill()
             self.staging.finish()
@@ -108,7 +111,7 @@ class StagedCopy:
         yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, known, unchanged=rest.unchanged)
 
     def close(self) -> None:
-        """Wait until no device writes here any more."""
+        """Wait until no device writes into the ring or into the sums any more."""
         self.staging.close()
         self.fingerprints.close()
         if self._look is not None:
@@ -135,7 +138,7 @@ class SecondLook:
             self._copied.queue(lambda _: True)
 
     def queue(self) -> None:
-        """Hash all tensors again (on a device: queue that). Call it once all copies are made or queued."""
+        """Hash all tensors again; on a device, only queue the work. Call it once all copies are made or queued."""
         if self._is_host:
             self._copied.queue(lambda _: True)
         self._now.queue(lambda _: True)
@@ -147,7 +150,7 @@ class SecondLook:
         return not np.array_equal(self._copied.taken, self._now.taken)
 
     def close(self) -> None:
-        """Wait until no device writes here any more."""
+        """Wait until no device writes into the sums any more."""
         self._copied.close()
         self._now.close()
 

@@ -128,7 +128,10 @@ class DistributedLeaf(Leaf):
 
     @cached_property
     def states(self) -> list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
-        """Each parameter with a run on this rank: the parameter, the first element of the run, and the state tensors of it."""
+        """A tuple for each parameter with a run on this rank: the parameter, the run's first element, and the run's state by key.
+
+        The first element counts in the flattened parameter.
+        """
         if self.loading:
             self._make_state()
         runs = [(p, ranges["param"].start) for p, ranges in _param_ranges(self.optimizer)]
@@ -269,7 +272,7 @@ def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
 
 
 def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
-    """Yield the parameters with a run on this rank, each with its ranges."""
+    """Yield each parameter with a run on this rank, and Megatron's ranges of it: ``ranges["param"]`` is its run."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
