@@ -368,7 +368,10 @@ def _embedding_tables(state: State) -> list[str]:
 
 
 def _without_state(captured: Captured) -> list[str]:
-    """Name the state of each parameter in this rank's groups that has none here; of optimizers that have stepped."""
+    """Name the missing state of parameters: an optimizer of this rank has them in its groups, but has no state of them.
+
+    An optimizer without any state on this rank has not stepped, and is left out.
+    """
     links = [spec.link for spec, _ in captured.tensors] + [value.link for value in captured.values]
     having = {(link.optimizer, link.fqn) for link in links if link is not None}
     stepped = {optimizer for optimizer, _ in having}
@@ -396,13 +399,13 @@ class Checkpoints(Protocol):
         """Return whether there is a checkpoint of this very step."""
 
     def newest(self) -> int | None:
-        """Return the step of the newest checkpoint; None if there is none, or nothing tells it."""
+        """Return the step of the newest checkpoint; None if there is no checkpoint, or if its step is unknown."""
 
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
         """Load only the tensors and values in the `Target` that `prepare` returns, from the checkpoint of this step."""
 
     def load_newest(self, state: State, reason: str) -> Loaded:
-        """Load the newest whole checkpoint; an error that there is none begins with the reason."""
+        """Load the newest whole checkpoint; if there is none, raise an error whose message begins with `reason`."""
 
     def names(self) -> Sequence[str]:
         """List the names of tensors in the newest checkpoint, on this rank alone."""

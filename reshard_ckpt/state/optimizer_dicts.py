@@ -79,7 +79,7 @@ def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
 
 
 def are_named_groups(value: Any) -> bool:
-    """Tell whether something is the groups of an optimizer, whose parameters are FQNs."""
+    """Tell whether a value is a list of parameter groups, each a dict whose ``"params"`` are strings."""
     return isinstance(value, list) and all(isinstance(group, dict) and _is_names(group.get("params")) for group in value)
 
 
@@ -88,7 +88,7 @@ def _is_names(value: Any) -> bool:
 
 
 def is_flattened(value: Any) -> bool:
-    """Tell whether something is an optimizer's flattened state dict.
+    """Tell whether a value is the flattened state dict of an optimizer: each key is a path with dots.
 
     >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
     (True, False)
@@ -104,7 +104,7 @@ class GroupOfEach(list[dict[str, Any]]):
     """One group for each parameter, as a flattened state dict has them; those with equal hyperparameters are saved as one."""
 
     def together(self) -> list[dict[str, Any]]:
-        """Return the groups, equal ones as one."""
+        """Merge parameters with equal hyperparameters into one group; return the new list of groups."""
         return grouped((fqn, group) for group in self for fqn in group["params"])
 
 
@@ -131,7 +131,10 @@ class OptimizerGroups:
 
 
 def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
-    """Convert the groups of any form to those by FQN; return None if they are something else. An unnamed number stays one."""
+    """Convert groups whose parameters are numbers or FQNs to groups by FQN; return None if a parameter is neither.
+
+    A number without a name in ``param_names`` becomes the same number as text.
+    """
     groups, named = [], {}
     for group in found:
         params, names = group.get("params"), param_names(group)
@@ -145,7 +148,7 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
 
 
 def param_names(group: Mapping[str, Any]) -> list[str] | None:
-    """Return the names that a group by number holds, if it was made of ``named_parameters()``; else None."""
+    """Return the ``param_names`` of a group, which torch adds if the optimizer was given ``named_parameters()``; else None."""
     params, names = group.get("params"), group.get("param_names")
     if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
         return None
@@ -153,7 +156,7 @@ def param_names(group: Mapping[str, Any]) -> list[str] | None:
 
 
 def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
-    """Return the name of each number; None where a group has no names, or two numbers have one name."""
+    """Map the number of each parameter to its name; return None if a group has no names, or if two numbers have one name."""
     names: dict[int, str] = {}
     for group in groups:
         own = param_names(group)
@@ -216,7 +219,7 @@ def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any
 
 
 def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the hyperparameters of each parameter."""
+    """Return the hyperparameters of each parameter in a flattened state dict: ``{fqn: {key: value}}``."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         if (found := flat_hyperparameter(name)) is not None:
@@ -225,7 +228,10 @@ def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _states(flat: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield parameter and key of each name of the state; keys may have dots themselves, so the parameters are the known ones."""
+    """Yield the FQN, the key and the whole name for each name of state in a flattened state dict.
+
+    FQNs and keys may both have dots. A name is cut behind the longest FQN that has a group.
+    """
     for name in flat:
         if not name.startswith(f"{STATE}."):
             continue

@@ -90,7 +90,7 @@ def derive(
 
 
 def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
-    """Make the distinct placements on one axis, and number that of each tensor."""
+    """Return the distinct placements on one axis, and for each tensor the index of its placement in that list, (T,)."""
     # kind[t]: 0 replicate, 1 resident, 2 flat, 3 shard.
     kind = np.where(shown.same, np.where(shown.present.all(axis=1), 0, 1), np.where(shown.flat, 2, 3))
     # Only columns that the kind uses count, others are 0: the dim of a shard, the coordinates of a resident tensor.

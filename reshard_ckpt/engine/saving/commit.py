@@ -284,8 +284,9 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
 def _with_parts(
     contents: SaveContents, receipts: Sequence[Receipt], first: I64
 ) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
-    """Return the plan, cut into the parts of an incremental save, where each part lies, and the files of the base that are used.
+    """Cut the save plan into the parts of an incremental save.
 
+    Returns the plan of parts; the file and the byte at which each part lies; and the files of the base that parts lie in.
     ``first[rank]`` is the index in the catalog of the first file of a rank; the files of the base follow those of all ranks.
     """
     tables = []
