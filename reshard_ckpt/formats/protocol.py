@@ -129,7 +129,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
     """Return the store of a path, and the key of the file that the path names; the key is None if the path is a folder.
 
     >>> from reshard_ckpt.storage import open_storage
-    >>> open_storage("memory://hub").publish("w.safetensors", b"")
+    >>> _ = open_storage("memory://hub").publish("w.safetensors", b"")
     >>> storage, key = locate("memory://hub/w.safetensors")
     >>> storage.url, key
     ('memory://hub', 'w.safetensors')

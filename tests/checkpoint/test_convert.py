@@ -370,7 +370,7 @@ def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="is a folder, and the result is one file"):
         checkpoint.convert(tmp_path / "n", tmp_path / "folder", to="torch")
-    with pytest.raises(UsageError, match="local files"):
+    with pytest.raises(UsageError, match="conversions are written to files or objects"):
         checkpoint.convert(tmp_path / "n", "memory://x")
     checkpoint.convert(tmp_path / "n", f"file://{tmp_path}/deep/er/x.pt", to="torch")
     assert torch.load(tmp_path / "deep" / "er" / "x.pt", weights_only=True)["extra"] == {"step": 3}

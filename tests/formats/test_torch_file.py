@@ -345,14 +345,15 @@ def test_storages_that_nothing_refers_to_do_not_mislead(tmp_path: Path):
         assert torch.equal(found["model.w"], torch.arange(50.0))
 
 
-def test_what_is_not_local_says_so():
+def test_a_file_in_another_store_than_a_folder_is_read():
     from reshard_ckpt.storage import open_storage
 
     data = io.BytesIO()
-    torch.save({"w": torch.ones(2)}, data)
-    open_storage("memory://torch").publish("x.pt", data.getvalue())
-    with pytest.raises(UnsupportedError, match="copy it to a local folder"):
-        checkpoint.catalog("memory://torch/x.pt")
+    torch.save({"w": torch.arange(5)}, data)
+    with open_storage("memory://torch") as storage:
+        storage.publish("x.pt", data.getvalue())
+        assert torch.equal(checkpoint.read("memory://torch/x.pt")["w"], torch.arange(5))
+        storage.delete(["x.pt"])
 
 
 @pytest.mark.parametrize("keys", [dict.fromkeys, set, list])

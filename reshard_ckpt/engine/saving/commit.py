@@ -36,7 +36,7 @@ from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import compare_replicas
-from .write import Chunks, remove, write_files
+from .write import Chunks, keys_of, remove, write_files
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
@@ -136,7 +136,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         catalog = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
     except BaseException as error:
         if gathered is not None:
-            _undo(job, replaced, error)
+            _undo(job, gathered, replaced, error)
         raise
     if options.timeline:
         try:
@@ -150,16 +150,21 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     return size
 
 
-def _undo(job: SaveJob, replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException) -> None:
-    """Put back the files beside the catalog after an error on rank 0, unless the catalog may be published.
+def _undo(
+    job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException
+) -> None:
+    """Undo the save after an error on rank 0, unless the catalog may be published.
 
+    Delete the files in the receipts by name, as the store may be unable to list them, and put back the files beside the catalog.
     ``replaced[key]`` is a file beside the catalog before this save, None if there was no file, and its version after this save.
     """
     storage = job.storage
     if not isinstance(error, Exception):
         _finish_interrupted(job)
-    # The error may have come after the rename of the catalog: files are put back only if it surely did not happen.
+    # The error may have come after the rename of the catalog: the save is undone only if it surely did not happen.
     if _is_uncommitted(storage, job.save_id):
+        files = (file for data in gathered for file in decode_receipt(data).files)
+        remove(storage, [*keys_of(files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
             _put_back(storage, key, before_it, version)
 
