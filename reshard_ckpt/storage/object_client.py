@@ -36,10 +36,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class PublishUnknown(StorageError):
-    """The store did not say whether it replaced a file, and did not answer the question since."""
-
-
 def obstore() -> Any:
     """Import obstore.
 

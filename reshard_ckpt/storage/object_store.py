@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import StorageError
-from .object_client import PublishUnknown, client_of, explained, is_refusal, obstore
+from .object_client import client_of, explained, is_refusal, obstore
 from .object_lease import ObjectLease, take_lease
 from .posix import LocksUnsupported
 from .protocol import (
@@ -34,6 +34,7 @@ from .protocol import (
     Hints,
     Lock,
     MissingKey,
+    PublishUnknown,
     Storage,
     Version,
     Writer,

@@ -88,6 +88,10 @@ class PublishConflict(StorageError):
     """The file to replace has other bytes than the caller expected: somebody else published meanwhile."""
 
 
+class PublishUnknown(StorageError):
+    """The store did not say whether it replaced a file, and did not answer the question since: it may still do so."""
+
+
 class Writer(Protocol):
     """One new file, written front to back. Leaving its ``with`` block finishes it, or aborts it if that block raised."""
 

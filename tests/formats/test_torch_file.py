@@ -352,7 +352,7 @@ def test_a_file_in_another_store_than_a_folder_is_read():
     torch.save({"w": torch.arange(5)}, data)
     with open_storage("memory://torch") as storage:
         storage.publish("x.pt", data.getvalue())
-        assert torch.equal(checkpoint.read("memory://torch/x.pt")["w"], torch.arange(5))
+        assert torch.equal(checkpoint.read("memory://torch/x.pt")["model.w"], torch.arange(5))
         storage.delete(["x.pt"])
 
 

@@ -26,6 +26,7 @@ from reshard_ckpt.storage import (
     resolved_path,
 )
 from reshard_ckpt.storage.object_lease import LeaseLost, ObjectLease, content
+from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.storage.contract import StorageContract, put
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.object_servers import make_bucket, moto_server, set_endpoint
@@ -129,7 +130,7 @@ def test_a_publish_that_never_gets_an_answer_says_that_its_outcome_is_unknown(
     open_storage(url).publish("first", b"", expected=ABSENT)  # the probe is over
     with open_storage(url, timeout_s=0.3) as storage:
         proxy.fault = lambda method, path: "503"
-        with pytest.raises(object_client.PublishUnknown, match="it may hold the new file or the old one"):
+        with pytest.raises(PublishUnknown, match="it may hold the new file or the old one"):
             storage.publish("catalog", b"1", expected=ABSENT)
 
 

@@ -34,7 +34,7 @@ from ...format.files import (
     wrong_blocks,
 )
 from ...format.timeline import MAX_TIMELINE_BYTES
-from ...storage.protocol import ANY, Storage, conflict, read_parts, write_file
+from ...storage.protocol import ANY, PublishUnknown, Storage, conflict, read_parts, write_file
 from ..common.files import open_files
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.read import REQUEST_BYTES, num_threads
@@ -122,9 +122,10 @@ def compact(
         if before.catalog != encoded:
             raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
         storage.publish(CATALOG_KEY, replacement, expected=before.version)
-    except BaseException:
+    except BaseException as error:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
-            if look(storage).catalog == encoded:  # the new catalog is not in place, so nothing refers to the copies
+            # The new catalog is not in place and will not come there, so nothing refers to the copies.
+            if not isinstance(error, PublishUnknown) and look(storage).catalog == encoded:
                 storage.delete(made)
         raise
     try:

@@ -30,7 +30,7 @@ from ...core.report import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, digests_file_bytes, encode_manifest, manifest_key, timeline_key
-from ...storage.protocol import ABSENT, ANY, Document, Storage, Version, at_once, conflict, write_file
+from ...storage.protocol import ABSENT, ANY, Document, PublishUnknown, Storage, Version, at_once, conflict, write_file
 from ..common.progress import Recorder, merged, size_text
 from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
@@ -100,8 +100,8 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
         with source as chunks:
             receipt = write_files(storage, chunks, job.recorder, sha256=job.options.sha256)
         return Written(receipt.num_bytes, commit(job, receipt), chunks.unchanged.num_bytes if chunks.unchanged else 0)
-    except BaseException:
-        if comm.rank == 0 and _is_uncommitted(storage, job.save_id):
+    except BaseException as error:
+        if comm.rank == 0 and _is_uncommitted(storage, job.save_id, error):
             remove_files()
         raise
 
@@ -162,7 +162,7 @@ def _undo(
     if not isinstance(error, Exception):
         _finish_interrupted(job)
     # The error may have come after the rename of the catalog: the save is undone only if it surely did not happen.
-    if _is_uncommitted(storage, job.save_id):
+    if _is_uncommitted(storage, job.save_id, error):
         files = (file for data in gathered for file in decode_receipt(data).files)
         remove(storage, [*keys_of(files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
@@ -187,11 +187,14 @@ def _put_back(storage: Storage, key: str, before: Document | None, new: Version)
             storage.delete([key])
 
 
-def _is_uncommitted(storage: Storage, save_id: str) -> bool:
+def _is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool:
     """Tell whether the save certainly did not publish its catalog: the path has no catalog, or one of another save.
 
-    False if the catalog is the save's own (its error came after the rename), or cannot be read.
+    False if the catalog is the save's own (its error came after the rename), or cannot be read. Also False if a store of objects
+    did not answer: it may still publish the catalog.
     """
+    if isinstance(error, PublishUnknown):
+        return False
     try:
         catalog = look(storage).catalog
         return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)

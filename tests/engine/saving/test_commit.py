@@ -24,6 +24,7 @@ from reshard_ckpt.format.files import CATALOG_KEY, BlockHasher
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.memory import MemoryStorage
+from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.jobs import plan_job, save_job, write_assignment
 from tests.layouts import values_of
 
@@ -276,3 +277,22 @@ def test_what_cannot_be_deleted_after_the_commit_is_no_failure(tmp_path: Path, m
     with pytest.warns(UserWarning, match="saved, but what it replaced is not all deleted: busy"):
         checkpoint.save(tmp_path, {"a": torch.ones(1)})
     assert checkpoint.read(tmp_path)["a"] == 1
+
+
+def test_a_catalog_that_may_still_come_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store of objects may carry a request out after the client gave up on it, and after the last look at the path."""
+    publish, late = LocalStorage.publish, []
+
+    def unknown(self: LocalStorage, key: str, data: bytes, **expected: object) -> None:
+        late.append(lambda: publish(self, key, data))
+        raise PublishUnknown(f"{key}: no answer")
+
+    checkpoint.save(tmp_path, {"w": torch.arange(3)})
+    monkeypatch.setattr(LocalStorage, "publish", unknown)
+    with pytest.raises(PublishUnknown):
+        checkpoint.save(tmp_path, {"w": torch.arange(3) + 10})
+    monkeypatch.undo()
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3))
+    late[0]()
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3) + 10)
+    assert checkpoint.verify(tmp_path).ok
