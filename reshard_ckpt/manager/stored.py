@@ -180,7 +180,7 @@ class StoredSteps:
                 self._sweep(committed, begun)
 
     def _sweep(self, committed: Iterable[int], begun: Mapping[int, str]) -> None:
-        """Remove the files of steps whose catalogs were removed before the grace."""
+        """Remove the files of steps whose catalogs were removed more than `grace_s` seconds ago."""
         _, old = removed_within(self._storage, begun.values(), self._grace_s)
         if old:
             referred = self._referred(committed)

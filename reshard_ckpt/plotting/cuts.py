@@ -71,7 +71,7 @@ HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 46.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A table, with the colour and the tip of each of its parts."""
+    """A table of a tensor's parts, with the colour of each part and the text that appears when the mouse is over it."""
 
     table: CellTable
     colours: list[str]

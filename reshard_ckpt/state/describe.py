@@ -153,7 +153,7 @@ def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def new_dict(step: Any) -> dict[Any, Any]:
-    """Return an empty dict of the class that a saved step shows."""
+    """Return an empty dict of the class of the dict that a saved path leads through; `step` is its part of the path."""
     if type(step) is defaultdict:
         return defaultdict(step.default_factory)
     return type(step)() if type(step) in _KINDS else {}

@@ -110,7 +110,10 @@ class Owners:
 
     @cached_property
     def _by_name(self) -> dict[str, list[Owner]]:
-        """The owners by FQN; a tensor that is not a parameter also by its name below each of its containers."""
+        """Map each FQN to its owners. A tensor that is not a parameter is also found by each end of its name.
+
+        For example, ``student.layer.weight`` is found as ``layer.weight`` and as ``weight``.
+        """
         found: dict[str, list[Owner]] = {}
         for owner in (*self._by_id.values(), *(owner for inside in self._inside.values() for owner in inside.values())):
             for fqn in owner.fqns:

@@ -118,7 +118,7 @@ def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
-    """Fill the views from byte `offset` on; return the number of bytes that are missing, above 0 only if the file ends before."""
+    """Fill the views from byte `offset` on; return the number of bytes that the file lacks: 0 if it filled all views."""
     views = [view for view in views if len(view)]
     left = sum(map(len, views))
     while left:

@@ -67,7 +67,7 @@ def refuse_excess(catalog: Catalog, where: str) -> None:
 
 
 def _most_bytes(num_bytes: int) -> int:
-    """Return the most bytes that tensors may have in files of `num_bytes` together."""
+    """Return the largest number of bytes that the tensors of files may have together, if the files have `num_bytes` together."""
     return TIMES * num_bytes + _SMALL_BYTES
 
 
