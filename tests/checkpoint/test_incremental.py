@@ -241,7 +241,7 @@ def save_by(root: str, n: int, base: str | None, layout: str) -> tuple[int, int]
 def test_another_layout_than_the_bases_refers_to_what_lies_in_the_same_order(tmp_path: Path):
     root, total = str(tmp_path), sum(tensor.nbytes for tensor in wholes(0).values())
     run_ranks(save_by, 4, root, 0, None, "rows")
-    for n, (ranks, layout) in enumerate([(4, "rows"), (2, "rows"), (1, "rows"), (2, "columns"), (3, "rows")][:4], 1):
+    for n, (ranks, layout) in enumerate([(4, "rows"), (2, "rows"), (1, "rows"), (2, "columns")], 1):
         reports = run_ranks(save_by, ranks, root, n, str(n - 1), layout)
         written, referred = (sum(column) for column in zip(*reports, strict=True))
         assert_holds(tmp_path / str(n), wholes(n))

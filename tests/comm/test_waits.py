@@ -45,6 +45,9 @@ WAITS = {
     ("comm/links.py", "receive_any"): ["the end of links"],
     ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
     ("comm/exchange.py", "start"): ["an exchange"],
+    # The Trainer's own collective: its time limit is that of the Trainer's process group.
+    ("families/deepspeed/trainer.py", "finalize"): [],
+    ("storage/posix.py", "release"): [],  # unlocking waits for nobody
     ("storage/posix.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
 }
 """By function that names one of these: the rows in which it waits. Sessions, turns and stops wait by polling a store alone."""
