@@ -79,6 +79,9 @@ class Manager(RunSteps):
         earlier attempts, which are logged in the root.
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
+    target_pls
+        For ``"auto"``, in a run that recovers by ``recover(policy="partial")``: the portion of lost samples that it may reach.
+        Then the interval is at least ``2 × target_pls × ranks × mtbf``, as such a run loses no steps in a failure.
     grace
         In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone,
         for jobs that are reading them. A later save, or the next manager, removes them. 0 removes them at once.
@@ -115,6 +118,7 @@ class Manager(RunSteps):
         interval: str | float | None = None,
         mtbf: str | float | None = None,
         max_overhead: float = MAX_OVERHEAD,
+        target_pls: float | None = None,
         on_failure: str = "raise",
         max_failures: int = 3,
         grace: str | float = "10min",
@@ -127,7 +131,9 @@ class Manager(RunSteps):
         keep_s = 0.0 if grace == 0 else duration_s(grace, option="grace")
         names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
-        rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
+        self._num_ranks, rule = 1, None
+        if target_pls is not None or interval is not None:
+            rule = interval_rule(interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks, self._mtbf_s)
         self._root = checked_root(root)  # once: the process may change its working folder
         refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
@@ -147,7 +153,7 @@ class Manager(RunSteps):
         with ExitStack() as opening:
             storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
-                self._is_first = comm.rank == 0
+                self._is_first, self._num_ranks = comm.rank == 0, comm.size
                 had_manager, lease = False, None
                 if self._is_first and not read_only:
                     had_manager, lease = opening.enter_context(take_lock(storage))

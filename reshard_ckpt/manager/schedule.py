@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ..core.planning.interval import TierCosts
+from ..core.planning.interval import TierCosts, for_lost_samples
 from ..core.report import SaveReport, duration_s
 from ..errors import UsageError
 
@@ -138,12 +138,17 @@ Interval = Callable[[SaveCosts], float | None]
 """Returns the seconds from the beginning of one save to the next; None while too little is known."""
 
 
-def best_interval(mtbf_s: Callable[[], float], max_overhead: float) -> Interval:
-    """Return an `Interval` that loses the least time, by the measured costs; see `core/planning/interval.py`."""
+def best_interval(
+    mtbf_s: Callable[[], float], max_overhead: float, least_s: Callable[[float], float] = lambda mtbf_s: 0.0
+) -> Interval:
+    """Return an `Interval` that loses the least time, by the measured costs; see `core/planning/interval.py`.
+
+    It is never shorter than ``least_s(mtbf_s())``.
+    """
 
     def interval(costs: SaveCosts) -> float | None:
-        tier = costs.tier()
-        return None if tier is None else replace(tier, failures_per_s=1 / mtbf_s()).best_interval(max_overhead)
+        tier, mtbf = costs.tier(), mtbf_s()
+        return None if tier is None else max(replace(tier, failures_per_s=1 / mtbf).best_interval(max_overhead), least_s(mtbf))
 
     return interval
 
@@ -205,21 +210,38 @@ class SaveSchedule:
 
 
 def interval_rule(
-    interval: str | float, mtbf: str | float | None, max_overhead: float, estimated_mtbf_s: Callable[[], float]
+    interval: str | float | None,
+    mtbf: str | float | None,
+    max_overhead: float,
+    target_pls: float | None,
+    num_ranks: Callable[[], int],
+    estimated_mtbf_s: Callable[[], float],
 ) -> tuple[Interval, int]:
-    """Return the `Interval` for ``interval=``, ``mtbf=`` and ``max_overhead=``, and the steps to time before the first save.
+    """Return the `Interval` for these options of a manager, and the steps to time before the first save.
 
     Raises
     ------
     UsageError
-        An option is not a duration, or `max_overhead` is not a share.
+        An option is not a duration, or `max_overhead` or `target_pls` is not a share, or `target_pls` has no use.
     """
+    if target_pls is not None:
+        if interval != "auto":
+            raise UsageError(f'target_pls={target_pls!r}: chooses the interval, so pass interval="auto" with it')
+        if not isinstance(target_pls, int | float) or isinstance(target_pls, bool) or not 0 < target_pls < 1:
+            raise UsageError(
+                f"target_pls={target_pls!r}: pass the portion of samples that may be lost, between 0 and 1, as in 0.01"
+            )
     if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool) or not 0 < max_overhead <= 1:
         raise UsageError(
             f"max_overhead={max_overhead!r}: pass the share of time that saves may cost, above 0 and at most 1, as in 0.035"
         )
     known_s = None if mtbf is None else duration_s(mtbf, option="mtbf")
-    if interval != "auto":
+    if interval is not None and interval != "auto":
         fixed_s = duration_s(interval, option="interval")
         return lambda costs: fixed_s, 1
-    return best_interval(estimated_mtbf_s if known_s is None else lambda: known_s, float(max_overhead)), WARM_UP_STEPS
+
+    def least_s(mtbf_s: float) -> float:
+        return 0.0 if target_pls is None else for_lost_samples(target_pls, num_ranks(), mtbf_s)
+
+    mtbf_s = estimated_mtbf_s if known_s is None else lambda: known_s
+    return best_interval(mtbf_s, float(max_overhead), least_s), WARM_UP_STEPS

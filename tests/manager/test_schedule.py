@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from reshard_ckpt.checkpoint import Manager, SaveReport
-from reshard_ckpt.core.planning.interval import daly
+from reshard_ckpt.core.planning.interval import TierCosts, daly
 from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
-from reshard_ckpt.manager.schedule import WARM_UP_STEPS, SaveCosts, SaveSchedule, best_interval
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, SaveCosts, SaveSchedule, best_interval, interval_rule
 from reshard_ckpt.storage import open_storage
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
@@ -128,6 +128,16 @@ def test_overhead_stays_below_its_cap():
     assert spent / (clock.now - 1000.0) <= 0.036
 
 
+def test_a_portion_of_lost_samples_that_is_allowed_makes_the_interval_longer(monkeypatch: pytest.MonkeyPatch):
+    """The interval is 2 × PLS × ranks × MTBF, unless the best one is longer anyway."""
+    rule, often, best = (interval_rule("auto", 3600, 0.5, pls, lambda: 8, lambda: 1.0)[0] for pls in (0.01, 1e-6, None))
+    costs = SaveCosts()
+    assert rule(costs) is None  # nothing is measured yet
+    monkeypatch.setattr(costs, "tier", lambda: TierCosts(1.0, 2.0, 0.0, 0.0))
+    assert rule(costs) == 576.0
+    assert often(costs) == best(costs) == pytest.approx(math.sqrt(2 * 3600), rel=0.05)
+
+
 def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known():
     schedule, costs, clock = timed(best_interval(lambda: 3600.0, 0.5))
     saved = []
@@ -224,7 +234,16 @@ def test_different_steps_on_ranks_are_a_named_error(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"interval": "soon"}, {"interval": 0}, {"interval": "auto", "mtbf": "6x"}, {"interval": "auto", "max_overhead": 0}],
+    [
+        {"interval": "soon"},
+        {"interval": 0},
+        {"interval": "auto", "mtbf": "6x"},
+        {"interval": "auto", "max_overhead": 0},
+        {"interval": "auto", "target_pls": 0},
+        {"interval": "auto", "target_pls": 1.5},
+        {"interval": "10min", "target_pls": 0.01},
+        {"target_pls": 0.01},
+    ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, object]):
     with pytest.raises(UsageError, match=list(options)[-1]):

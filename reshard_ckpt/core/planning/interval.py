@@ -46,6 +46,18 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
+def for_lost_samples(target_pls: float, num_ranks: int, mtbf_s: float) -> float:
+    """Compute the interval at which partial recovery loses a portion of samples (PLS), in expectation over the whole run.
+
+    A failure of one of ``N`` ranks takes ``1 / N`` of the state back by half an interval: ``PLS = T / (2 M N)`` (Maeng et al.,
+    *CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery*, 2021).
+
+    >>> for_lost_samples(0.01, 8, 3600)
+    576.0
+    """
+    return 2 * target_pls * num_ranks * mtbf_s
+
+
 @dataclass(frozen=True, slots=True)
 class TierCosts:
     """Times and failure rate of one tier, a place for checkpoints, from which `best_interval` and `lost` follow.
