@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -27,7 +27,7 @@ class FaultProxy:
         self.delay_s = 0.0
         """Latency that each request gets, so that requests that could run at once do."""
         self.spans: list[tuple[float, float]] = []
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         place = urlsplit(target)
         proxy = self
 
@@ -51,11 +51,13 @@ class FaultProxy:
                     return
                 if bare and tag:
                     headers = {**{n: v for n, v in headers.items() if n.lower() != "if-match"}, "If-Match": f'"{tag}"'}
-                upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
-                upstream.request(self.command, self.path, body, headers)
-                answer = upstream.getresponse()
-                data = answer.read()
-                upstream.close()
+                # moto looks at a condition and then writes, without a lock: conditional writes reach it one at a time.
+                with proxy._writing if any(name.lower().startswith("if-") for name in headers) else nullcontext():
+                    upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+                    upstream.request(self.command, self.path, body, headers)
+                    answer = upstream.getresponse()
+                    data = answer.read()
+                    upstream.close()
                 with proxy._lock:
                     proxy.spans.append((began, time.monotonic()))
                 if fate == "drop":

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...comm.protocol import Comm
 from ...core.catalog.specs import Mesh
 from ...core.timeline import rank_label
 from ...errors import UsageError
@@ -172,6 +171,8 @@ def _seconds(seconds: float) -> str:
 LOGGER = logging.getLogger("reshard_ckpt")
 
 if TYPE_CHECKING:
+    from ...comm.protocol import Comm  # the command line imports this module, and must not import torch with it
+
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from reshard_ckpt import checkpoint
@@ -72,6 +73,7 @@ def save(folder: str, version: int) -> list[float]:
         load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, net, folder, **options)
         accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         accelerator.save_state(f"{folder}-full")
+        dist.barrier()  # rank 0 has written them
         assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= set(os.listdir(f"{folder}-full"))
     return found
 
