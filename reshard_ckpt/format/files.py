@@ -41,6 +41,9 @@ CATALOG_KEY = "catalog.msgpack"
 RUN_LOCK_KEY = ".reshard_ckpt.lock"
 """The key of the lock in the root of a run; the job that manages the run holds it."""
 
+SAVE_TIME = "%Y%m%dT%H%M%SZ"
+"""How the time in the id of a save is written, UTC; the texts sort as the times do."""
+
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
 """A time and digits: 8 random ones, or 32 that an offline reshard computes from its request."""
 
@@ -52,7 +55,7 @@ def timeline_key(save_id: str) -> str:
 
 def new_save_id() -> str:
     """Make the id of one attempt to save: the time, for people, and random digits, to be unique."""
-    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+    return f"{time.strftime(SAVE_TIME, time.gmtime())}-{secrets.token_hex(4)}"
 
 
 def file_key(save_id: str, rank: int, part: int) -> str:

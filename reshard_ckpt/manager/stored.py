@@ -184,9 +184,9 @@ class StoredSteps:
         _, old = removed_within(self._storage, begun.values(), self._grace_s)
         if old:
             referred = self._referred(committed)
-            for folder in old:
+            for folder, removed_s in old.items():  # the next save may write to one of these folders meanwhile
                 self._check_lease()
-                remove_files(self._storage, folder, referred)
+                remove_files(self._storage, folder, referred, removed_s)
 
     def _check_lease(self) -> None:
         if self._lease is not None:
@@ -257,7 +257,7 @@ class StoredSteps:
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
-        young, _ = removed_within(self._storage, begun.values(), self._grace_s) if self._grace_s else ([], [])
+        young, _ = removed_within(self._storage, begun.values(), self._grace_s) if self._grace_s else ([], {})
         for folder in {*begun.values()} - {*young}:
             self._check_lease()
             remove_files(self._storage, folder, referred)

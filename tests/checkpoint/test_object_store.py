@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.engine.common.step_folders import remove_files, remove_step, removed_within
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
@@ -130,6 +131,20 @@ def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
             manager.save(step, state(step))
         assert storage.folders() == ("step_2", "step_3")  # step_2 was removed just now; the next save deletes its files
     assert checkpoint.read(f"{url}/step_3", ["extra.step"]) == {"extra.step": 3}
+
+
+def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(url: str) -> None:
+    """A prune may run while the next save is under way, which has no catalog yet."""
+    checkpoint.save(f"{url}/step_1", state(1))
+    with open_storage(url) as root:
+        assert remove_step(root, "step_1", frozenset(), keep_files=True)
+        under_way = "step_1/29990101T000000Z-00000000/rank00000-0.safetensors"
+        with root.create(under_way) as writer:
+            writer.write(b"data")
+        young, old = removed_within(root, ["step_1"], 0)
+        assert (young, [*old]) == ([], ["step_1"])
+        remove_files(root, "step_1", frozenset(), old["step_1"])
+        assert [key for key, _ in root.list()] == [under_way]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.files import CATALOG_KEY, SAVE_ID
+from ...format.files import CATALOG_KEY, SAVE_ID, SAVE_TIME
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
 from .lineage import LINEAGE, Note
 
@@ -194,25 +194,36 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_fi
     return True
 
 
-def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[list[str], list[str]]:
-    """Return the folders whose catalog was removed by `remove_step(keep_files=True)`: within the last seconds, and before."""
+def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[list[str], dict[str, float]]:
+    """Return the folders whose catalog was removed by `remove_step(keep_files=True)`: within the last seconds, and before.
+
+    For the latter, also return when, in seconds since 1970.
+    """
     young: list[str] = []
-    old: list[str] = []
+    old: dict[str, float] = {}
     listed = list(folders)
     for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], 1 << 10), strict=True):
         if note is not None:
             try:
-                age = time.time() - float(note.data)
+                removed_s = float(note.data)
             except ValueError:  # damaged
-                age = 0.0
-            (young if age < seconds else old).append(folder)
+                removed_s = time.time()
+            if time.time() - removed_s < seconds:
+                young.append(folder)
+            else:
+                old[folder] = removed_s
     return young, old
 
 
-def remove_files(root: Storage, folder: str, referred: frozenset[str]) -> None:
-    """Remove the files of saves from the folder of a step that has no catalog; other files stay."""
+def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
+    """Remove the files of saves from the folder of a step that has no catalog; other files stay.
+
+    With `before_s`, in seconds since 1970, files of saves that began later stay: one may be under way.
+    """
+    # A save's id begins with its time, which sorts as text.
+    last = "9" if before_s is None else time.strftime(SAVE_TIME, time.gmtime(before_s)) + "~"
     keys = [key for key, _ in root.list(folder) if _is_ours(key) and key not in referred]
-    root.delete(keys)
+    root.delete(key for key in keys if not SAVE_ID.fullmatch(key.split("/")[1]) or key.split("/")[1] < last)
 
 
 def _is_ours(key: str) -> bool:
