@@ -8,16 +8,18 @@ JOBS ?= auto
 
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
+# The theme prints an advertisement otherwise.
+export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing the pinned versions into $(VENV), torch among them: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all,cookbook]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all,cookbook,docs]'
 	touch $@
 
 # The peers are installed for the benchmarks alone.
@@ -47,6 +49,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.plain_english
+	$(BIN)/mkdocs build --quiet
+
+# The site on this machine; it is built anew at each change of a page or a docstring.
+docs: $(STAMP)
+	$(BIN)/mkdocs serve --livereload --watch reshard_ckpt
+
+# The files of a release: dist/ gets the wheel and the source archive. tests/test_wheel.py installs such a wheel and uses it.
+dist: $(STAMP)
+	$(BIN)/python -m build --no-isolation
 
 # The store of objects on SeaweedFS (PyPI) and Azurite (npm); a server that is missing is passed over.
 STORES := $(abspath .stores)

@@ -1,7 +1,5 @@
 """The errors of this package, grouped by the action that a handler would take.
 
-::
-
     CheckpointError
     ├── UsageError            the call or the state is wrong: fix the program
     │   ├── NameCollisionError    two things flatten to one name

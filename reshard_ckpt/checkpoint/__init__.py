@@ -16,8 +16,8 @@ from ..state.shards import PerRank, Value
 from .compacting import compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
-from .goodput import GoodputReport, goodput
 from .inspecting import Inspection, inspect
+from .intervals import GoodputReport, goodput
 from .live import LiveReshard, reshard_live
 from .loading import load
 from .plotting import plot

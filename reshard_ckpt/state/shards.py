@@ -80,6 +80,8 @@ def _check_tensor(kind: str, tensor: Any) -> None:
 class LocalShard:
     """A local tensor that is one box of a global one, or several.
 
+    Ranks that declare the same box are replicas: they hold the same bytes and share the writing.
+
     Parameters
     ----------
     tensor
@@ -92,8 +94,6 @@ class LocalShard:
         Instead of `offsets`: ``(local_offsets, offsets, lengths)`` of each box, for a local tensor that several boxes make up
         (fused QKV, SwiGLU). Boxes may not overlap, neither in the local tensor nor in the global one; what no box covers
         in the local tensor is padding, which is neither saved nor loaded.
-
-    Ranks that declare the same box are replicas: they hold the same bytes and share the writing.
 
     Raises
     ------

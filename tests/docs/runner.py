@@ -5,6 +5,7 @@
 - ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` (or ``-m module``) are run, the latter as real
   ranks; ``reshard-ckpt …`` in this process. They must find no problem; before ``; echo $?`` they may, and the exit code is
   printed.
+- ``console``: commands for a cluster, a cloud or a system's own tools, which are not run.
 - ``text`` and ``json`` after ``sh``: what that printed, rank 0's output first, stdout before stderr; ``...`` stands for anything.
 """
 
@@ -49,8 +50,10 @@ def blocks(document: Path) -> Iterator[Block]:
         yield Block(found[1], found[2], source[: found.start(2)].count("\n") + 1)
 
 
-def run_document(document: Path, folder: Path) -> int:
+def run_document(document: Path, folder: Path, setup: str = "") -> int:
     """Run every block of a document in `folder`, which is the current one; returns how many were run.
+
+    `setup` is code that runs first: it defines names that the page takes for known, such as ``model``.
 
     Raises
     ------
@@ -58,6 +61,7 @@ def run_document(document: Path, folder: Path) -> int:
         A block shows something else than what happens.
     """
     names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(setup, f"setup of {document.name}", "exec"), names)
     printed = ""
     count = 0
     for block in blocks(document):
@@ -72,6 +76,8 @@ def run_document(document: Path, folder: Path) -> int:
             printed = "".join(_run_command(line, folder) for line in block.text.splitlines())
         elif block.language in ("text", "json"):
             assert doctest.OutputChecker().check_output(block.text, printed, FLAGS), f"{where}: this was printed:\n{printed}"
+        elif block.language == "console":
+            pass
         else:
             raise AssertionError(f"{where}: nobody knows how to run {block.language}")
         count += 1

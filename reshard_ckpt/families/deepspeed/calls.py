@@ -144,7 +144,13 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
 
 
 def detach(engine: Any) -> Any:
-    """Wait for a save that is under way, and give the engine DeepSpeed's own checkpoints back; return the engine."""
+    """Wait for a save that is under way, and give the engine DeepSpeed's own checkpoints back; return the engine.
+
+    Parameters
+    ----------
+    engine
+        An engine that `attach` or `install` attached; any other stays as it is.
+    """
     if isinstance(engine.checkpoint_engine, Engine):
         engine.checkpoint_engine.cleanup()
         engine.checkpoint_engine = engine.checkpoint_engine.stock

@@ -194,6 +194,11 @@ def async_save(
 ) -> checkpoint.SaveHandle:
     """Save as `save` does, in the background: the state may change as soon as this returns.
 
+    Parameters
+    ----------
+    sharded_state_dict, checkpoint_dir, content_metadata, verify_integrity, replicas, process_group
+        As for `save`.
+
     Returns
     -------
     SaveHandle
@@ -314,6 +319,11 @@ def _warn_of_casts(path: str, report: checkpoint.LoadReport) -> None:
 def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
     """Load the common state, which is not sharded, in one process, as Megatron's function of this name does.
 
+    Parameters
+    ----------
+    checkpoint_dir
+        A checkpoint of this library or of Megatron.
+
     Raises
     ------
     CheckpointError
@@ -328,6 +338,13 @@ def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_
 
     A training program builds its tree for loading according to this. Megatron up to 0.15 may have saved the optimizer as flat
     tensors. If the running Megatron has none any more, this returns the newer form instead; `load` fills the same state from it.
+
+    Parameters
+    ----------
+    checkpoint_dir
+        A checkpoint of this library or of Megatron.
+    preloaded_state_dict
+        The common state, if `load_common_state_dict` has loaded it already; then `checkpoint_dir` is not read.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -349,6 +366,13 @@ def _lacks_flat_tensors() -> bool:
 def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> dict[str, Any]:
     """Describe the tensors of a checkpoint, with the arguments of ``megatron.core.dist_checkpointing.load_tensors_metadata``.
 
+    Parameters
+    ----------
+    checkpoint_dir
+        A checkpoint of any format that can be opened.
+    sharded_strategy
+        Ignored: this library opens every format by itself.
+
     Returns
     -------
     dict
@@ -362,7 +386,15 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
 
 @megatron_compatible
 def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, common_strategy: Any = None) -> dict[str, Any]:
-    """Describe the tensors and the objects of a checkpoint, by key, as Megatron's function of this name does."""
+    """Describe the tensors and the objects of a checkpoint, by key, as Megatron's function of this name does.
+
+    Parameters
+    ----------
+    checkpoint_dir
+        A checkpoint of any format that can be opened.
+    sharded_strategy, common_strategy
+        Ignored: this library opens every format by itself.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     found = checkpoint.catalog(checkpoint_dir)
@@ -372,7 +404,13 @@ def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, com
 
 
 def load_plain_tensors(checkpoint_dir: str) -> Any:
-    """Load all tensors whole, by key, without the common state, as Megatron's function of this name does."""
+    """Load all tensors whole, by key, without the common state, as Megatron's function of this name does.
+
+    Parameters
+    ----------
+    checkpoint_dir
+        A checkpoint of any format that can be opened.
+    """
     found = load_tensors_metadata(checkpoint_dir)
     loaded = load(found, checkpoint_dir)
     return {key: loaded[key] for key in found}

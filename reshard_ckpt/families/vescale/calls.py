@@ -27,6 +27,8 @@ def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool
 
     Parameters
     ----------
+    path
+        A folder that all ranks share.
     checkpoint_state
         ``{"model": module or list of modules, "optimizer": optimizer}``, or one of the two. The optimizer is veScale's
         ``DistributedOptimizer`` or ``BasicOptimizer``, or one of torch.
@@ -57,6 +59,8 @@ def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: 
     path
         A checkpoint of `save`, a root that ``vescale.checkpoint`` wrote, or any other checkpoint; from any number of ranks and
         pipeline stages.
+    checkpoint_state
+        As for `save`. Its modules and optimizers change in place.
     broadcast_checkpoint
         Read bytes that several ranks want from storage once, and send them on.
 
