@@ -15,7 +15,7 @@ import json
 
 import numpy as np
 
-from reshard_ckpt.plugins import CatalogBuilder, Format, Source, Storage, open_located, read_range
+from reshard_ckpt.plugins import CatalogBuilder, Format, Source, Storage, read_range
 from reshard_ckpt.plugins.errors import CorruptError
 
 INDEX = "index.json"
@@ -23,12 +23,8 @@ HEADER_BYTES = 4096
 DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "|u1": "U8", "|b1": "BOOL"}
 
 
-def open_path(path: str) -> Source | None:
+def open_npy(storage: Storage, key: str | None) -> Source | None:
     """Open a folder for reading; return None if it is no folder of this format."""
-    return open_located(path, look)
-
-
-def look(storage: Storage, key: str | None) -> Source | None:
     if key is not None or storage.size(INDEX) is None:
         return None
     builder = CatalogBuilder("npy", storage.url)
@@ -64,4 +60,4 @@ def read_head(storage: Storage, key: str) -> tuple[str, tuple[int, ...], int, in
     return DTYPES[dtype.str], shape, file.tell(), size
 
 
-FORMAT = Format("npy", "a folder of .npy files with an index.json", open_path)
+FORMAT = Format("npy", "a folder of .npy files with an index.json", open_npy)

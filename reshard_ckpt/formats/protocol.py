@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from ..core.catalog.model import Catalog
 from ..engine.loading.stream import Run
-from ..errors import CheckpointError
-from ..storage import Storage, open_storage
-from ..storage.listed import ListedStorage
-from ..storage.protocol import DISK, read_range
+from ..storage.protocol import Storage, read_range
 
 NATIVE = "reshard_ckpt"
 """The name of this library's own format."""
@@ -94,8 +86,8 @@ class Format:
     marks
         The files by which it is recognized, for the error that no format recognizes a path.
     open
-        Opens a path for reading, as a catalog over its files; returns None if the path has another format. It raises
-        `CorruptError` if the path has this format, but is damaged, incomplete or hostile.
+        Called with a store, and with the key of a file in it, or None for the whole folder. Returns a catalog over the files, or
+        None if they have another format. Raises `CorruptError` if they have this format, but are damaged, incomplete or hostile.
     order
         Formats are tried from the lowest order to the highest. Formats that recognize fewer paths come first.
     takes
@@ -123,69 +115,3 @@ class Format:
     root_marks: tuple[str, ...] = ()
     write: WriteFolder | None = None
     forms: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-
-
-def locate(path: str) -> tuple[Storage, str | None]:
-    """Return the store of a path, and the key of the file that the path names; the key is None if the path is a folder.
-
-    >>> from reshard_ckpt.storage import open_storage
-    >>> _ = open_storage("memory://hub").publish("w.safetensors", b"")
-    >>> storage, key = locate("memory://hub/w.safetensors")
-    >>> storage.url, key
-    ('memory://hub', 'w.safetensors')
-    """
-    looked_at = _LOOKED_AT.get()
-    if looked_at is not None and looked_at[0] == path:
-        return looked_at[1]
-    above, name = posixpath.split(path.rstrip("/"))
-    name = unquote(name) if path.startswith("file:") else name
-    # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
-    with suppress(CheckpointError):
-        storage = open_storage(above or ("/" if path.startswith("/") else "."))
-        if storage.size(name) is not None:
-            return storage, name
-    return open_storage(path), None
-
-
-_LOOKED_AT: ContextVar[tuple[str, tuple[Storage, str | None]] | None] = ContextVar("looked at", default=None)
-
-
-@contextmanager
-def looking_once(path: str, storage: Storage) -> Iterator[None]:
-    """Let all formats that `locate` a path within the block share one `ListedStorage`, if the store's round trips are slow."""
-    if storage.hints.requests <= DISK.requests:
-        yield
-        return
-    folder = storage if isinstance(storage, ListedStorage) else ListedStorage(storage)
-    found: tuple[Storage, str | None] = folder, None
-    if not folder.list():  # nothing below it: it may be a file
-        own, key = locate(path)
-        found = (own, None) if key is None else (ListedStorage(own, [key]), key)
-    token = _LOOKED_AT.set((path, found))
-    try:
-        yield
-    finally:
-        _LOOKED_AT.reset(token)
-
-
-def open_located(path: str, look: Callable[[Storage, str | None], Source | None]) -> Source | None:
-    """Call `look` with the store of a path, and the key if it is a file; close the store, unless the result uses it."""
-    storage, key = locate(path)
-    with ExitStack() as stack, _garbage_collection_paused():
-        stack.enter_context(storage)
-        found = look(storage, key)
-        if found is not None and found.storage is storage:
-            stack.pop_all()
-        return found
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

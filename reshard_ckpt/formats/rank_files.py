@@ -32,7 +32,7 @@ from ..torchfile.pickle_reader import attributes_of, class_of
 from ..torchfile.tensors import PickledDTensor, PickledTensor
 from .catalog_builder import CatalogBuilder
 from .loaded_state import serve_state
-from .protocol import Format, Source, open_located
+from .protocol import Format, Source
 
 NAME = "rank-files"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -48,12 +48,10 @@ _CLASSES = {
 }
 
 
-def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is not a folder with a file for each rank; see `Format.open`."""
-    return open_located(path, lambda storage, key: None if key is not None else _open(storage))
-
-
-def _open(storage: Storage) -> Source | None:
+def open_rank_files(storage: Storage, key: str | None) -> Source | None:
+    """Open a folder with a file for each rank; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
     sizes: dict[str, dict[int, dict[int, str]]] = {}
     for key, _ in storage.list():
         if match := _FILE.fullmatch(key):
@@ -293,5 +291,5 @@ def _placement(made: Any) -> Any:
 
 
 FORMAT = Format(
-    NAME, "a folder with the torch.save files of each rank, such as model_world_size_4_rank_0.pt", open_path, order=65
+    NAME, "a folder with the torch.save files of each rank, such as model_world_size_4_rank_0.pt", open_rank_files, order=65
 )

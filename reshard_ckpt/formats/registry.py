@@ -10,7 +10,9 @@ of this library's own checkpoints do the rest, resharding included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -61,27 +63,41 @@ def _with_options(options: Mapping[str, bool], only: Collection[str] | None) -> 
     )
 
 
-def open_foreign(path: str, formats: Formats = known_formats) -> Source | None:
-    """Open a path in the first format that recognizes it; return None if none does.
+def open_foreign(storage: Storage, key: str | None, formats: Formats) -> Source | None:
+    """Open a folder, or the file `key` in it, in the first format that recognizes it; return None if none does.
 
     Raises
     ------
     CorruptError
-        A format recognizes the path, but the checkpoint is damaged.
+        A format recognizes it, but the checkpoint is damaged.
     """
-    return next((found for one in formats() if (found := _opened(one, path)) is not None), None)
+    with _garbage_collection_paused():
+        return next((found for one in formats() if (found := _opened(one, storage, key)) is not None), None)
 
 
-def _opened(one: Format, path: str) -> Source | None:
+def _opened(one: Format, storage: Storage, key: str | None) -> Source | None:
     try:
-        return one.open(path, **one.options)
+        return one.open(storage, key, **one.options)
     except (CheckpointError, OSError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
         why = f"{type(error).__name__}: {error}"
-        raise CorruptError(f"{path}: is not as {one.name} writes it ({why:.200}); use another copy") from error
+        place = storage.url if key is None else f"{storage.url}: {key}"
+        raise CorruptError(f"{place}: is not as {one.name} writes it ({why:.200}); use another copy") from error
 
 
-def latest_below(storage: Storage, formats: Formats = known_formats) -> str | None:
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def latest_below(storage: Storage, formats: Formats) -> str | None:
     """Return the folder of the latest checkpoint below the root of a run; None if no format knows the root."""
     return next((tag for one in formats() if one.latest is not None and (tag := one.latest(storage)) is not None), None)

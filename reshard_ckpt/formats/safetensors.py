@@ -24,7 +24,7 @@ from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, is_shard, weight_files
 from .parts import Part
-from .protocol import Format, Source, open_located
+from .protocol import Format, Source
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file are put."""
@@ -35,12 +35,8 @@ SHARDING = "DCP_SHARDING_INFO"
 """A key in the metadata of files of torch's writer: for each tensor, the offsets of this file's part in the global tensor."""
 
 
-def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None unless it is a safetensors file or a folder of them; see `Format.open`."""
-    return open_located(path, _look)
-
-
-def _look(storage: Storage, key: str | None) -> Source | None:
+def open_safetensors(storage: Storage, key: str | None) -> Source | None:
+    """Open a safetensors file, or a folder of them; return None for anything else; see `Format.open`."""
     if key is not None and key.endswith(SUFFIX) and is_shard(key):
         raise UsageError(f"{storage.url}: {key} is what one rank saved; pass the folder, which has the files of all ranks")
     if key is None:
@@ -145,5 +141,8 @@ def read_header(storage: Storage, key: str) -> tuple[int, Header]:
 
 
 FORMAT = Format(
-    "safetensors", "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files", open_path, order=60
+    "safetensors",
+    "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files",
+    open_safetensors,
+    order=60,
 )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from urllib.parse import unquote
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.step_folders import describe_run
 from ..engine.loading.load import Identified, identified_catalog, open_same
-from ..errors import CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.protocol import DISK
-from .protocol import NATIVE, Source, looking_once
+from .protocol import NATIVE, Source
 from .registry import Formats, known_formats, latest_below, open_foreign
 
 __all__ = ["NATIVE", "Path", "Source", "open_shared_source", "open_source"]
@@ -92,8 +94,13 @@ def _unknown_file(url: str) -> str:
 def _open_foreign(
     path: str, storage: Storage, stack: ExitStack, formats: Formats, not_native: CheckpointNotFound
 ) -> Identified[Source]:
-    with looking_once(path, storage):
-        found, url = open_foreign(path, formats), storage.url
+    url, is_listed = storage.url, isinstance(storage, ListedStorage)
+    folder, key = (storage, None) if is_listed and storage.list() else locate(path)
+    if key is None:
+        folder = storage
+    elif is_listed:
+        folder = ListedStorage(folder, [key])
+    found = open_foreign(folder, key, formats)
     if found is None:
         if describe_run(storage) is not None:
             raise not_native
@@ -103,6 +110,24 @@ def _open_foreign(
     stack.enter_context(found.storage)
     # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.
     return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))
+
+
+def locate(path: str) -> tuple[Storage, str | None]:
+    """Return the store of a path, and the key of the file that the path names; the key is None if the path is a folder.
+
+    >>> _ = open_storage("memory://hub").publish("w.safetensors", b"")
+    >>> storage, key = locate("memory://hub/w.safetensors")
+    >>> storage.url, key
+    ('memory://hub', 'w.safetensors')
+    """
+    above, name = posixpath.split(path.rstrip("/"))
+    name = unquote(name) if path.startswith("file:") else name
+    # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
+    with suppress(CheckpointError):
+        storage = open_storage(above or ("/" if path.startswith("/") else "."))
+        if storage.size(name) is not None:
+            return storage, name
+    return open_storage(path), None
 
 
 @contextmanager

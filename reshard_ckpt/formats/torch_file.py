@@ -33,7 +33,7 @@ from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, weight_files
 from .loaded_state import serve_state
-from .protocol import Format, Source, open_located
+from .protocol import Format, Source
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and the state dict of an optimizer, are put."""
@@ -43,12 +43,8 @@ _MAX_DEPTH = 64
 """How deep the dicts and lists of a file may nest: as deep as those of a value (`format.value_decode`)."""
 
 
-def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None unless it is a file of ``torch.save`` or a folder of them; see `Format.open`."""
-    return open_located(path, _look)
-
-
-def _look(storage: Storage, key: str | None) -> Source | None:
+def open_torch(storage: Storage, key: str | None) -> Source | None:
+    """Open a file of ``torch.save``, or a folder of them; return None for anything else; see `Format.open`."""
     if key is not None:
         return _open_file(storage, key) if _is_torch_file(storage, key) else None
     weights = weight_files(storage, ".bin", main=_MAIN)
@@ -155,4 +151,4 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
     return None if _is_optimizer_state(node) else children(node)
 
 
-FORMAT = Format("torch", "a file that torch.save wrote, or a folder with pytorch_model.bin or its index", open_path, order=70)
+FORMAT = Format("torch", "a file that torch.save wrote, or a folder with pytorch_model.bin or its index", open_torch, order=70)

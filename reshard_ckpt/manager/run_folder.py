@@ -17,8 +17,7 @@ from ..engine.common.step_folders import STEP_NAMES, StepNames, names_at, referr
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.files import RUN_LOCK_KEY
-from ..formats.protocol import locate
-from ..formats.source import Path, open_source
+from ..formats.source import Path, locate, open_source
 from ..memory.options import Memory
 from ..storage import Lock, LocksUnsupported, Storage, holder_text, open_storage, resolved_path
 

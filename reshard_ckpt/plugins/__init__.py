@@ -19,7 +19,7 @@ from ..format.values import is_plain
 from ..formats.catalog_builder import CatalogBuilder, ForeignTensor
 from ..formats.loaded_state import serve_state
 from ..formats.parts import Part
-from ..formats.protocol import BytesOf, Format, RawValue, Source, open_located
+from ..formats.protocol import BytesOf, Format, RawValue, Source
 from ..state.objects import Objects
 from ..state.shards import FlatShard, LocalShard
 from ..storage import Storage, open_storage
@@ -51,7 +51,6 @@ __all__ = [
     "is_plain",
     "load_wanted",
     "names",
-    "open_located",
     "open_storage",
     "placements",
     "read_range",

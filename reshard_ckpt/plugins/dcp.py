@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..formats.dcp.chunks import FileSizes
 from ..formats.dcp.metadata import METADATA_KEY, Chunk, ChunkRun, Extent, Metadata, SavedTensor
 from ..formats.dcp.names import KeyPath
-from ..formats.dcp.read import add_tensors, advice_on_numbers, open_path
+from ..formats.dcp.read import add_tensors, advice_on_numbers, open_dcp
 from ..formats.dcp.rooted import add_parts, is_written_by, read_nested, read_part, renamed
 from ..formats.dcp.write import FolderLayout, write_folder
 
@@ -23,7 +23,7 @@ __all__ = [
     "add_tensors",
     "advice_on_numbers",
     "is_written_by",
-    "open_path",
+    "open_dcp",
     "read_nested",
     "read_part",
     "renamed",

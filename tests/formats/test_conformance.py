@@ -25,6 +25,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.formats.registry import GROUP, known_formats
+from reshard_ckpt.storage import open_storage
 from tests.families.bytecheckpoint import test_folders as bytecheckpoint
 from tests.families.deepspeed.jobs import digest
 from tests.families.deepspeed.test_folders import DATA as DEEPSPEED
@@ -189,7 +190,7 @@ def test_a_folder_of_something_else_is_not_taken_for_one(case: Case, tmp_path: P
     (tmp_path / "notes" / "readme.txt").write_text("nothing of interest")
     (format,) = (one for one in known_formats() if one.name == case.format)
     for name in ("empty", "notes", "missing") if case.format == "safetensors" else ("empty", "notes", "missing", "native"):
-        assert format.open(str(tmp_path / name)) is None, name
+        assert format.open(open_storage(tmp_path / name), None) is None, name
 
 
 def test_a_damaged_file_is_a_named_error_or_harms_nothing(case: Case, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointNotFound
 from reshard_ckpt.formats.protocol import Format, Source
 from reshard_ckpt.formats.registry import GROUP, OWN, known_formats
-from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage import Storage, open_storage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,14 +59,14 @@ def test_a_format_of_another_package_opens_a_path_and_is_named_where_nothing_doe
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "points_to").write_text("real")
 
-    def open_path(path: str) -> Source | None:
-        mark = Path(path) / "points_to"
+    def open_pointer(storage: Storage, key: str | None) -> Source | None:
+        mark = Path(storage.url) / "points_to"
         if not mark.is_file():
             return None
         at = str(mark.parent.parent / mark.read_text())
         return Source(open_storage(at), checkpoint.catalog(at), "pointer")
 
-    install("pointer", Format("pointer", "a folder with points_to", open_path))
+    install("pointer", Format("pointer", "a folder with points_to", open_pointer))
     assert torch.equal(checkpoint.read(tmp_path / "theirs")["w"], torch.arange(6.0))
     with pytest.raises(CheckpointNotFound) as caught:
         checkpoint.read(tmp_path / "nothing")
@@ -86,5 +86,5 @@ def test_a_format_that_cannot_be_imported_is_a_warning_and_others_still_open(ins
 
 
 def test_a_package_cannot_take_the_place_of_an_own_format(install) -> None:
-    install("dcp", Format("dcp", "anything", lambda path: None))
+    install("dcp", Format("dcp", "anything", lambda storage, key: None))
     assert [one.marks for one in known_formats() if one.name == "dcp"] != ["anything"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from ...plugins import CatalogBuilder, Format, Source, Storage, open_located
+from ...plugins import CatalogBuilder, Format, Source, Storage, open_storage
 from ...plugins.dcp import add_parts, advice_on_numbers, is_written_by, read_part, renamed
 from .names import MODEL, NAME, OPTIMIZER, model_paths, optimizer_path
 from .places import flat_params, unflattened
@@ -24,18 +24,14 @@ _MODULE = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = {(_MODULE, name): name for name in ("Metadata", "_StorageInfo")}
 
 
-def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if ByteCheckpoint did not write it; see `Format.open`."""
-
-    def look(storage: Storage, key: str | None) -> Source | None:
-        if key is not None:
-            return None
-        if is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
-            return _source(storage)
-        step = _latest(storage)
-        return None if step is None else open_path(f"{path.rstrip('/')}/{step}")
-
-    return open_located(path, look)
+def open_bytecheckpoint(storage: Storage, key: str | None = None) -> Source | None:
+    """Open a folder or root of ByteCheckpoint; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
+    if is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
+        return _source(storage)
+    step = _latest(storage)
+    return None if step is None else open_bytecheckpoint(open_storage(f"{storage.url}/{step}"))
 
 
 def _latest(storage: Storage) -> str | None:
@@ -64,5 +60,9 @@ def _source(storage: Storage) -> Source:
 
 
 FORMAT = Format(
-    NAME, "a folder of ByteCheckpoint, which has model/.metadata of its own classes", open_path, order=10, root_marks=(LATEST,)
+    NAME,
+    "a folder of ByteCheckpoint, which has model/.metadata of its own classes",
+    open_bytecheckpoint,
+    order=10,
+    root_marks=(LATEST,),
 )

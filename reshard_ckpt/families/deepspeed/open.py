@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage, open_located
+from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFile
 from .model_parallel import ModelParallelParts, Shard, TensorParallel
@@ -103,12 +103,8 @@ def refuse_other_order(config: Any, where: str) -> None:
         )
 
 
-def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is not a folder of DeepSpeed; see `Format.open`."""
-    return open_located(path, _look)
-
-
-def _look(storage: Storage, key: str | None) -> Source | None:
+def open_deepspeed(storage: Storage, key: str | None) -> Source | None:
+    """Open the folder of a tag; return None if DeepSpeed did not write it; see `Format.open`."""
     files = None if key is not None else tag_files(storage)
     if files is None:
         return None
@@ -355,7 +351,7 @@ class _Tag:
 FORMAT = Format(
     NAME,
     "a folder of DeepSpeed, which has mp_rank_00_model_states.pt or such, or the file latest that names one",
-    open_path,
+    open_deepspeed,
     order=50,
     latest=latest_tag,
     root_marks=LATEST,

@@ -17,9 +17,19 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ...plugins import Catalog, CatalogBuilder, Format, Ints, RawValue, Source, Storage, open_located
-from ...plugins.dcp import METADATA_KEY, Chunk, ChunkRun, Extent, FileSizes, Metadata, SavedTensor, add_tensors, read_part
-from ...plugins.dcp import open_path as open_dcp
+from ...plugins import Catalog, CatalogBuilder, Format, Ints, RawValue, Source, Storage, open_storage
+from ...plugins.dcp import (
+    METADATA_KEY,
+    Chunk,
+    ChunkRun,
+    Extent,
+    FileSizes,
+    Metadata,
+    SavedTensor,
+    add_tensors,
+    open_dcp,
+    read_part,
+)
 from ...plugins.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...plugins.torchfile import read_object
 from .buckets import groups_path, name_buckets
@@ -44,8 +54,8 @@ LATEST_KEY = "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Source | None:
-    """Open a path for reading; return None if it is not a checkpoint of Megatron; see `Format.open`.
+def open_megatron(storage: Storage, key: str | None, *, as_saved: bool = False, named: bool = False) -> Source | None:
+    """Open an iteration or a run of Megatron; return None for anything else; see `Format.open`.
 
     Parameters
     ----------
@@ -55,32 +65,24 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Sour
     named
         Name the state that lies in buckets, where the weights prove it (`buckets`). This reads all weights.
     """
-    return _open(path, as_saved=as_saved, named=named)
-
-
-def _open(path: str, *, as_saved: bool, named: bool, of_run: bool = False) -> Source | None:
-    """Open the folder of an iteration, or the root of a run; `of_run` if the root of a run named this folder."""
-
-    def look(storage: Storage, key: str | None) -> Source | None:
-        if key is not None:
-            return None
-        latest = None if of_run else _latest(storage)
-        if latest is not None:
-            return _open(f"{path.rstrip('/')}/{latest}", as_saved=as_saved, named=named, of_run=True)
-        has_config, has_metadata = storage.size(CONFIG_FILE) is not None, storage.size(METADATA_KEY) is not None
-        if of_run and has_metadata and not has_config and storage.size(COMMON_FILE) is None:
-            return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
-        # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
-        # with a file for each rank, and metadata.json marks a torch_dist folder.
-        if not has_config and not has_metadata and is_per_rank(storage):
-            catalog = read_ranks(storage, as_saved=as_saved, named=named)
-            return Source(storage, catalog, NAME, _advice(catalog))
-        if not is_checkpoint(storage, of_run=of_run):
-            return None
-        catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
-        return Source(storage, catalog, NAME, _advice(catalog), raw, read_integrity(storage))
-
-    return open_located(path, look)
+    if key is not None:
+        return None
+    latest = _latest(storage)
+    of_run = latest is not None
+    if of_run:
+        storage = open_storage(f"{storage.url}/{latest}")
+    has_config, has_metadata = storage.size(CONFIG_FILE) is not None, storage.size(METADATA_KEY) is not None
+    if of_run and has_metadata and not has_config and storage.size(COMMON_FILE) is None:
+        return open_dcp(storage, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
+    # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
+    # with a file for each rank, and metadata.json marks a torch_dist folder.
+    if not has_config and not has_metadata and is_per_rank(storage):
+        catalog = read_ranks(storage, as_saved=as_saved, named=named)
+        return Source(storage, catalog, NAME, _advice(catalog))
+    if not is_checkpoint(storage, of_run=of_run):
+        return None
+    catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
+    return Source(storage, catalog, NAME, _advice(catalog), raw, read_integrity(storage))
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -290,7 +292,7 @@ def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
 FORMAT = Format(
     NAME,
     "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt, a metadata.json, or mp_rank_00",
-    open_path,
+    open_megatron,
     order=30,
     takes=("as_saved", "named"),
     root_marks=(LATEST_KEY,),

@@ -39,7 +39,7 @@ def is_per_rank(storage: Storage) -> bool:
 
 
 def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Catalog:
-    """Build the catalog of a folder; the options are those of `megatron.open.open_path`.
+    """Build the catalog of a folder; the options are those of `megatron.open.open_megatron`.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind, open_located
+from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind
 from ...plugins.dcp import Extent, KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.groups import comparable, merge, named_group
@@ -28,21 +28,17 @@ _STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
 _PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
 
 
-def open_path(path: str, *, as_saved: bool = False) -> Source | None:
-    """Open a path for reading; return None if ``vescale.checkpoint`` did not write it; see `Format.open`."""
-
-    def look(storage: Storage, key: str | None) -> Source | None:
-        if key is not None:
-            return None
-        stages = _stages(storage)
-        if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):
-            return None
-        builder, folder = CatalogBuilder(NAME, storage.url), _Folder(storage, stages, as_saved=as_saved)
-        add_parts(builder, storage, folder.parts())
-        folder.add_groups(builder)
-        return Source(storage, builder.finish(), NAME)
-
-    return open_located(path, look)
+def open_vescale(storage: Storage, key: str | None = None, *, as_saved: bool = False) -> Source | None:
+    """Open a folder of ``vescale.checkpoint``; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
+    stages = _stages(storage)
+    if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):
+        return None
+    builder, folder = CatalogBuilder(NAME, storage.url), _Folder(storage, stages, as_saved=as_saved)
+    add_parts(builder, storage, folder.parts())
+    folder.add_groups(builder)
+    return Source(storage, builder.finish(), NAME)
 
 
 def _stages(storage: Storage) -> dict[int, str]:
@@ -143,7 +139,7 @@ def _group_entries(saved: Metadata) -> Iterator[tuple[KeyPath, Extent]]:
 FORMAT = Format(
     NAME,
     "a folder of vescale.checkpoint, which has model/.metadata or optimizer/pp_0/.metadata of its own classes",
-    open_path,
+    open_vescale,
     order=20,
     takes=("as_saved",),
 )

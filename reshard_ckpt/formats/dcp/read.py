@@ -24,7 +24,7 @@ from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import CatalogBuilder
 from ..parts import Part
-from ..protocol import Format, RawValue, Source, open_located
+from ..protocol import Format, RawValue, Source
 from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
@@ -45,16 +45,21 @@ MAX_GROUP_ELEMENTS = 1 << 16
 """The most elements of a tensor that is a hyperparameter."""
 
 
-def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Source | None:
-    """Open a path for reading; return None if it is not a DCP folder; see `Format.open`, and `read_values` for `otherwise`."""
-
-    def look(storage: Storage, key: str | None) -> Source | None:
-        if key is not None or not is_folder(storage):
-            return None
-        catalog, raw = _open(storage, as_saved=as_saved, otherwise=otherwise)
-        return Source(storage, catalog, NAME, advice_on_numbers(catalog), raw)
-
-    return open_located(path, look)
+def open_dcp(
+    storage: Storage,
+    key: str | None = None,
+    *,
+    as_saved: bool = False,
+    otherwise: Callable[[bytes, str], Any] | None = None,
+) -> Source | None:
+    """Open a folder of DCP; return None for anything else; see `Format.open`, and `read_values` for `otherwise`."""
+    if key is not None or not is_folder(storage):
+        return None
+    folder = read_folder(storage)
+    builder = CatalogBuilder(NAME, storage.url)
+    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
+    catalog = builder.finish()
+    return Source(storage, catalog, NAME, advice_on_numbers(catalog), dict(_raw_values(storage, folder)))
 
 
 def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
@@ -71,16 +76,6 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
         "optimizer was made of model.parameters()"
         for name in numbered
     }
-
-
-def _open(
-    storage: Storage, *, as_saved: bool, otherwise: Callable[[bytes, str], Any] | None
-) -> tuple[Catalog, dict[str, RawValue]]:
-    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; list its values and their places."""
-    folder = read_folder(storage)
-    builder = CatalogBuilder(NAME, storage.url)
-    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
-    return builder.finish(), dict(_raw_values(storage, folder))
 
 
 def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
@@ -251,7 +246,7 @@ def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[Part], buil
 FORMAT = Format(
     NAME,
     "a folder of torch.distributed.checkpoint, which has a .metadata file, or __0.metadata",
-    open_path,
+    open_dcp,
     order=40,
     takes=("as_saved",),
 )

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
-from reshard_ckpt.families.vescale.open import open_path
+from reshard_ckpt.families.vescale.open import open_vescale
+from reshard_ckpt.storage import open_storage
 from tests.distributed.net import reference
 from tests.families.vescale.writing import MASTER, Sharded, known_as_vescale, split, write_folder
 from tests.launch import run_ranks
@@ -100,7 +101,7 @@ def test_a_plain_model_and_adamw_load_it_strictly(tmp_path: Path) -> None:
 
 
 def test_the_names_of_the_calls_keep_weights_and_master_apart(tmp_path: Path) -> None:
-    found = open_path(str(write(tmp_path / "ckpt")), as_saved=True)
+    found = open_vescale(open_storage(write(tmp_path / "ckpt")), as_saved=True)
     assert found is not None
     with found.storage:
         assert found.catalog.tensor("model.emb.weight").dtype == "BF16"
