@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.load import read_catalog_bytes
 from ..engine.resharding.compact import CompactReport
 from ..engine.resharding.compact import compact as compact_in_place
 from ..errors import StorageError, UsageError
 from ..format.catalog import decode_catalog
-from ..format.files import CATALOG_KEY
-from ..formats.source import NATIVE, Path, open_source
-from ..storage import LocksUnsupported, Storage
+from ..formats.source import NATIVE, Path, open_source, reading
 from .reading import check_workers
 
 
@@ -48,30 +43,17 @@ def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgre
     CorruptError
         A file that the checkpoint refers to is missing or damaged; nothing was changed.
     StorageError
-        There is too little space, or another process saves or removes the checkpoint; nothing was changed.
+        There is too little space, another process saves there, or one has held the lock of the checkpoint for 120 s; nothing was
+        changed.
     """
     check_workers(workers)
     with open_source(path) as source:
         if source.format != NATIVE:
             raise UsageError(f"{source.storage.url}: is a {source.format} checkpoint, which refers to no other")
-        with _kept(source.storage):
+        with reading(source.storage):  # again: a save may have replaced the catalog that `open_source` locked
             encoded = read_catalog_bytes(source.storage)
             if decode_catalog(encoded).save_id != source.catalog.save_id:
                 raise StorageError(
                     f"{source.storage.url}: somebody saved there just now; look again whether it is to be compacted"
                 )
             return compact_in_place(source.storage, source.catalog, encoded, workers=workers, report=reporter(progress))
-
-
-@contextmanager
-def _kept(storage: Storage) -> Iterator[None]:
-    """Hold a shared lock, so that a manager removes neither the checkpoint nor new copies that nothing refers to yet."""
-    try:
-        lock = storage.lock(CATALOG_KEY, shared=True)
-    except LocksUnsupported:
-        yield
-        return
-    if lock is None:
-        raise StorageError(f"{storage.url}: somebody removes or cleans up there; try again when that is over")
-    with lock:
-        yield

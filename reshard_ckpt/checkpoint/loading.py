@@ -221,7 +221,7 @@ def load_target(
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), ExitStack() as held, session as comm:
         # The source stays open until all ranks have left the session: it is entered before the session, so it closes after it.
-        source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
+        source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats, timeout_s=timeout_s))
         quantization = quantization_of(source.storage) if source.format == "safetensors" else Quantization()
         block = quantization.block if source.format == "safetensors" and options.cast else None
         options = replace(options, tied_under_one_name=source.format != NATIVE, scale_block=block)

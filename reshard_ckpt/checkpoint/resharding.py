@@ -153,7 +153,7 @@ def reshard(
     subject = f"{src} to {dst}"
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
-        open_shared_source(comm, src) as source,
+        open_shared_source(comm, src, timeout_s=timeout_s) as source,
         open_storage(dst, timeout_s=timeout_s) as target,
     ):
         _check_target(source.storage, target)

@@ -161,7 +161,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
             for pattern in unused_everywhere if comm.rank == 0 else ():
                 warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
         storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
-        base = None if options.base is None else _open_base(session, comm, storage, options.base, verify=options.verify_base)
+        base = None if options.base is None else _open_base(session, comm, storage, options.base, options)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
             agree_on = partial(
@@ -189,12 +189,12 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
         return job, write(job, session)
 
 
-def _open_base(session: ExitStack, comm: Comm, storage: Storage, path: Path, *, verify: bool) -> Base:
+def _open_base(session: ExitStack, comm: Comm, storage: Storage, path: Path, options: SaveOptions) -> Base:
     """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
-    source = session.enter_context(open_shared_source(comm, path))
+    source = session.enter_context(open_shared_source(comm, path, timeout_s=options.timeout_s))
     if source.format != NATIVE:
         raise UsageError(f"base={path}: is a {source.format} checkpoint; the first save must be a full one, without base=")
-    return base_beside(storage.url, source.storage, source.catalog, verify=verify)
+    return base_beside(storage.url, source.storage, source.catalog, verify=options.verify_base)
 
 
 def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, tuple[str, ...]]:

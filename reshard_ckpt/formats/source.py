@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from urllib.parse import unquote
 
@@ -19,6 +19,7 @@ from ..format.files import CATALOG_KEY, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
+from ..storage.posix import MOMENTS_S, tries
 from ..storage.protocol import DISK
 from .protocol import NATIVE, Source
 from .registry import Formats, known_formats, latest_below, open_foreign
@@ -45,21 +46,27 @@ def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source
         The checkpoint is damaged.
     """
     with ExitStack() as stack:
-        yield _open(path, stack, formats, lock=True).value
+        yield _open(path, stack, formats, MOMENTS_S).value
 
 
 @contextmanager
-def open_shared_source(comm: Comm, path: Path, formats: Formats = known_formats) -> Iterator[Source]:
+def open_shared_source(
+    comm: Comm, path: Path, formats: Formats = known_formats, *, timeout_s: float = MOMENTS_S
+) -> Iterator[Source]:
     """Open a path on every rank, and check that all see the same checkpoint; rank 0 protects it from removal. Collective."""
     with ExitStack() as stack:
-        yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
+        lock_s = timeout_s if comm.rank == 0 else None
+        yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock_s))
 
 
-def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Identified[Source]:
-    """Open a path in this library's own format, else in the first foreign format that recognizes it."""
+def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None) -> Identified[Source]:
+    """Open a path in this library's own format, else in the first foreign format that recognizes it.
+
+    `lock_s` are the seconds to wait for the lock of a checkpoint (`reading`); with None it is not locked.
+    """
     storage = stack.enter_context(open_storage(path))
-    if lock:
-        stack.enter_context(reading(storage))
+    if lock_s is not None:
+        stack.enter_context(reading(storage, lock_s))
     listed = ListedStorage(storage) if storage.hints.requests > DISK.requests else storage
     try:
         opened = identified_catalog(listed)
@@ -67,12 +74,12 @@ def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Iden
         # The root of a run stands for its latest checkpoint, which may be one of this library.
         tag = latest_below(listed, formats)
         if tag is not None:
-            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
+            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
         return _open_foreign(path_text(path), listed, stack, formats, error)
-    return Identified(Source(_followed(storage, opened.value, stack, lock=lock), opened.value), opened.identity)
+    return Identified(Source(_followed(storage, opened.value, stack, lock_s), opened.value), opened.identity)
 
 
-def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, *, lock: bool) -> Storage:
+def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:
     """Also open the other checkpoints that hold files of this one: the ones in its own catalog, not theirs in turn."""
     first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
     if not first:
@@ -80,8 +87,8 @@ def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, *, lock: boo
     others: dict[str, Storage] = {}
     for folder, file in first.items():
         other = stack.enter_context(open_beside(storage, file.checkpoint, file.key.removeprefix(folder)))
-        if lock:
-            stack.enter_context(reading(other))
+        if lock_s is not None:
+            stack.enter_context(reading(other, lock_s))
         others[folder] = other
     return FollowedStorage(storage, others)
 
@@ -130,12 +137,19 @@ def locate(path: str) -> tuple[Storage, str | None]:
     return open_storage(path), None
 
 
-@contextmanager
-def reading(storage: Storage) -> Iterator[None]:
-    """Keep a checkpoint from being removed while the ``with`` block reads it, if the store has locks."""
-    try:
-        lock = storage.lock(CATALOG_KEY, shared=True)
-    except (MissingKey, LocksUnsupported):
-        lock = None  # the reader raises that it is missing
-    with lock or nullcontext():
-        yield
+def reading(storage: Storage, timeout_s: float = MOMENTS_S) -> AbstractContextManager[object]:
+    """Lock a checkpoint, so that nobody removes it while the ``with`` block reads it, if the store has locks.
+
+    A process that removes the checkpoint, or cleans up there, is waited for: a reader that went on without the lock might find
+    the catalog, and then not its files.
+    """
+    for _ in tries(f"{storage.url}/{CATALOG_KEY}", timeout_s):
+        try:
+            if lock := storage.lock(CATALOG_KEY, shared=True):
+                return lock
+        except LocksUnsupported:
+            break
+        except MissingKey:  # the reader raises that it is missing; if a save has replaced it meanwhile, lock the new one
+            if storage.size(CATALOG_KEY) is None:
+                break
+    return nullcontext()

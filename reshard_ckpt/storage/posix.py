@@ -257,32 +257,27 @@ class FileLock(Lock):
     """A lock on an open file, held until `release`."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         _LIVE_LOCKS.add(self)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of the locked file."""
-        return self._fd
 
     def release(self) -> None:
         """Release the lock; once released, this does nothing."""
         # First, and apart from the close: Ctrl-C just before a close would leave the file locked as long as this process lives.
-        if self._fd >= 0:
+        if self.fd >= 0:
             with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
         """Close the file, which releases the lock unless another process has it open, too."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def note(self, text: bytes) -> None:
         """Replace the contents of the locked file by a note for whoever finds it locked."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, text, 0)
 
     def __del__(self) -> None:
         self.release()
@@ -316,21 +311,30 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
     StorageError
         Another process has held the lock for all that time, so it must hang.
     """
-    lock, began, most_s = FileLock(fd), time.monotonic(), min(timeout_s, MOMENTS_S)
+    lock = FileLock(fd)
     try:
         # A blocking flock has no timeout: a process that is stopped while it holds the lock would stop all others.
-        while not _takes(lock, path, shared):
-            waited = time.monotonic() - began
-            if waited >= most_s:
-                raise StorageError(
-                    f"{path}: another process has had its lock for {most_s:g} s, not for a moment: it hangs, or was stopped; "
-                    "end it, and try again"
-                )
-            time.sleep(min(max(waited / 10, 0.0005), 0.05))
+        for _ in tries(path, timeout_s):
+            if _takes(lock, path, shared):
+                break
     except BaseException:
         lock.release()
         raise
     return lock
+
+
+def tries(path: str, timeout_s: float) -> Iterator[None]:
+    """Yield for each try to take a lock, and wait between them; raise a `StorageError` as `await_lock` does."""
+    began, most_s = time.monotonic(), min(timeout_s, MOMENTS_S)
+    while True:
+        yield
+        waited = time.monotonic() - began
+        if waited >= most_s:
+            raise StorageError(
+                f"{path}: another process has had its lock for {most_s:g} s, not for a moment: it hangs, or was stopped; "
+                "end it, and try again"
+            )
+        time.sleep(min(max(waited / 10, 0.0005), 0.05))
 
 
 def _takes(lock: FileLock, path: str, shared: bool) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -577,6 +577,59 @@ def test_a_step_is_deleted_unless_somebody_reads_it(root: str):
         assert manager.load_latest(empty()).step == 20
     with open_storage(root) as storage:
         assert storage.folders() == ("step_20",)
+
+
+READERS = {
+    "load": lambda path, folder: checkpoint.load(path, empty()),
+    "read": lambda path, folder: checkpoint.read(path),
+    "verify": lambda path, folder: checkpoint.verify(path),
+    "diff": lambda path, folder: checkpoint.diff(path, path),
+    "reshard": lambda path, folder: checkpoint.reshard(path, f"{folder}/resharded", mesh={}),
+    "convert": lambda path, folder: checkpoint.convert(path, f"{folder}/converted", to="safetensors"),
+    "compact": lambda path, folder: checkpoint.compact(path),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_step_that_is_being_removed_is_not_found_by_readers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    # The remover has locked the step, and goes on once the reader has the catalog, or has asked for the lock a second time.
+    root, go_on, removed, refused = str(tmp_path / "run"), threading.Event(), threading.Event(), []
+    lock, read, delete, reader = LocalStorage.lock, LocalStorage.read, LocalStorage.delete, threading.current_thread()
+
+    def asked(self: LocalStorage, key: str, **options: Any) -> Any:
+        found = lock(self, key, **options)
+        if found is None:
+            refused.append(key)
+        if len(refused) > 1:
+            go_on.set()
+        return found
+
+    def seen(self: LocalStorage, key: str, limit: int) -> bytes:
+        data = read(self, key, limit)
+        if key == CATALOG_KEY and threading.current_thread() is reader and locked.is_set():
+            go_on.set()
+            removed.wait()
+        return data
+
+    def delayed(self: LocalStorage, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if f"step_10/{CATALOG_KEY}" in keys:
+            locked.set()
+            go_on.wait()
+        delete(self, keys)
+
+    locked = threading.Event()
+    with Manager(root, keep_last=5) as manager:
+        manager.save(10, state(10))
+        for method, replacement in (("lock", asked), ("read", seen), ("delete", delayed)):
+            monkeypatch.setattr(LocalStorage, method, replacement)
+        remover = threading.Thread(target=lambda: (manager.delete(10), removed.set()))
+        remover.start()
+        locked.wait()
+        with pytest.raises(CheckpointNotFound):
+            READERS[name](f"{root}/step_10", str(tmp_path))
+        go_on.set()
+        remover.join()
 
 
 def test_saves_return_what_they_did(root: str):
