@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,12 +29,13 @@ from ..formats.source import Path, Source, locate, open_source
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
-from ..storage import LocalStorage, Storage, open_storage, path_text
+from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
 from .resharding import write_as_one_rank
 from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
 from .topology_options import check_rename
 
 MODEL = "model"
+MAX_SHARD_SIZE = "5GB"
 WRITTEN_HERE = ("safetensors", "torch", "dcp", "reshard")
 """The formats that this module writes. Others have a `Format.write`."""
 
@@ -123,7 +125,7 @@ def convert(
     dst: Path,
     *,
     to: str = "safetensors",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
     optimizer: str | None = None,
     unstack: bool = False,
     root: str | None = None,
@@ -219,7 +221,8 @@ def convert(
                 new_folder(result, read, identity=identity, overwrite=overwrite) as output,
                 open_storage(output.result) as storage,
             ):
-                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, side_files=file is None)
+                beside = partial(copy_side_files, source.storage, source.catalog) if file is None else None
+                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, beside)
                 files = tuple(key for key, _ in storage.list() if key != PREFIX_LOCK)
     return ConvertReport(
         format=to,
@@ -230,6 +233,23 @@ def convert(
         bytes_kept=bytes_kept,
         left_out=conversion.left_out,
     )
+
+
+def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, Storage], None]) -> None:
+    """Write the tensors below `root` as a folder for Hugging Face's libraries, as `convert` does.
+
+    Parameters
+    ----------
+    write_beside
+        Writes the files beside the tensors, before these; it gets the catalog of the export.
+    """
+    with open_source(src) as source, new_folder(dst, src, overwrite=not is_object_path(dst)) as output:
+        conversion = _select(source, "safetensors", root, None, None, None, None, True, reporter(False))
+        with open_storage(output.result) as storage:
+            max_bytes = parse_size(MAX_SHARD_SIZE)
+            _write_folder(
+                "safetensors", None, conversion, output, storage, max_bytes, "", partial(write_beside, conversion.catalog)
+            )
 
 
 def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
@@ -312,18 +332,23 @@ def _write_folder(
     storage: Storage,
     max_bytes: int,
     form: str,
-    *,
-    side_files: bool,
+    write_beside: Callable[[Storage], None] | None,
 ) -> int:
-    """Write the files of a format that is a folder; return the bytes of kept files, finished by an attempt that was killed."""
+    """Write the files of a format that is a folder; return the bytes of kept files, finished by an attempt that was killed.
+
+    Parameters
+    ----------
+    write_beside
+        Writes the files beside the tensors of ``to="safetensors"``.
+    """
     saved, out = conversion.saved, conversion.catalog
     if to == "safetensors":
         files = lay_out(conversion.written, max_bytes)
         with LocalStorage(output.resume_info) as resume_info:
             kept = finished_files(storage, resume_info, files)
             storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
-            if side_files:
-                copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
+            if write_beside is not None:
+                write_beside(storage)
             write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
         return sum(file.num_bytes for file in kept)
     if to == "reshard":

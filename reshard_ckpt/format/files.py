@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from ..errors import CorruptError
 
-# TC reshard_ckpt/format/files.py
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # from Python 3.12 on, it is in collections.abc
 
@@ -46,6 +45,26 @@ SAVE_TIME = "%Y%m%dT%H%M%SZ"
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
 """A time and digits: 8 random ones, or 32 that an offline reshard computes from its request."""
+
+EXPORT = "safetensors"
+"""The folder, below a checkpoint, of its export for Hugging Face's libraries."""
+
+
+def export_note_key(save_id: str) -> str:
+    """Return the key of the note in an export that says which save it was made from."""
+    return f"{EXPORT}/{save_id}.exported"
+
+
+def exported_saves(keys: Iterable[str]) -> set[str]:
+    """Return the ids of the saves that an export in a checkpoint's folder was made from, by the keys of its files.
+
+    >>> exported_saves(["safetensors/model.safetensors", "safetensors/20260101T000000Z-0123abcd.exported"])
+    {'20260101T000000Z-0123abcd'}
+    """
+    return {found[1] for key in keys if (found := _EXPORT_NOTE.fullmatch(key))}
+
+
+_EXPORT_NOTE = re.compile(rf"{EXPORT}/({SAVE_ID.pattern})\.exported")
 
 
 def timeline_key(save_id: str) -> str:

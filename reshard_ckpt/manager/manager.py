@@ -30,6 +30,7 @@ from ..memory.options import Memory
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage
 from .attempts import PRIOR_S, AttemptLog
+from .exports import Exports
 from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
@@ -93,6 +94,9 @@ class Manager(RunSteps):
         Each save writes only the blocks that changed since the step that was saved or loaded last; see ``base=`` of `save`.
     full_every
         With `incremental`, each save of this number is a full one, and so is the first.
+    also
+        ``"safetensors"``: after each commit, rank 0 also writes the model, in the background, to ``safetensors/`` below the
+        step's folder, where ``from_pretrained`` loads it. If that fails, it warns.
     process_group, timeout_s
         As for `save`.
 
@@ -124,6 +128,7 @@ class Manager(RunSteps):
         grace: str | float = "10min",
         incremental: bool = False,
         full_every: int = 10,
+        also: str | None = None,
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -137,6 +142,7 @@ class Manager(RunSteps):
         self._root = checked_root(root)  # once: the process may change its working folder
         refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
+        self._exports = None if also is None else Exports(also, self._root)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
         self._process = os.getpid()
@@ -257,6 +263,8 @@ class Manager(RunSteps):
         """
         self._refuse_unless_open("save")
         self._refuse_read_only()
+        if self._exports is not None:
+            self._exports.learn(state)
         path = self._stored.new_path(checked_step(step))
         self._compare_failures(step)
         if self._memory is not None:
@@ -286,6 +294,8 @@ class Manager(RunSteps):
         """
         self._refuse_unless_open("async_save")
         self._refuse_read_only()
+        if self._exports is not None:
+            self._exports.learn(state)
         path = self._stored.new_path(checked_step(step))
         self._compare_failures(step)
         with self._preemption.deferring():
@@ -366,6 +376,8 @@ class Manager(RunSteps):
         self._refuse_read_only()
         path = self.path(step)
         self._wait()
+        if self._exports is not None:
+            self._exports.wait()
         with self._preemption.deferring(), open_session("delete", path, **self._session):
             in_memory = self._memory is not None and self._memory.forget(step)
             if self._is_first and not self._stored.delete(step) and not in_memory:
@@ -409,6 +421,8 @@ class Manager(RunSteps):
             self._pending.raise_errors()
             self._tolerated.close()
         finally:
+            if self._exports is not None:
+                self._exports.close(wait=not self._preemption.gave_up)
             failed = self._has_failed or self._pending.failed()
             self._end_attempt(failed=failed)
             try:
@@ -456,6 +470,11 @@ class Manager(RunSteps):
         attempts = self._attempts  # `close`, in another thread, ends it
         if attempts is not None:
             attempts.seen()
+        if self._exports is not None and self._is_first:
+            self._exports.begin(self._stored.path(step), self._prune)
+        self._prune()
+
+    def _prune(self) -> None:
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:

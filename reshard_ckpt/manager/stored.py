@@ -22,6 +22,7 @@ from ..engine.common.step_folders import (
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
+from ..format.files import EXPORT
 from ..storage import Lock, Storage, open_storage
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
@@ -251,7 +252,7 @@ class StoredSteps:
     def remove_leftovers(self) -> None:
         """Remove the files of saves that died. The root is locked, so no other job saves there."""
         committed, begun = find_steps(self._storage, self._names)
-        stale = [folder for folder in committed.values() if len(self._storage.folders(folder)) > 1]
+        stale = [folder for folder in committed.values() if len({*self._storage.folders(folder)} - {EXPORT}) > 1]
         for folder in stale:
             with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there

@@ -133,6 +133,24 @@ def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
     assert checkpoint.read(f"{url}/step_3", ["extra.step"]) == {"extra.step": 3}
 
 
+def test_an_export_appears_beside_its_step_is_written_anew_with_it_and_goes_with_it(url: str) -> None:
+    def exported() -> dict[str, list[str]]:
+        with open_storage(url) as storage:
+            keys = [key for key, _ in storage.list() if "/safetensors/" in key]
+        return {key.split("/")[0]: sorted(k.rpartition("/")[2] for k in keys if k.startswith(key[:7])) for key in keys}
+
+    for seed in (1, 2):
+        with checkpoint.Manager(url, keep_last=1, grace=0, also="safetensors") as manager:
+            manager.save(1, state(seed))
+        note = f"{checkpoint.catalog(f'{url}/step_1').save_id}.exported"
+        assert exported() == {"step_1": sorted([note, "model.safetensors"])}
+        found = checkpoint.read(f"{url}/step_1/safetensors")
+        assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in state(seed)["model"].state_dict().items())
+    with checkpoint.Manager(url, keep_last=1, grace=0) as manager:
+        manager.save(2, state())
+    assert exported() == {}
+
+
 def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(url: str) -> None:
     """A prune may run while the next save is under way, which has no catalog yet."""
     checkpoint.save(f"{url}/step_1", state(1))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
 
 from reshard_ckpt import checkpoint
@@ -87,6 +88,20 @@ def check_the_way_back(folder: Path) -> None:
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), reference.parameters(), strict=True))
 
 
+def check_the_exports(folder: Path) -> None:
+    """Load the exports of each layout by their folders alone."""
+    for tied in (False, True):
+        reference = llama(1, tied=tied)
+        for step in range(3):
+            path = folder / f"run-{tied}" / f"step_{step}" / "safetensors"
+            again, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+            assert not any(info[found] for found in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+            assert type(again) is LlamaForCausalLM
+            assert again.config.architectures == ["LlamaForCausalLM"]
+            assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+            assert torch.equal(logits(again), logits(reference))
+
+
 def hub_job(folder: str) -> list[Any]:
     """Load each of the folders into each layout, and save it from there; what came out wrong, each time."""
     if dist.get_rank() == 0:
@@ -102,7 +117,12 @@ def hub_job(folder: str) -> list[Any]:
                 total = sum(p.numel() * p.element_size() for p in reference.parameters())
                 seen.append((wrong_in(model, reference), report.problems, report.num_bytes < total))
         checkpoint.save(f"{folder}/back-{tied}", {"model": model})
+        with checkpoint.Manager(f"{folder}/run-{tied}", also="safetensors") as manager:
+            for step, layout in enumerate(("tp", "fsdp", "fsdp×tp")):
+                model = cut(llama(1, tied=tied), layout)
+                manager.async_save(step, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
     if dist.get_rank() == 0:
         check_the_way_back(Path(folder))
+        check_the_exports(Path(folder))
     dist.barrier()  # nobody leaves while another still works
     return seen

@@ -18,7 +18,7 @@ from typing import Any
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.files import CATALOG_KEY, SAVE_ID, SAVE_TIME
+from ...format.files import CATALOG_KEY, EXPORT, SAVE_ID, SAVE_TIME, exported_saves
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
 from .lineage import LINEAGE, Note
 
@@ -30,6 +30,7 @@ REMOVED_KEY = "removed"
 """The note in a step's folder that its catalog was removed, with the time, and that its files are still there."""
 
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
+_BEGUN_EXPORT = re.compile(rf"\.{EXPORT}\.[0-9a-f]{{32}}\.(partial|replaced)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,21 +217,24 @@ def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tup
 
 
 def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
-    """Remove the files of saves from the folder of a step that has no catalog; other files stay.
+    """Remove the files of saves, and their export, from the folder of a step that has no catalog; other files stay.
 
     With `before_s`, in seconds since 1970, files of saves that began later stay: one may be under way.
     """
     # A save's id begins with its time, which sorts as text.
     last = "9" if before_s is None else time.strftime(SAVE_TIME, time.gmtime(before_s)) + "~"
-    keys = [key for key, _ in root.list(folder) if _is_ours(key) and key not in referred]
-    root.delete(key for key in keys if not SAVE_ID.fullmatch(key.split("/")[1]) or key.split("/")[1] < last)
+    keys = [key.removeprefix(f"{folder}/") for key, _ in root.list(folder)]
+    is_exported = min(exported_saves(keys), default="9") < last
 
+    def goes(key: str) -> bool:
+        first, _, rest = key.partition("/")
+        if not rest:
+            return first == REMOVED_KEY or _TEMPORARY.fullmatch(first) is not None
+        if first == EXPORT:
+            return is_exported
+        return _BEGUN_EXPORT.fullmatch(first) is not None or (SAVE_ID.fullmatch(first) is not None and first < last)
 
-def _is_ours(key: str) -> bool:
-    _, *parts = key.split("/")
-    return (
-        bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else parts[0] == REMOVED_KEY or bool(_TEMPORARY.fullmatch(parts[0]))
-    )
+    root.delete({f"{folder}/{key}" for key in keys if goes(key)} - referred)
 
 
 def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:

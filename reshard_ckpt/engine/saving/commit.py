@@ -29,7 +29,16 @@ from ...core.planning.save_plan import SavePlan, build_catalog
 from ...core.report import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
-from ...format.files import CATALOG_KEY, SAVE_ID, digests_file_bytes, encode_manifest, manifest_key, timeline_key
+from ...format.files import (
+    CATALOG_KEY,
+    EXPORT,
+    SAVE_ID,
+    digests_file_bytes,
+    encode_manifest,
+    exported_saves,
+    manifest_key,
+    timeline_key,
+)
 from ...storage.protocol import ABSENT, ANY, Document, PublishUnknown, Storage, Version, at_once, conflict, write_file
 from ..common.progress import Recorder, merged, size_text
 from ..common.step_folders import referred_by_others
@@ -339,13 +348,17 @@ def _folder(file: WrittenFile) -> str:
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
     """Delete the files of earlier and of unfinished saves in these folders.
 
-    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves.
+    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves, except
+    the export of an earlier save.
     """
     kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
     stale: list[str] = []
     for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
         stale += [key for key, _ in storage.list(folder) if key not in kept]
         stale.append(f"{folder}/none")  # not a real file: `delete` also removes empty folders, as of a save killed early
+    if EXPORT in folders:
+        exported = [key for key, _ in storage.list(EXPORT)]
+        stale += exported if exported_saves(exported) - {catalog.save_id} else []
     if stale:
         try:
             others = referred_by_others(storage)
