@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron compat-torchtitan fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -122,6 +122,19 @@ compat-deepspeed:
 	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch accelerate -e '.[dev,all]'; \
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
 	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/deepspeed; \
+	done
+
+# torchtitan's own manager, containers and loader on the CPU; its Trainer and models need a GPU.
+COMPAT_TORCHTITAN ?= 0.3.0
+
+compat-torchtitan:
+	@set -e; for v in $(COMPAT_TORCHTITAN); do \
+	  echo "torchtitan $$v"; \
+	  venv=$(COMPAT_VENVS)/torchtitan-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt numpy torch -e '.[dev,all]'; \
+	  $$venv/bin/python -m pip install --quiet "torchtitan==$$v"; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/torchtitan; \
 	done
 
 # The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.

@@ -23,6 +23,7 @@ NOT_SHOWN = {
     *(f"reshard_ckpt.{name}" for name in ("checkpoint", "dcp.format_utils")),
     *(f"reshard_ckpt.dcp.{name}" for name in ("AsyncCheckpointerType", "AsyncSaveResponse")),  # torch's own
     *(f"reshard_ckpt.megatron.{name}" for name in ("LoadStrategy", "SaveStrategy")),  # classes made from Megatron's
+    "reshard_ckpt.integrations.torchtitan.ReshardCheckpointManager",  # a class made from torchtitan's
 }
 
 
