@@ -127,8 +127,17 @@ def _comm_of(
     title = f"{kind} {subject!r}"
 
     def comm_of(number: int) -> AnyComm:
-        store, ended = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
-        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
+        store, near = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
+        return made(
+            store,
+            group.rank,
+            group.size,
+            title=title,
+            timeout_s=timeout_s,
+            ended=near.ended,
+            ranks_near=near.ranks,
+            hosts=True,
+        )
 
     return comm_of
 
@@ -143,8 +152,8 @@ def shared_store(
     group = current_group(process_group, timeout_s)
     if group is None:
         return None
-    _, ended = group.home.session(name, title=f"open {name}", timeout_s=timeout_s)
-    return group.named(name, timeout_s), ended
+    _, near = group.home.session(name, title=f"open {name}", timeout_s=timeout_s)
+    return group.named(name, timeout_s), near.ended
 
 
 def open_stop(

@@ -43,6 +43,12 @@ def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
     return Refusal("PeerError", message, (0,), absent=(0,))
 
 
+def processes_ended(title: str, ranks: tuple[int, ...]) -> Refusal:
+    """Make the refusal of a step that needs ranks whose processes have ended."""
+    what = f"the {'process' if len(ranks) == 1 else 'processes'} of {name_ranks(ranks)} ended"
+    return Refusal("PeerError", f"{title}: {what} before this was done; their own logs say why", ranks, absent=ranks)
+
+
 def did_not_arrive(ranks: Sequence[int], timeout_s: float) -> str:
     """Return a sentence: these ranks did not come to a call, and the possible reasons."""
     return (

@@ -23,7 +23,7 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .bounded import BoundedStore, Line, bounded, held, named_failure
 from .calls import did_not_arrive
-from .peers import Ended, Peers
+from .peers import Neighbours, Peers
 
 REPLY_S = 120.0
 """Torch's own limit for a reply. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
@@ -39,8 +39,8 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 class Home(Protocol):
     """The place of a group's sessions: a key-value store, found in one of several ways."""
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
-        """Return the store of a session, limited to its own keys, and a function that returns the ranks that have ended.
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
+        """Return the store of a session, limited to its own keys, and the ranks of this machine.
 
         Raises
         ------
@@ -57,10 +57,10 @@ class SettledHome:
         self._peers = Peers(rank, size)
         self._peers.arrive(line.open(timeout_s).below("home"))
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
         with named_failure(f"{title}: the job's key-value store does not answer"):
             root = self._line.open(timeout_s).below("home")
-        return root.below(name), partial(self._peers.ended, root)
+        return root.below(name), Neighbours(self._peers, root)
 
 
 class HostedHome:
@@ -82,14 +82,14 @@ class HostedHome:
         self._peers = Peers(rank, size)
         self._has_met = False
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
         with named_failure(f"{title}: the job's key-value store does not answer"):
             with held(self._lock, timeout_s, f"{title}: the ranks did not meet"):
                 if not self._has_met:
                     self._meet(title, timeout_s)
                     self._has_met = True
             root = self._line.open(timeout_s).below(self._nonce())
-        return root.below(name), partial(self._peers.ended, root)
+        return root.below(name), Neighbours(self._peers, root)
 
     def _nonce(self) -> str:
         return self._record.partition(b" ")[0].decode()

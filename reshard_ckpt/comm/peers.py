@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from .payloads import KeyValueStore
@@ -39,12 +40,36 @@ class Peers:
         amount, self._is_counted = int(not self._is_counted), True
         return store.add("here", amount)
 
+    def ranks(self, store: KeyValueStore) -> tuple[int, ...]:
+        """Return the ranks of this machine that have registered, ascending; all of them once the ranks have met in a session."""
+        self._look(store)
+        return tuple(sorted({int(rank) for rank, _, _ in self._processes}))
+
     def ended(self, store: KeyValueStore) -> frozenset[int]:
         """Return the ranks of this machine whose processes are known to have ended."""
+        self._look(store)
+        return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) != began)
+
+    def _look(self, store: KeyValueStore) -> None:
         if not self._is_complete:
             self._is_complete = store.add("here", 0) >= self._size
             self._processes = [line.split(":") for line in store.get(self._key).decode().split()]
-        return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) != began)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The ranks of this machine, over one connection to the group's keys."""
+
+    peers: Peers
+    store: KeyValueStore
+
+    def ended(self) -> frozenset[int]:
+        """Return the ranks whose processes are known to have ended."""
+        return self.peers.ended(self.store)
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks, ascending. The ranks must have met in a session before."""
+        return self.peers.ranks(self.store)
 
 
 def _machine() -> str:

@@ -48,6 +48,15 @@ class Comm(Protocol):
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         """Send ``payloads[r]`` of rank 0 to rank r, and return the own one. The argument of other ranks is ignored."""
 
+    def neighbours(self) -> Sequence[int]:
+        """Return the ranks on this machine, ascending. They can open each other's shared memory."""
+
+    def broadcast_near(self, payload: bytes | None) -> bytes:
+        """Send a short payload of the first of `neighbours` to the others, and return it. The argument of others is ignored.
+
+        Collective among the ranks of one machine; the ranks of other machines need not call it.
+        """
+
 
 class SoloComm:
     """The `Comm` of a process on its own.
@@ -73,6 +82,12 @@ class SoloComm:
         assert payloads is not None
         assert len(payloads) == 1
         return bytes(payloads[0])
+
+    def neighbours(self) -> Sequence[int]:
+        return (0,)
+
+    def broadcast_near(self, payload: bytes | None) -> bytes:
+        return self.broadcast(payload)
 
 
 def merge_of_all(comm: Comm, mine: Any, merge: Callable[[list[Any]], Any] = list) -> Any:

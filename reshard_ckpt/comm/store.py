@@ -11,7 +11,8 @@ all ranks go on, or all raise the same error. Ranks wait for decisions, and rank
    may wait there. A session begins and ends with a gather, so every failure inside it is seen.
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
    It does so at once if an absent rank is known to have ended.
-5. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
+5. *On one machine* (broadcast_near): its first rank writes a key that the others wait for. A rank that gives up writes it too.
+6. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
    completes the number deletes the session's keys: usually rank 0, or a rank that the others had given up.
 
 A rank waits in the store's server, in another thread and on a connection of its own. So it can be interrupted, and it looks
@@ -32,10 +33,10 @@ from torch.distributed import DistError
 
 from ..errors import PeerError
 from .bounded import BoundedStore
-from .calls import call_of, disagreement, expired, too_late
+from .calls import call_of, disagreement, expired, processes_ended, too_late
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
-from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
+from .wire import Frame, Refusal, decode_frames, encode_frame, refusal_of
 
 # The decisions that let a step pass: the name of rank 0's call in that step.
 _PASSED = (b"gather", b"broadcast", b"scatter")
@@ -43,6 +44,8 @@ _PASSED = (b"gather", b"broadcast", b"scatter")
 _INLINE = b"\0"
 """Between a decision and its payload; JSON, the form of a refusal, does not contain it."""
 _INLINE_BYTES = 64 << 10
+_GIVEN_UP = b"refused"
+"""In place of a message to the ranks of one machine, which begins with `_INLINE`."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
 _LOOK_S = 0.5
@@ -61,6 +64,8 @@ class StoreComm:
     ----------
     ended
         Returns the ranks that are known to have ended; by default an empty set.
+    ranks_near
+        Returns the ranks on this machine; by default this rank alone. Called once all ranks have met.
     hosts
         Whether rank 0's process hosts the store, so that it must leave last.
     """
@@ -74,11 +79,14 @@ class StoreComm:
         title: str,
         timeout_s: float,
         ended: Ended = frozenset,
+        ranks_near: Callable[[], Sequence[int]] | None = None,
         hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = BoundedStore.of(store, timeout_s), rank, size
         self._payloads = Payloads(self._store)
         self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
+        self._ranks_near = ranks_near or (lambda: (rank,))
+        self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
         # A server answers some 50,000 requests a second: polls of all ranks together must leave it most of its time.
         self._pauses_s = max(_FIRST_PAUSE_S, size * 20e-6), max(_LAST_PAUSE_S, size * 100e-6)
@@ -129,6 +137,49 @@ class StoreComm:
             self._payloads.save({self._key("to", rank): payloads[rank] for rank in range(1, self.size)})
             self._decide("scatter")
             return bytes(payloads[0])
+
+    def neighbours(self) -> Sequence[int]:
+        with self._reachable():
+            return self._ranks_near()
+
+    def broadcast_near(self, payload: bytes | None) -> bytes:
+        with self._reachable():
+            self._stop_if_over()
+            first, *others = self._ranks_near()
+            key = _near_key(first, self._num_near)
+            if first != self.rank:
+                payload = self._payload_near(key, first)
+            elif others:
+                assert payload is not None
+                if self._store.compare_set(key, b"", _INLINE + payload) == _GIVEN_UP:
+                    self._find_refusal()
+            assert payload is not None
+            self._num_near += 1
+            return bytes(payload)
+
+    def _payload_near(self, key: str, first: int) -> bytes:
+        """Wait for the message of the first rank of this machine. A rank that gives up writes `_GIVEN_UP` in its place."""
+
+        def has_ended() -> bool:
+            return self._may_look() and first in self._ended()
+
+        came, value = self._wait_for(key, self._timeout_s, has_ended)
+        if value is None and not self._store.check([key]):
+            self._stop_if_given_up()
+            late = expired(self._title, (first,), self._timeout_s)
+            self._refuse_undecided(processes_ended(self._title, (first,)) if came else late)
+            self._stop_if_over()
+        if value is None:
+            value = self._store.get(key)
+        if value == _GIVEN_UP:
+            self._find_refusal()
+        return value.removeprefix(_INLINE)
+
+    def _find_refusal(self) -> None:
+        """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
+        while _passed(decision := self._store.get(self._key("decision"))):
+            self._step += 1
+        self._apply(decision, "")
 
     # --- opening and leaving a session ---
 
@@ -210,8 +261,7 @@ class StoreComm:
             return
         self._store.allow(self._farewell())
         with suppress(DistError):  # without a store no rank can be reached, and `error` says more
-            while self._refuse(refusal_of(error, self.rank)) is None:
-                self._step += 1
+            self._refuse_undecided(refusal_of(error, self.rank))
             for step in range(self._step):
                 self._payloads.drop(f"{step}/to/{self.rank}")  # sent by rank 0; this rank will not take it any more
 
@@ -219,6 +269,7 @@ class StoreComm:
         """Count this rank out; the last rank deletes all keys. Raises nothing if the store is gone."""
         self._store.allow(self._farewell())
         with suppress(DistError):
+            self._leave_near()
             if self.rank == 0 and waits and self.size > 1:
                 if self._refusal is None:
                     if not self._wait_for("gone", self._farewell())[0]:
@@ -230,6 +281,17 @@ class StoreComm:
                 self._store.together(self._delete_all)
             elif num_left == self.size - 1 and self.rank and self._refusal is None:
                 self._store.set("gone", b"")  # rank 0 waits for it
+
+    def _leave_near(self) -> None:
+        """Delete the messages to the ranks of this machine. After a refusal some may be unread: list them for the last rank."""
+        failed = self._refusal is not None
+        if not self._step or not (self._num_near or failed) or len(near := self._ranks_near()) == 1:
+            return
+        keys = [_near_key(near[0], number) for number in range(self._num_near + failed)]
+        if failed:
+            self._store.append("near", "".join(f"{key} " for key in keys).encode())
+        elif near[0] == self.rank:
+            self._store.together(lambda store: [store.delete_key(key) for key in keys])
 
     def _farewell(self) -> float:
         return min(self._farewell_s, self._timeout_s)
@@ -329,8 +391,17 @@ class StoreComm:
         if _passed(decision):
             return None
         self._store.set(self._key("bell"), b"")
+        if self._step:  # else the ranks of this machine may not be known
+            first, *others = self._ranks_near()
+            if others:
+                self._store.compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
         self._refusal = Refusal.decode(decision)
         return self._refusal
+
+    def _refuse_undecided(self, refusal: Refusal) -> None:
+        """Refuse the first step that is not decided yet: rank 0 may have let this one pass."""
+        while self._refuse(refusal) is None:
+            self._step += 1
 
     def _await(self, key: str, refuse: Callable[[], bool]) -> bytes | None:
         """Wait for a key, the bell or the decision. Refuse the step when the time is over or `refuse` has done so.
@@ -367,17 +438,15 @@ class StoreComm:
 
     def _refuse_without_ended(self) -> bool:
         """Refuse the step if a rank that it still needs has ended. Return True once the step is decided."""
-        if not self._may_look() or not (ended := self._ended()):
+        if not self._may_look() or not (gone := self._ended()):
             return False
         arrived = self._arrived()
         # Of rank 0 the others need the decision; of another rank all is here once it has arrived.
         needed = {0, *range(self.size if arrived else 0)} - (arrived - {0}) - {self.rank}
-        missing = tuple(sorted(needed & ended))
+        missing = tuple(sorted(needed & gone))
         if not missing:
             return False
-        what = f"the {'process' if len(missing) == 1 else 'processes'} of {name_ranks(missing)} ended"
-        message = f"{self._title}: {what} before this was done; their own logs say why"
-        self._refuse(Refusal("PeerError", message, missing, absent=missing))
+        self._refuse(processes_ended(self._title, missing))
         return True
 
     def _may_look(self) -> bool:
@@ -425,6 +494,9 @@ class StoreComm:
             for rank in range(1, self.size):
                 payloads.drop(f"{self._step}/from/{rank}")
                 payloads.drop(f"{self._step}/to/{rank}")
+            near = bytes(store.get("near")).decode().split() if store.check(["near"]) else []
+            for name in {*near, "near"}:
+                store.delete_key(name)
         for name in ("left", "gone"):
             store.delete_key(name)
 
@@ -439,6 +511,11 @@ class StoreComm:
                 "the process that hosts it, often rank 0, has probably ended, or hangs: its log says why",
                 ranks=(0,),
             ) from error
+
+
+def _near_key(first: int, number: int) -> str:
+    """Return the key of a message of the first rank of a machine to the others there."""
+    return f"near/{first}/{number}"
 
 
 def give_up_sessions() -> None:

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.step_folders import describe_run
-from ..engine.loading.load import Identified, identified_catalog, open_same
+from ..engine.loading.load import Found, Identified, identified_catalog, open_same
 from ..errors import CheckpointError, CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, digest128
@@ -56,27 +56,29 @@ def open_shared_source(
     """Open a path on every rank, and check that all see the same checkpoint; rank 0 protects it from removal. Collective."""
     with ExitStack() as stack:
         lock_s = timeout_s if comm.rank == 0 else None
-        yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock_s))
+        yield open_same(comm, str(path), lambda found: _open(path, stack, formats, lock_s, found), stack)
 
 
-def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None) -> Identified[Source]:
+def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, found: Found | None = None) -> Identified[Source]:
     """Open a path in this library's own format, else in the first foreign format that recognizes it.
 
-    `lock_s` are the seconds to wait for the lock of a checkpoint (`reading`); with None it is not locked.
+    `lock_s` are the seconds to wait for the lock of a checkpoint (`reading`); with None it is not locked. With `found`, the
+    catalog that another rank has found is decoded, and none is read.
     """
-    storage = stack.enter_context(open_storage(path))
+    storage = stack.enter_context(open_storage(found.path if found else path))
     if lock_s is not None:
         stack.enter_context(reading(storage, lock_s))
     listed = ListedStorage(storage) if storage.hints.requests > DISK.requests else storage
     try:
-        opened = identified_catalog(listed)
+        opened = identified_catalog(listed, found)
     except CheckpointNotFound as error:
         # The root of a run stands for its latest checkpoint, which may be one of this library.
         tag = latest_below(listed, formats)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
         return _open_foreign(path_text(path), listed, stack, formats, error)
-    return Identified(Source(_followed(storage, opened.value, stack, lock_s), opened.value), opened.identity)
+    source = Source(_followed(storage, opened.value, stack, lock_s), opened.value)
+    return Identified(source, opened.identity, replace(opened.found, path=path_text(path)) if opened.found else None)
 
 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:

@@ -39,6 +39,16 @@ class CommContract:
         got = run(lambda comm: comm.scatter([message(r, num_bytes) for r in range(comm.size)] if comm.rank == 0 else None))
         assert got == [message(rank, num_bytes) for rank in range(len(got))]
 
+    def test_the_first_rank_of_a_machine_gives_its_message_to_the_others(self, run: Run):
+        def body(comm: Comm) -> Any:
+            near = comm.neighbours()
+            messages = [b"%d-%d" % (near[0], i) for i in range(3)]
+            return near, messages, [comm.broadcast_near(text if comm.rank == near[0] else None) for text in messages]
+
+        for rank, (near, sent, got) in enumerate(run(body)):
+            assert rank in near
+            assert got == sent
+
     def test_messages_of_very_different_sizes(self, run: Run):
         def sizes(comm: Comm) -> list[int]:
             return [SIZES[rank % len(SIZES)] for rank in range(comm.size)]

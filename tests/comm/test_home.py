@@ -100,8 +100,8 @@ def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
 
     def call(rank: int, subject: str, timeout_s: float = 600) -> str:
         def comm_of(number: int) -> StoreComm:
-            store, ended = homes[rank].session(f"{number}", title=f"save '{subject}'", timeout_s=timeout_s)
-            return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=ended)
+            store, near = homes[rank].session(f"{number}", title=f"save '{subject}'", timeout_s=timeout_s)
+            return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=near.ended)
 
         try:
             with _session(comm_of, counters[rank], counters[rank].take(), "save", subject) as comm:

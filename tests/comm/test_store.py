@@ -37,6 +37,14 @@ class TestStoreComm(CommContract):
         return lambda body: run_session(server, size, body)
 
 
+class TestStoreCommOfMachines(CommContract):
+    """Ranks 0 to 2 are on one machine, ranks 3 and 4 on another."""
+
+    @pytest.fixture
+    def run(self, server: Server) -> Run:
+        return lambda body: run_session(server, 5, body, near=lambda rank: (0, 1, 2) if rank < 3 else (3, 4))
+
+
 def test_a_session_of_one_rank_works_too(server: Server):
     assert run_session(server, 1, lambda comm: (comm.gather(b"a"), comm.broadcast(b"b"), comm.scatter([b"c"]))) == [
         ([b"a"], b"b", b"c")

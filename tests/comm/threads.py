@@ -35,6 +35,7 @@ def run_session(
     call: Callable[[int], tuple[str, str]] = lambda rank: ("save", "/ckpt"),
     only: Collection[int] | None = None,
     wrap: Callable[[Any, int], Any] = lambda store, rank: store,
+    near: Callable[[int], Sequence[int]] = lambda rank: (rank,),
 ) -> list[Any]:
     """What `body` returns or raises on each rank; None on those that do not take part (not in `only`)."""
     outcomes: list[Any] = [None] * size
@@ -44,7 +45,8 @@ def run_session(
     def run(rank: int) -> None:
         def comm_of(number: int) -> StoreComm:
             store = wrap(dist.PrefixStore(f"{name}+{number}" if number else name, server.store), rank)
-            return StoreComm(store, rank, size, title="save '/ckpt'", timeout_s=timeout_s)
+            options = {"title": "save '/ckpt'", "timeout_s": timeout_s, "ranks_near": lambda: near(rank)}
+            return StoreComm(store, rank, size, **options)
 
         start.wait()
         try:

@@ -109,6 +109,12 @@ def broadcast(comm: Any, die: Die) -> None:
     comm.broadcast(b"all")
 
 
+def broadcast_near(comm: Any, die: Die) -> None:
+    assert comm.neighbours() == (0, 1)
+    die()
+    comm.broadcast_near(b"of this machine")
+
+
 def scatter(comm: Any, die: Die) -> None:
     die()
     comm.scatter([b"a", b"b"])
@@ -274,6 +280,7 @@ TABLE = {
     "a session": Row(come, says=SAYS),
     "gather": Row(session(gather), says=SAYS),
     "broadcast": Row(session(broadcast), (0,), says=SAYS),
+    "broadcast on a machine": Row(session(broadcast_near), (0,), says=SAYS),
     "scatter": Row(session(scatter), (0,), says=SAYS),
     "leave": Row(leave, (1,), killed_s=SOON),
     "values of all": Row(values, says=SAYS),

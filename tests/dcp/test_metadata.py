@@ -61,7 +61,12 @@ def test_it_says_what_torchs_own_says(tmp_path: Path, theirs: Metadata, how: str
 def test_it_is_not_read_before_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     call_state_dicts: list[object] = []
     identified = source.identified_catalog
-    monkeypatch.setattr(source, "identified_catalog", lambda storage: (call_state_dicts.append(storage), identified(storage))[1])
+
+    def noting(storage: Any, found: Any) -> Any:
+        call_state_dicts.append(storage)
+        return identified(storage, found)
+
+    monkeypatch.setattr(source, "identified_catalog", noting)
     metadata = dcp.save(state(), checkpoint_id=tmp_path)
     assert repr(metadata) == "<SavedMetadata, not read yet>"
     assert not call_state_dicts

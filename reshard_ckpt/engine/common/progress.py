@@ -273,6 +273,12 @@ class TimedComm:
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         return self._noted(False, lambda: self._comm.scatter(payloads))
 
+    def neighbours(self) -> Sequence[int]:
+        return self._comm.neighbours()
+
+    def broadcast_near(self, payload: bytes | None) -> bytes:
+        return self._comm.broadcast_near(payload)
+
     def _noted(self, to_first: bool, call: Callable[[], T]) -> T:
         began = self._recorder.now()
         result = call()

@@ -1,6 +1,7 @@
 """The steps of a load on one rank: open, resolve, vote, verify, read.
 
-1. `open_same`: rank 0 reads the catalog and broadcasts its digest; every rank reads the catalog, and compares.
+1. `open_same`: rank 0 reads the catalog and broadcasts its digest. One rank of each other machine reads it too, and compares. The
+   other ranks of a machine decode it from that rank's memory: a broadcast among the ranks of each machine.
 2. `resolve`: match wanted tensors with saved ones, and plan the reads. Not collective; no tensor changes yet.
 3. `vote` (in `vote.py`): a gather and a broadcast of the problems of all ranks. Either all ranks go on, or all raise the same
    error.
@@ -12,15 +13,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgpack
 import numpy as np
 import torch
 
 from ...comm.protocol import Comm, merge_of_all, union
+from ...comm.shared_memory import Segment, open_segment
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, TensorSpec
 from ...core.geometry.runs import I64
@@ -32,7 +35,7 @@ from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageErro
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.columns import TORCH_DTYPES
 from ...format.files import CATALOG_KEY, SAVE_ID, digest128
-from ...storage import open_storage
+from ...storage import open_storage, resolved_path
 from ...storage.protocol import MissingKey, Storage
 from ..common.files import open_files
 from ..common.progress import OnProgress, silent
@@ -112,11 +115,43 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The bytes of a catalog, and the path where it was."""
+
+    path: str
+    data: bytes | memoryview
+
+    def lend(self, stack: ExitStack) -> bytes:
+        """Return a message by which the other ranks of this machine can `borrow` it until `stack` is closed."""
+        try:
+            segment = Segment(len(self.data))
+        except (AttributeError, OSError):  # not Linux, or too little memory
+            return b""
+        stack.callback(segment.close)
+        memory: Any = segment.data.numpy()
+        memoryview(memory)[:] = self.data
+        message: bytes = msgpack.packb((resolved_path(self.path), segment.address))
+        return message
+
+    @classmethod
+    def borrow(cls, message: bytes) -> Found | None:
+        """Open the memory of the rank that lent it; None if this rank must read the catalog itself."""
+        path, address = msgpack.unpackb(message) if message else ("", b"")
+        memory = open_segment(address) if address else None
+        if memory is None:
+            return None
+        data: Any = memory.numpy()
+        return cls(path, memoryview(data))
+
+
+@dataclass(frozen=True, slots=True)
 class Identified(Generic[T]):
     """An opened value, such as a catalog, and bytes that identify it: equal on two ranks if both opened the same."""
 
     value: T
     identity: bytes
+    found: Found | None = None
+    """Its catalog as it was read, if another rank can open the value with that."""
 
 
 def read_catalog_bytes(storage: Storage) -> bytes:
@@ -161,43 +196,51 @@ def open_catalog(storage: Storage) -> Catalog:
     return identified_catalog(storage).value
 
 
-def identified_catalog(storage: Storage) -> Identified[Catalog]:
-    """Read and check the catalog; its identity is the digest of its bytes."""
-    data = read_catalog_bytes(storage)
+def identified_catalog(storage: Storage, found: Found | None = None) -> Identified[Catalog]:
+    """Read and check the catalog, or the bytes that were `found`; its identity is the digest of its bytes."""
+    data = read_catalog_bytes(storage) if found is None else found.data
     try:
-        return Identified(decode_catalog(data), digest128(data))
+        return Identified(decode_catalog(data), digest128(data), Found(storage.url, data))
     except CorruptError as error:
         raise CorruptError(f"{storage.url}: {error}") from error
 
 
-def open_same(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
-    """Open a checkpoint on every rank, and check that all opened the same one. Collective: one broadcast of its identity.
+def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[T]], stack: ExitStack) -> T:
+    """Open a checkpoint on every rank, and check that all opened the same one.
 
-    Rank 0 opens it first. If that fails, the session raises the error on all ranks, and no other rank reads.
+    Collective: a broadcast of its identity, then a broadcast among the ranks of each machine that has several. Rank 0 opens it
+    first. If that fails, the session raises the error on all ranks, and no other rank reads.
 
     Parameters
     ----------
     where
         Name of the checkpoint in messages.
     read
-        Opens the checkpoint on this rank and identifies it.
+        Opens the checkpoint on this rank and identifies it. It reads the catalog itself, unless it gets one that another rank
+        has found.
+    stack
+        Keeps the memory that other ranks read; close it once all ranks have opened the checkpoint.
 
     Raises
     ------
     CheckpointNotFound, CorruptError
         `read` raised it, or this rank opened another checkpoint than rank 0.
     """
-    if comm.rank == 0:
-        opened = read()
-        comm.broadcast(opened.identity)
-        return opened.value
-    wanted = comm.broadcast(None)
-    opened = read()
+    if comm.size == 1:
+        return read(None).value
+    near = comm.neighbours()
+    reads = near[0] == comm.rank
+    opened = read(None) if comm.rank == 0 else None
+    wanted = comm.broadcast(opened.identity if opened else None)
+    if opened is None:
+        opened = read(None if reads else Found.borrow(comm.broadcast_near(None)))
     if opened.identity != wanted:
         raise CorruptError(
             f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
+    if reads and len(near) > 1:
+        comm.broadcast_near(opened.found.lend(stack) if opened.found else b"")
     return opened.value
 
 
