@@ -19,13 +19,14 @@ from math import prod
 from typing import Any
 
 from ..core.catalog.names import unwrapped_keys
-from ..core.catalog.param_groups import named_group
+from ..core.catalog.param_groups import merge, named_group
 from ..core.catalog.specs import Ints, ValueKind
+from ..core.trees import children_of_dict, flatten, name_of
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from ..format.values import encode_value
 from ..state.dtensor import layout_of, placement_of, recognize
 from ..state.layouts import Layout
-from ..state.optimizer_dicts import names_by_number
+from ..state.optimizer_dicts import GroupOfEach, is_flattened, names_by_number, nested
 from ..storage import Storage
 from ..torchfile.archive import FileReader, TorchFile
 from ..torchfile.pickle_reader import attributes_of, class_of
@@ -59,15 +60,15 @@ def open_rank_files(storage: Storage, key: str | None) -> Source | None:
     kinds = {stem: _kind(stem) for stem in sizes}
     if not {MODEL, OPTIMIZER} & set(kinds.values()):
         return None
-    folder = _Folder(storage)
+    folder = RankFolder(storage, NAME)
     for stem in sorted(
         sizes, key=lambda stem: (kinds[stem] != MODEL, stem)
     ):  # the model first: it names the optimizer's parameters
         keys = _of_all_ranks(sizes[stem], stem, storage.url)
         if kinds[stem] == MODEL:
-            folder.add_model(keys)
+            folder.add_tensors(MODEL, [folder.open(key) for key in keys])
         elif kinds[stem] == OPTIMIZER:
-            folder.add_optimizer(keys)
+            folder.add_optimizer(OPTIMIZER, [folder.open(key) for key in keys], plain_on_all=len(keys) == 1)
         else:
             folder.add_values(stem, keys)
     return Source(folder.storage, folder.builder.finish(), NAME)
@@ -100,10 +101,18 @@ class _Part:
     layout: Layout | None
 
 
-class _Folder:
-    def __init__(self, storage: Storage) -> None:
+class RankFolder:
+    """The catalog over a folder with a file of ``torch.save`` for each rank and item; a file is given in order of rank.
+
+    Attributes
+    ----------
+    storage
+        The store that serves the files, and the values that were encoded.
+    """
+
+    def __init__(self, storage: Storage, format: str) -> None:
         self.storage = storage
-        self.builder = CatalogBuilder(NAME, storage.url)
+        self.builder = CatalogBuilder(format, storage.url)
         self._reader = FileReader(storage, _CLASSES)
         self._url = storage.url
         self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
@@ -111,40 +120,48 @@ class _Folder:
         self._params: list[tuple[str, Ints]] = []
         """The name and the shape of each parameter, in the order of the model; a tied one once."""
 
-    def add_model(self, keys: Sequence[str]) -> None:
-        for rank, key in enumerate(keys):
-            file = self._reader.open(key)
-            content = self._dict(file.content, key)
-            names = dict(zip(content, unwrapped_keys([str(name) for name in content]), strict=True))
-            if rank == 0:
+    def open(self, key: str) -> TorchFile:
+        """Read the objects in a file, and none of its tensors."""
+        return self._reader.open(key)
+
+    def add_tensors(self, item: str, files: Sequence[TorchFile]) -> None:
+        """Add state dicts of a module; a plain tensor is the same on all ranks."""
+        for rank, file in enumerate(files):
+            content = {name_of(path): leaf for path, leaf in flatten(self._dict(file.content, file.key), children_of_dict)}
+            names = dict(zip(content, unwrapped_keys(list(content)), strict=True))
+            if rank == 0 and item == MODEL:
                 self._params = _distinct(content, names)
             for name, value in content.items():
-                self._add((MODEL, names[name]), value, file, plain_on_all=True)
+                self._add((item, names[name]), value, file, plain_on_all=True)
 
-    def add_optimizer(self, keys: Sequence[str]) -> None:
-        for rank, key in enumerate(keys):
-            file = self._reader.open(key)
-            content = self._dict(file.content, key)
+    def add_optimizer(self, item: str, files: Sequence[TorchFile], *, plain_on_all: bool) -> None:
+        """Add state dicts of an optimizer; with `plain_on_all`, a plain tensor is the same on all ranks."""
+        groups_of: list[tuple[str, list[dict[str, Any]]]] = []
+        for file in files:
+            content = self._dict(file.content, file.key)
+            is_flat = is_flattened(content)
+            content = nested(content) if is_flat else content
             state, groups = content.get("state"), content.get("param_groups")
             if not isinstance(state, dict) or not isinstance(groups, list):
-                raise CorruptError(f"{self._url}: {key} holds no state dict of an optimizer; use another copy")
+                raise CorruptError(f"{self._url}: {file.key} holds no state dict of an optimizer; use another copy")
             names = self._names(state, groups)
             if names is None:
                 self.builder.unreadable(
-                    OPTIMIZER,
+                    item,
                     UnsupportedError(
-                        f"{self._url}: {key} numbers the parameters of the optimizer, and the model's files do not show which "
-                        "they are (the flat parameters of FSDP1 have no names); load the model alone, or save with this library"
+                        f"{self._url}: {file.key} numbers the parameters of the optimizer, and the model's files do not show "
+                        "which they are (the flat parameters of FSDP1 have no names); load the model alone, or save with this "
+                        "library"
                     ),
                 )
                 return
             for number, entry in state.items():
-                for name, value in self._dict(entry, key).items():
-                    path = (OPTIMIZER, "state", names.get(number, str(number)), str(name))
-                    self._add(path, value, file, plain_on_all=len(keys) == 1)
-            if rank == 0:
-                named = [named_group(file.plain(g), (names.get(p, str(p)) for p in g["params"])) for g in groups]
-                self.builder.value([OPTIMIZER, "param_groups"], named, ValueKind.PARAM_GROUPS)
+                for name, value in self._dict(entry, file.key).items():
+                    path = (item, "state", names.get(number, str(number)), str(name))
+                    self._add(path, value, file, plain_on_all=plain_on_all)
+            own = [named_group(file.plain(g), (names.get(p, str(p)) for p in g["params"])) for g in groups]
+            groups_of.append((file.key, GroupOfEach(own).together() if is_flat else own))
+        self.builder.value([item, "param_groups"], merge(groups_of, name=item), ValueKind.PARAM_GROUPS)
 
     def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:
         """Return the name of each number; an empty mapping if the state is by name; None if the numbers have no names."""
@@ -168,17 +185,26 @@ class _Folder:
         return {number: name for number, (name, _) in enumerate(self._params)}
 
     def add_values(self, stem: str, keys: Sequence[str]) -> None:
+        """Add files of values. Those of one name that differ between ranks are named by rank."""
         reader = FileReader(self.storage, any_class=True)
         try:
             found = [file.plain(file.content) for file in map(reader.open, keys)]
-            found = [one if isinstance(one, dict) else {"value": one} for one in found]
         except UnsupportedError as error:
             self.builder.unreadable(stem, error)
             return
-        shared = {name: value for name, value in found[0].items() if _is_same([one.get(name) for one in found], stem)}
-        own = {str(rank): {n: v for n, v in one.items() if n not in shared} for rank, one in enumerate(found)}
-        state = {stem: shared, f"{stem}_of_rank": own if any(own.values()) else {}}
-        self.storage = serve_state(self.builder, self.storage, {key: value for key, value in state.items() if value}, stem)
+        if not any(isinstance(one, dict) for one in found) and _is_same(found, stem):
+            state = {stem: found[0]}
+        else:
+            found = [one if isinstance(one, dict) else {"value": one} for one in found]
+            values: dict[Any, list[Any]] = {}
+            for one in found:
+                for name, value in one.items():
+                    values.setdefault(name, []).append(value)
+            shared = {name: of_ranks[0] for name, of_ranks in values.items() if _is_same(of_ranks, stem)}
+            own = {str(rank): {n: v for n, v in one.items() if n not in shared} for rank, one in enumerate(found)}
+            state = {stem: shared, f"{stem}_of_rank": own if any(own.values()) else {}}
+            state = {key: value for key, value in state.items() if value}
+        self.storage = serve_state(self.builder, self.storage, state, stem)
 
     def _dict(self, content: Any, key: str) -> dict[Any, Any]:
         if not isinstance(content, dict):

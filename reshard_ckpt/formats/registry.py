@@ -30,6 +30,7 @@ OWN = {
     "dcp": "reshard_ckpt.formats.dcp.read:FORMAT",
     "deepspeed": "reshard_ckpt.families.deepspeed.open:FORMAT",
     "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
+    "torch_checkpointing": "reshard_ckpt.formats.torch_checkpointing:FORMAT",
     "rank-files": "reshard_ckpt.formats.rank_files:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
@@ -32,6 +32,7 @@ from tests.families.deepspeed.test_folders import DATA as DEEPSPEED
 from tests.families.deepspeed.test_folders import DIGESTS
 from tests.families.megatron import folders as megatron
 from tests.families.vescale import writing as vescale
+from tests.formats.test_torch_checkpointing import DATA as TORCH_CHECKPOINTING
 
 Check = Callable[[Mapping[str, Any]], None]
 
@@ -126,6 +127,16 @@ def vescale_folder(folder: Path) -> Check:
     return is_plain
 
 
+def torch_checkpointing(folder: Path) -> Check:
+    shutil.copytree(TORCH_CHECKPOINTING / "step-3", folder)
+    expected = load_file(TORCH_CHECKPOINTING / "expected.safetensors")
+
+    def check(found: Mapping[str, Any]) -> None:
+        assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+    return check
+
+
 @dataclass(frozen=True)
 class Case:
     format: str
@@ -144,6 +155,7 @@ CASES = [
     Case("bytecheckpoint", bytecheckpoint_folder),
     Case("bytecheckpoint", partial(bytecheckpoint_folder, flavour="fsdp-flat")),
     Case("vescale", vescale_folder),
+    Case("torch_checkpointing", torch_checkpointing),
 ]
 
 
