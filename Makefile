@@ -72,12 +72,14 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
-# Kills a save after each of its system calls in turn, and saves to memory at each step of them; docs/reliability.md has the figures.
+# Kills a save after each of its system calls in turn, saves to memory at each step of them, and saves, reshards, prunes and conversions
+# in an object store at each request; docs/reliability.md has the figures.
 crash-points: $(STAMP)
 	mkdir -p bench_out
 	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
 	$(BIN)/python -m tests.memory.kills --out bench_out/memory_kills.json
 	$(BIN)/python -m tests.memory.copy_kills --out bench_out/memory_copy_kills.json
+	$(BIN)/python -m tests.storage.kills --out bench_out/object_store_kills.json
 
 # The core of the suite on the oldest and the newest torch, each in a venv of its own. PyPI's builds have CUDA, and run on the CPU as
 # well; PIP_EXTRA_INDEX_URL may name an index that has smaller ones.

@@ -16,6 +16,7 @@ A lease under a key of its own marks it as unfinished; the next conversion delet
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage, is_object_path, open_storage, resolved_path
 from ..storage.posix import Explained, sync_folder
-from ..storage.protocol import read_parts
+from ..storage.protocol import PROBE, read_parts
 from ..storage.swap import swap
 from .registry import known_formats
 from .source import open_source
@@ -114,7 +115,7 @@ def _new_prefix(dst: str, overwrite: bool) -> Iterator[Storage]:
     """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there."""
     with open_storage(dst) as storage:
         found = {key for key, _ in storage.list()}
-        if overwrite or (found and PREFIX_LOCK not in found):
+        if overwrite or (PREFIX_LOCK not in found and any(posixpath.basename(key) != PROBE for key in found)):
             raise UsageError(
                 f"{dst}: {'overwrite=True' if overwrite else 'already exists'}: an object store cannot replace a folder in one "
                 "step; pass an empty prefix, without overwrite=True"

@@ -22,8 +22,9 @@ from ..engine.common.step_folders import (
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
-from ..format.files import EXPORT
+from ..format.files import EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
+from ..storage.protocol import PROBE
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
 
@@ -251,6 +252,8 @@ class StoredSteps:
 
     def remove_leftovers(self) -> None:
         """Remove the files of saves that died. The root is locked, so no other job saves there."""
+        # of managers that were killed as they asked whether the store honours conditions
+        self._storage.delete(f"{folder}/{PROBE}" for folder in self._storage.folders() if SAVE_ID.fullmatch(folder))
         committed, begun = find_steps(self._storage, self._names)
         stale = [folder for folder in committed.values() if len({*self._storage.folders(folder)} - {EXPORT}) > 1]
         for folder in stale:

@@ -60,7 +60,7 @@ def obstore() -> Any:
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "gs": (),
+    "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """Variables of the environment with the address of another server than the provider's own."""
@@ -79,7 +79,7 @@ def client_of(scheme: str, bucket: str, timeout_s: float) -> Any:
     }
     endpoint = next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), None)
     if endpoint:
-        options["endpoint"] = endpoint
+        options["base_url" if scheme == "gs" else "endpoint"] = endpoint
         options["client_options"]["allow_http"] = endpoint.startswith("http://")
     provider = _credentials(scheme)
     if provider is not None:
@@ -94,7 +94,7 @@ _OF_OBSTORE = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
            "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY",
-           "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SKIP_SIGNATURE", "GOOGLE_BASE_URL"),
+           "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE"),
     "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY",
            "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_TOKEN", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_USE_EMULATOR",
            "AZURE_SKIP_SIGNATURE", "AZURE_STORAGE_SKIP_SIGNATURE"),

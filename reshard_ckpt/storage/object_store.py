@@ -29,6 +29,7 @@ from .posix import LocksUnsupported
 from .protocol import (
     ABSENT,
     ANY,
+    PROBE,
     Buffer,
     Document,
     Hints,
@@ -299,15 +300,27 @@ _QUOTED: dict[tuple[str, str], bool] = {}
 """For each bucket that was probed, whether its server takes an ETag in quotes."""
 
 
+class _Unfit(StorageError):
+    """The server ignores a condition."""
+
+
 def probe(client: Any, url: str, prefix: str) -> bool:
     """Prove that a bucket's server honours the conditions of a PUT, and return whether it takes an ETag in quotes.
+
+    The object lies in a folder that is named as those of saves, so that a sweep deletes it if this process is killed meanwhile.
 
     Raises
     ------
     StorageError
         It ignores them, or takes no ETag in either form.
     """
-    path = f"{prefix}.probe-{uuid.uuid4().hex}"
+    with suppress(_Unfit):
+        return _probed(client, url, prefix)
+    return _probed(client, url, prefix)  # once more: a sweep of another process may have deleted the first object
+
+
+def _probed(client: Any, url: str, prefix: str) -> bool:
+    path = f"{prefix}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}/{PROBE}"
 
     def put(data: bytes, mode: Any) -> Any:
         try:
@@ -327,7 +340,7 @@ def probe(client: Any, url: str, prefix: str) -> bool:
                 if second is not None:
                     break
             else:
-                raise StorageError(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
+                raise _Unfit(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
             if put(b"4", _update(_version_of(first), quoted)) is not None:
                 _refuse(url, "If-Match (update)")
             return quoted
@@ -340,7 +353,7 @@ _USE = "use a store with conditional writes: S3, GCS, Azure, SeaweedFS, MinIO an
 
 
 def _refuse(url: str, condition: str) -> NoReturn:
-    raise StorageError(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
+    raise _Unfit(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
 
 
 def _give_up(where: str, error: Exception) -> NoReturn:

@@ -68,6 +68,9 @@ class Version:
 ABSENT = Version("absent")
 """The version of a file that does not exist."""
 
+PROBE = "probe"
+"""The name of an object that exists for a moment, in a folder named as that of a save, to see whether conditions hold."""
+
 ANY = Version("any")
 """For `Storage.publish`: replace any version."""
 

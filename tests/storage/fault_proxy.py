@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 Fault = Callable[[str, str], str]
 """Maps the method and the path of a request to its fate: ``""``: passed on; ``"drop"``: done by the store, never answered;
-``"500"``: done, answered by 500; ``"503"``: not done; ``"cut"``: half of the answer's body."""
+``"lose"``: not done, never answered; ``"500"``: done, answered by 500; ``"503"``: not done; ``"cut"``: half of the answer's body.
+It is called once the whole request has arrived, and may wait: the request is then held back."""
 
 _HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
 
@@ -28,19 +31,25 @@ class FaultProxy:
         """Latency that each request gets, so that requests that could run at once do."""
         self.spans: list[tuple[float, float]] = []
         self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._connections = 0
         place = urlsplit(target)
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for the client's 40 ms
 
             def _serve(self) -> None:
                 began = time.monotonic()
+                size = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(size)
                 with proxy._lock:
                     proxy.seen.append((self.command, self.path))
-                    fate = proxy.fault(self.command, self.path)
+                fate = proxy.fault(self.command, self.path)
                 time.sleep(proxy.delay_s)
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if fate == "lose" or len(body) < size:  # shorter if its sender was killed
+                    self.close_connection = True
+                    return
                 if fate == "503":
                     self._answer(503, "Slow Down", {}, b"<Error><Code>SlowDown</Code></Error>")
                     return
@@ -92,7 +101,23 @@ class FaultProxy:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def process_request(self, request: Any, client_address: Any) -> None:
+                with proxy._lock:
+                    proxy._connections += 1
+                super().process_request(request, client_address)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    with proxy._lock:
+                        proxy._connections -= 1
+
+            def handle_error(self, *_: Any) -> None:  # the client is gone
+                pass
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -103,9 +128,10 @@ class FaultProxy:
         left = [1]
 
         def fault(found: str, path: str) -> str:
-            if left and found == method and part in path:
-                left.clear()
-                return fate
+            with self._lock:
+                if left and found == method and part in path:
+                    left.clear()
+                    return fate
             return ""
 
         self.fault = fault
@@ -121,6 +147,16 @@ class FaultProxy:
             else:
                 ended[length] = min(ended[length], end)
         return len(ended)
+
+    def settle(self) -> None:
+        """Wait until all that was sent by processes which have ended is done; nothing else may be connected."""
+        place = urlsplit(self.endpoint)
+        with socket.create_connection((place.hostname, place.port)) as last:  # the server accepts in order
+            last.sendall(b"quit\r\n\r\n")
+            while last.recv(1 << 10):
+                pass
+        while self._connections:
+            time.sleep(0.001)
 
     def forget(self) -> None:
         """Forget the requests so far."""

@@ -1,0 +1,67 @@
+"""The store of objects on a double of Google Cloud Storage: no test has met the real one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.storage import ABSENT, PublishConflict, Storage, open_storage
+from reshard_ckpt.storage.object_client import client_of
+from tests.storage.contract import StorageContract
+from tests.storage.fault_proxy import FaultProxy, fault_proxy
+from tests.storage.gcs_double import GcsDouble, gcs_server, set_gcs
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[GcsDouble, FaultProxy]]:
+    client_of.cache_clear()
+    with gcs_server() as (endpoint, double), fault_proxy(endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        set_gcs(patch, proxy.endpoint)
+        yield double, proxy
+    client_of.cache_clear()
+
+
+@pytest.fixture
+def storage(server: tuple[GcsDouble, FaultProxy]) -> Iterator[Storage]:
+    with open_storage(f"gs://bucket/{uuid.uuid4().hex}/a") as storage:
+        yield storage
+
+
+class TestGcs(StorageContract):
+    many = 30
+
+
+def test_large_files_go_in_parts(storage: Storage, server: tuple[GcsDouble, FaultProxy]) -> None:
+    data = torch.arange(5 << 20, dtype=torch.int32).numpy()
+    with storage.create("f", data.nbytes) as writer:
+        writer.write(memoryview(data))
+    assert storage.read("f", 1 << 30) == data.tobytes()
+    assert not server[0].uploads
+
+
+@pytest.mark.parametrize("fate", ["drop", "500"])
+def test_a_publish_whose_answer_is_lost_has_succeeded(storage: Storage, server: tuple[GcsDouble, FaultProxy], fate: str) -> None:
+    version = storage.publish("catalog", b"1", expected=ABSENT)
+    server[1].once(fate, "PUT", "catalog")
+    second = storage.publish("catalog", b"2", expected=version)
+    with pytest.raises(PublishConflict, match="changed during this save"):
+        storage.publish("catalog", b"3", expected=version)
+    [found] = storage.read_many(["catalog"], 10)
+    assert found is not None
+    assert (found.data, found.version) == (b"2", second)
+
+
+def test_a_run_is_saved_resharded_and_pruned(storage: Storage) -> None:
+    made = {"model": torch.nn.Linear(13, 7), "step": 3}
+    with checkpoint.Manager(f"{storage.url}/run", keep_last=1, grace=0) as manager:
+        for step in range(3):
+            manager.save(step, made)
+    checkpoint.reshard(f"{storage.url}/run/step_2", f"{storage.url}/two", mesh={"dp": 2})
+    found = checkpoint.read(f"{storage.url}/two")
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in made["model"].state_dict().items())
+    with open_storage(f"{storage.url}/run") as run:
+        assert run.folders() == ("step_2",)
