@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders
+from ..engine.common.files import FileDigests
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums
@@ -24,15 +25,19 @@ from ..engine.resharding.reshard import (
     RankShare,
     agree_on_id,
     commit,
+    groups_of,
     rank_share,
     save_id_of,
+    sources_of,
     write_share,
 )
 from ..engine.saving.commit import check_free_space, look
+from ..engine.saving.options import PreviousCheckpoint
 from ..errors import StorageError, UsageError
 from ..format.files import new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
+from ..storage.protocol import begin
 from .selecting import Names, as_list, cast_dtypes, select_names
 from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
@@ -66,7 +71,6 @@ class ReshardReport:
         divides tensors along them.
     dry_run
         True if nothing was written.
-        Whether nothing was written.
     """
 
     save_id: str
@@ -129,7 +133,8 @@ def reshard(
     dry_run
         Only plan and report; write nothing.
     verify
-        Verify every block that is read, and read back every block that was written.
+        Verify every block that is read, and read back every block that was written. S3 compares each upload with its checksum
+        instead.
     progress
         True: a line on stderr. A function is called with the step, the bytes done and the bytes in all.
     process_group, timeout_s
@@ -153,9 +158,12 @@ def reshard(
     subject = f"{src} to {dst}"
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
-        open_shared_source(comm, src, timeout_s=timeout_s) as source,
         open_storage(dst, timeout_s=timeout_s) as target,
+        ExitStack() as opened,
     ):
+        # Both are requests to a store, so they run at the same time.
+        looking = begin(target, lambda: look(target)) if comm.rank == 0 else None
+        source = opened.enter_context(open_shared_source(comm, src, timeout_s=timeout_s))
         _check_target(source.storage, target)
         check_rename(source.catalog, rename)
         catalog = source.catalog
@@ -166,7 +174,7 @@ def reshard(
             new_mesh, placement_rules, stage_boundaries(stages, new_mesh), orders_of_groups(source, catalog, choice.values)
         )
         planned, report = plan_reshard(catalog, choice, topology), reporter(progress if comm.rank == 0 else False)
-        return _write(comm, source, planned, target, verify=verify, report=report, dry_run=dry_run)
+        return _write(comm, source, planned, target, looking, verify=verify, report=report, dry_run=dry_run)
 
 
 def write_as_one_rank(
@@ -176,7 +184,8 @@ def write_as_one_rank(
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
-        return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, verify=verify, report=report)
+        planned = plan_reshard(catalog, choice, topology)
+        return _write(SoloComm(), source, planned, target, lambda: look(target), verify=verify, report=report)
 
 
 def _write(
@@ -184,12 +193,17 @@ def _write(
     source: Source,
     planned: ReshardPlan,
     target: Storage,
+    looking: Callable[[], PreviousCheckpoint] | None,
     *,
     verify: bool,
     report: OnProgress,
     dry_run: bool = False,
 ) -> ReshardReport:
-    before = look(target) if comm.rank == 0 else None
+    """Write a planned reshard. `looking` returns the checkpoint at the target; only rank 0 has it."""
+    groups = groups_of(comm, planned)
+    digests = FileDigests(source.storage, planned.catalog, verify=verify)
+    begin(source.storage, lambda: digests.of(sources_of(planned, [rank for group in groups for rank in group])))
+    before = looking() if looking is not None else None
     save_id = agree_on_id(comm, save_id_of(planned, verify=verify))
     if not has_checksums(planned.catalog):
         # The id is normally computed from the catalog, so that a killed attempt continues under the same id. Without checksums an
@@ -201,8 +215,11 @@ def _write(
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
     with _exclusive(target, save_id) if comm.rank == 0 else nullcontext() as lease:
-        comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock that keeps other reshards out
-        done = write_share(comm, source.storage, target, planned, save_id, verify=verify, report=report)
+        # No rank touches a file before rank 0 holds the lock that keeps other reshards out. Without a folder there is nothing to
+        # list; if another reshard of this kind made one a moment ago, its files are replaced by equal ones.
+        is_new = before is not None and save_id not in before.folders and not target.hints.has_locks
+        there = value_of_first(comm, lambda: [] if is_new else [key for key, _ in target.list(save_id)])
+        done = write_share(groups, source.storage, target, planned, save_id, digests, frozenset(there), report=report)
         if lease is not None:
             lease.check()
         done = commit(comm, target, planned, save_id, done, before)
@@ -212,9 +229,8 @@ def _write(
 @contextmanager
 def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
     """Hold a lock on this result: the same command, started twice, would write the same files."""
-    key = f"{save_id}/{_LOCK}"
     try:
-        lock = target.lease(key, b"reshard")
+        lock = target.lease(f"{save_id}/{_LOCK}", b"reshard", once=True)
     except LocksUnsupported:
         yield None  # without locks, a second reshard fails when it finds files that exist already
         return
@@ -223,10 +239,7 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
     if lock is None:
         raise StorageError(f"{target.url}: the same reshard is under way there; wait for its end, or pass another path")
     with lock:
-        try:
-            yield lock
-        finally:
-            target.delete([key])
+        yield lock
 
 
 def _check_target(source: Storage, target: Storage) -> None:

@@ -22,7 +22,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import TensorSpec, box_piece
 from ..core.report import summarize
 from ..engine.loading.load import LoadOptions, fetch, refuse_conflicts, resolve
-from ..engine.loading.saved_values import read_blob
+from ..engine.loading.saved_values import read_blobs
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.columns import dtype_code
@@ -123,7 +123,7 @@ class ReshardReader(StorageFolder, StorageReader):
         if isinstance(value, RawValue):
             return io.BytesIO(value.read(self._source.storage))
         if isinstance(value, OpaqueValue):
-            return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
+            return io.BytesIO(read_blobs(self._source.storage, self._source.catalog, [value.blob], self._verify)[0])
         out = io.BytesIO()
         torch.save(value.value, out)
         out.seek(0)

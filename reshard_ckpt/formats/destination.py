@@ -120,7 +120,7 @@ def _new_prefix(dst: str, overwrite: bool) -> Iterator[Storage]:
                 f"{dst}: {'overwrite=True' if overwrite else 'already exists'}: an object store cannot replace a folder in one "
                 "step; pass an empty prefix, without overwrite=True"
             )
-        lease = storage.lease(PREFIX_LOCK, b"conversion")
+        lease = storage.lease(PREFIX_LOCK, b"conversion", once=True)
         if lease is None:
             raise _busy_error(dst)
         with lease:
@@ -131,9 +131,8 @@ def _new_prefix(dst: str, overwrite: bool) -> Iterator[Storage]:
             except BaseException:
                 with suppress(StorageError):
                     lease.check()  # of another process by now: these are its files
-                    storage.delete(key for key, _ in storage.list())
+                    storage.delete(key for key, _ in storage.list() if key != PREFIX_LOCK)
                 raise
-            storage.delete([PREFIX_LOCK])
 
 
 @contextmanager

@@ -93,8 +93,8 @@ class FollowedStorage(Storage):
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
         return self._own.lock(key, shared=shared, make=make)
 
-    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
-        return self._own.lease(key, note, ttl_s=ttl_s)
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
+        return self._own.lease(key, note, ttl_s=ttl_s, once=once)
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         return self._own.publish(key, data, expected=expected)

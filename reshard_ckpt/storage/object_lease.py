@@ -36,8 +36,10 @@ class LeaseLost(StorageError):
 class ObjectLease(Lock):
     """A lease that a thread renews until `release`."""
 
-    def __init__(self, storage: Storage, key: str, note: bytes, ttl_s: float, version: Version, renewed: float) -> None:
-        self._storage, self._key, self._note, self._ttl_s = storage, key, note, ttl_s
+    def __init__(
+        self, storage: Storage, key: str, note: bytes, ttl_s: float, version: Version, renewed: float, *, once: bool
+    ) -> None:
+        self._storage, self._key, self._note, self._ttl_s, self._once = storage, key, note, ttl_s, once
         self._version, self._renewed = version, renewed
         self._lock, self._ended, self._is_lost = threading.Lock(), threading.Event(), False
         self._process = os.getpid()
@@ -82,11 +84,20 @@ class ObjectLease(Lock):
             if not self._is_lost:
                 self._is_lost = True
                 with suppress(StorageError):  # it ends by itself
+                    # Nobody else takes a lease that was renewed lately, so the deletion needs no condition.
+                    if self._once and time.monotonic() - self._renewed < self._ttl_s * 2 / 3:
+                        self._storage.delete([self._key])
+                        return
                     self._storage.publish(self._key, b"", expected=self._version)
 
 
-def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float) -> ObjectLease | None:
+def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: bool) -> ObjectLease | None:
     """Take a lease, or return None once its holder has renewed it. A holder that is gone is waited for, `ttl_s` at most."""
+    if once:  # most often there is no such file
+        began = time.monotonic()
+        with suppress(PublishConflict):
+            version = storage.publish(key, content(note, ttl_s), expected=ABSENT)
+            return ObjectLease(storage, key, note, ttl_s, version, began, once=once)
     [found] = storage.read_many([key], _MAX_BYTES)
     holder = _holder(found)
     seen, waited_since = found.version if found else ABSENT, time.monotonic()
@@ -104,7 +115,7 @@ def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float) -> ObjectL
         version = storage.publish(key, content(note, ttl_s), expected=seen)
     except PublishConflict:
         return None
-    return ObjectLease(storage, key, note, ttl_s, version, began)
+    return ObjectLease(storage, key, note, ttl_s, version, began, once=once)
 
 
 def content(note: bytes, ttl_s: float) -> bytes:

@@ -44,6 +44,9 @@ class Hints:
         Whether a file is there from `Storage.create` on, and `create` refuses a key that exists.
     durable_on_finish
         Whether `Writer.finish` makes the name durable too, so that `Storage.sync` has nothing to do.
+    checks_uploads
+        Whether the store compares the bytes of each upload with a checksum that this process sends, so that a reshard need not
+        read them back.
     """
 
     requests: int = 8
@@ -53,6 +56,7 @@ class Hints:
     has_locks: bool = True
     shows_unfinished: bool = True
     durable_on_finish: bool = False
+    checks_uploads: bool = False
 
 
 DISK = Hints()
@@ -139,6 +143,24 @@ class Lock(Protocol):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+class _LockOfOneJob(Lock):
+    """A lock whose file is deleted when it is released."""
+
+    def __init__(self, storage: Storage, key: str, lock: Lock) -> None:
+        self._storage, self._key, self._lock, self._is_held = storage, key, lock, True
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            try:
+                self._storage.delete([self._key])
+            finally:
+                self._lock.release()
+
+    def note(self, text: bytes) -> None:
+        self._lock.note(text)
 
 
 class Storage(Protocol):
@@ -244,13 +266,15 @@ class Storage(Protocol):
             The store does not support locks.
         """
 
-    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
         """Take a file for this process alone, without waiting, and leave a note in it; None if another process has it.
 
         Parameters
         ----------
         ttl_s
             Seconds after which a store without locks gives the file to another process, unless this one renewed its lease.
+        once
+            The file belongs to one job: it is deleted when the lease is released.
 
         Raises
         ------
@@ -261,7 +285,7 @@ class Storage(Protocol):
         if lock is not None:
             with suppress(OSError):  # the note is optional: a job must be able to load from a full disk
                 lock.note(note)
-        return lock
+        return _LockOfOneJob(self, key, lock) if once and lock is not None else lock
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         """Put a file in place, or replace it, atomically and durably: a reader finds the old bytes or the new ones.
@@ -356,6 +380,16 @@ def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> I
         part = buffer[: num_bytes - begin]
         storage.read_into(key, begin, [part])
         yield begin, part
+
+
+def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that returns the result of a call, which begins now in a thread if the store's round trips are slow."""
+    if storage.hints.requests <= DISK.requests:
+        return call
+    pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ask")
+    under_way = pool.submit(call)
+    pool.shutdown(wait=False)
+    return under_way.result
 
 
 def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:

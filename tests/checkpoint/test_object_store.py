@@ -209,7 +209,7 @@ def test_two_ranks_save_and_three_load_bit_for_bit(endpoint: str, url: str) -> N
     assert same(f"{url}/three", checkpoint.read(f"{url}/two"))
 
 
-# --- depth: the longest chain of requests, each of which began after the one before it had ended ---
+# --- depth: the longest chain of requests, each of which waits for the answer of the one before it ---
 
 
 @pytest.fixture
@@ -220,21 +220,33 @@ def proxy(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy
     client_of.cache_clear()
 
 
-def depth(proxy: FaultProxy, call: Callable[[], object]) -> int:
-    proxy.forget()
-    proxy.delay_s = 0.03  # or requests that could run at once would end before the next begins
+def check_depth(proxy: FaultProxy, at_most: int, call: Callable[[], object]) -> None:
+    """Check the length of the longest chain of requests in a call."""
+    proxy.rounds = []
     call()
-    proxy.delay_s = 0.0
-    return proxy.depth()
+    rounds, proxy.rounds = proxy.rounds, None
+    assert len(rounds) <= at_most, "\n".join(f"{len(requests)}: {requests[:3]}" for requests in rounds)
 
 
 def test_round_trips_of_saves_and_loads_are_few(proxy: FaultProxy, url: str) -> None:
     made = state()
-    assert depth(proxy, lambda: checkpoint.save(f"{url}/a", made)) <= 10  # with the probe of the bucket
-    assert depth(proxy, lambda: checkpoint.save(f"{url}/a", made)) <= 8  # in place of the first
-    assert depth(proxy, lambda: checkpoint.load(f"{url}/a", made)) <= 6
-    assert depth(proxy, lambda: checkpoint.reshard(f"{url}/a", f"{url}/b", mesh={"dp": 32})) <= 32
-    assert depth(proxy, lambda: checkpoint.load(f"{url}/b", made)) <= 8
+    check_depth(proxy, 10, lambda: checkpoint.save(f"{url}/a", made))  # with the probe of the bucket
+    check_depth(proxy, 8, lambda: checkpoint.save(f"{url}/a", made))  # in place of the first
+    check_depth(proxy, 5, lambda: checkpoint.load(f"{url}/a", made))
+
+
+def test_round_trips_of_a_reshard_do_not_grow_with_the_files(proxy: FaultProxy, url: str) -> None:
+    made = {"model": torch.nn.Linear(9, 64), "long": ["x" * 9000, "y" * 9000]}
+    checkpoint.save(f"{url}/a", made)
+    check_depth(
+        proxy, 7, lambda: checkpoint.reshard(f"{url}/a", f"{url}/b", mesh={"dp": 32}, rules={"model.*": {"dp": "shard(0)"}})
+    )
+    assert len(checkpoint.catalog(f"{url}/b").files) == 32
+    check_depth(proxy, 7, lambda: checkpoint.reshard(f"{url}/b", f"{url}/c", mesh={"dp": 32}))  # from 32 files to 32
+    check_depth(proxy, 6, lambda: checkpoint.load(f"{url}/b", made))
+    check_depth(proxy, 3, lambda: checkpoint.verify(f"{url}/b"))
+    with open_storage(f"{url}/b") as storage:
+        assert not [key for key, _ in storage.list() if key.endswith(".lock")]
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
@@ -242,4 +254,4 @@ def test_round_trips_of_opening_a_foreign_checkpoint_are_few(proxy: FaultProxy, 
     checkpoint.save(f"{url}/a", state())
     size = {"max_shard_size": 600} if to == "safetensors" else {}
     checkpoint.convert(f"{url}/a", f"{url}/made", to=to, **size)
-    assert depth(proxy, lambda: checkpoint.catalog(f"{url}/made")) <= 9
+    check_depth(proxy, 8, lambda: checkpoint.catalog(f"{url}/made"))

@@ -206,6 +206,17 @@ class StorageContract:
         with storage.lease("run.lock", b"process 3"):
             assert b"process 3" in storage.read("run.lock", 1000)
 
+    def test_a_lease_of_one_job_leaves_no_file(self, storage: Storage):
+        with storage.lease("a/job.lock", b"process 1", once=True) as lease:
+            assert storage.lease("a/job.lock", b"process 2", once=True) is None
+            lease.check()
+        assert storage.size("a/job.lock") is None
+        storage.publish("a/job.lock", b"")  # of a killed process
+        with storage.lease("a/job.lock", b"process 2", once=True) as lease:
+            assert lease is not None
+        lease.release()
+        assert storage.list() == []
+
     # --- listing and deleting ---
 
     def test_list_is_recursive_sorted_and_by_folder(self, storage: Storage):

@@ -6,7 +6,6 @@ import http.client
 import socket
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +17,9 @@ Fault = Callable[[str, str], str]
 ``"lose"``: not done, never answered; ``"500"``: done, answered by 500; ``"503"``: not done; ``"cut"``: half of the answer's body.
 It is called once the whole request has arrived, and may wait: the request is then held back."""
 
+QUIET_S = 0.1
+"""Seconds without a new request after which a round of requests is complete."""
+
 _HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
 
 
@@ -28,10 +30,16 @@ class FaultProxy:
         self.fault: Fault = lambda method, path: ""
         self.seen: list[tuple[str, str]] = []
         self.delay_s = 0.0
-        """Latency that each request gets, so that requests that could run at once do."""
-        self.spans: list[tuple[float, float]] = []
+        """Latency that each request gets."""
+        self.rounds: list[list[str]] | None = None
+        """If a test puts a list here: the requests, in rounds. A round is all requests that arrive before one of them is
+        answered; it ends `QUIET_S` after the last one arrived. So there are at least as many rounds as the longest chain of
+        requests has, each of which waits for the answer of the one before it, however slow the server and this machine are."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._connections = 0
+        self._round = threading.Condition()
+        self._arrived: list[str] = []
+        self._being_served, self._quiet_since = 0, 0.0
         place = urlsplit(target)
         proxy = self
 
@@ -40,7 +48,6 @@ class FaultProxy:
             disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for the client's 40 ms
 
             def _serve(self) -> None:
-                began = time.monotonic()
                 size = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(size)
                 with proxy._lock:
@@ -50,6 +57,10 @@ class FaultProxy:
                 if fate == "lose" or len(body) < size:  # shorter if its sender was killed
                     self.close_connection = True
                     return
+                with proxy._in_a_round(f"{self.command} {self.path}"):
+                    self._pass_on(fate, body)
+
+            def _pass_on(self, fate: str, body: bytes) -> None:
                 if fate == "503":
                     self._answer(503, "Slow Down", {}, b"<Error><Code>SlowDown</Code></Error>")
                     return
@@ -67,8 +78,6 @@ class FaultProxy:
                     answer = upstream.getresponse()
                     data = answer.read()
                     upstream.close()
-                with proxy._lock:
-                    proxy.spans.append((began, time.monotonic()))
                 if fate == "drop":
                     self.close_connection = True
                 elif fate == "500":
@@ -102,6 +111,8 @@ class FaultProxy:
                 pass
 
         class Server(ThreadingHTTPServer):
+            request_queue_size = 128  # with Python's 5, connections that come at once are dropped, and tried again much later
+
             def process_request(self, request: Any, client_address: Any) -> None:
                 with proxy._lock:
                     proxy._connections += 1
@@ -136,17 +147,28 @@ class FaultProxy:
 
         self.fault = fault
 
-    def depth(self) -> int:
-        """Return the length of the longest chain of requests, each of which began after the one before it had ended."""
-        # ended[d]: the earliest end of a chain of d + 1 requests; a request extends the longest chain that ended before it began
-        ended: list[float] = []
-        for end, began in sorted((end, began) for began, end in self.spans):
-            length = bisect_left(ended, began)
-            if length == len(ended):
-                ended.append(end)
-            else:
-                ended[length] = min(ended[length], end)
-        return len(ended)
+    @contextmanager
+    def _in_a_round(self, request: str) -> Iterator[None]:
+        """Hold a request until no other one arrives for a while, and then let all of them go on at once."""
+        if self.rounds is None:
+            yield
+            return
+        with self._round:
+            mine = self._arrived
+            mine.append(request)
+            self._quiet_since = time.monotonic()
+            while self._arrived is mine:
+                self._round.wait(QUIET_S)
+                if self._arrived is mine and not self._being_served and time.monotonic() - self._quiet_since >= QUIET_S:
+                    self.rounds.append(mine)
+                    self._being_served, self._arrived = len(mine), []
+                    self._round.notify_all()
+        try:
+            yield
+        finally:
+            with self._round:
+                self._being_served -= 1
+                self._quiet_since = time.monotonic()
 
     def settle(self) -> None:
         """Wait until all that was sent by processes which have ended is done; nothing else may be connected."""
@@ -162,7 +184,6 @@ class FaultProxy:
         """Forget the requests so far."""
         with self._lock:
             self.seen.clear()
-            self.spans.clear()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -76,9 +76,9 @@ class FaultyStorage(Storage):
         self.before("lock", key)
         return self.inner.lock(key, shared=shared, make=make)
 
-    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0) -> Lock | None:
+    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
         self.before("lock", key)
-        return self.inner.lease(key, note, ttl_s=ttl_s)
+        return self.inner.lease(key, note, ttl_s=ttl_s, once=once)
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         self.before("publish", key)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ...core.catalog.model import Catalog
 from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
+from ..common.files import FileDigests
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run
 
@@ -62,7 +63,7 @@ def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], repor
 def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Iterator[tuple[Sequence[Run], Window]]:
     """Yield the bytes of some runs, a window at a time, and before each window the parts of runs that are in it."""
     check_covered(catalog, runs)
-    reader = RunReader(storage, catalog, verify=True)
+    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=True))
     windows = list(cut_windows(reader, runs, WINDOW_BYTES))
     yield from zip(windows, read_ahead(reader, windows), strict=True)
 

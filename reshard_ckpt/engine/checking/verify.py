@@ -2,7 +2,7 @@
 
 1. The rows of every tensor must tile it, and every file must exist with its size.
 2. Several threads read and hash windows of the files. Only a few windows are under way at any time, and digests are opened one
-   file at a time, so memory does not grow with the checkpoint.
+   file at a time, or from an object store of as many files as are read at once, so memory does not grow with the checkpoint.
 3. Damaged blocks that are neighbours are one problem, named with the tensors and values in them.
 """
 
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ...core.catalog.model import Catalog
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
 from ...format.files import Digests, wrong_blocks
-from ...storage.protocol import Storage
+from ...storage.protocol import DISK, Storage, at_once
 from ..common.files import FileContents, open_files
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.read import REQUEST_BYTES, num_threads
@@ -102,17 +103,24 @@ class _Check:
 
     def windows(self) -> Iterator[_Window]:
         """Yield the windows to read of each file that exists; a missing file becomes a problem here."""
-        for index, entry in enumerate(self.catalog.files):
-            try:
-                digests = open_files(self.storage, self.catalog, [index], [index]).get(index)
-            except CheckpointError as error:
-                self.found.append(str(error))
-                digests = None
-            if digests is None:  # a foreign file has no checksums: only its size can be checked
-                self.tally.add(entry.size)
-                continue
-            for low in range(0, entry.size, REQUEST_BYTES):
-                yield _Window(index, low, digests)
+        hints, files = self.storage.hints, self.catalog.files
+        step = hints.requests if hints.requests > DISK.requests else 1  # the digests of so many files are in memory
+        for first in range(0, len(files), step):
+            some = range(first, min(first + step, len(files)))
+            for index, digests in zip(some, at_once(self.storage, *(partial(self._open, i) for i in some)), strict=True):
+                if not isinstance(digests, Digests):
+                    self.found += [digests] if digests else []
+                    self.tally.add(files[index].size)
+                    continue
+                for low in range(0, files[index].size, REQUEST_BYTES):
+                    yield _Window(index, low, digests)
+
+    def _open(self, index: int) -> Digests | str:
+        """Return the digests of a file; else the problem with the file, or "" for a foreign one, whose size alone is checked."""
+        try:
+            return open_files(self.storage, self.catalog, [index], [index]).get(index) or ""
+        except CheckpointError as error:
+            return str(error)
 
     def window(self, window: _Window) -> list[str | _Damage]:
         """Read and verify one window; runs in the pool's threads."""

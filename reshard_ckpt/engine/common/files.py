@@ -6,6 +6,7 @@ about damage name the tensors and values that lie in the damaged range (`FileCon
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ from ...storage.protocol import MissingKey, Storage
 
 MAX_REQUESTS = 16
 """Most requests under way at once to a disk."""
+
+SMALL = 2
+"""How many requests with short answers take the place of one that reads `Hints.read_bytes`."""
 
 DIGESTS_BYTES = 32 << 20
 """Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
@@ -42,7 +46,7 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     with_digests = [index for index in wanted if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
-    answers = _request_all([*sizes, *digests], max(MAX_REQUESTS, storage.hints.requests))[len(sizes) :]
+    answers = _request_all([*sizes, *digests], max(MAX_REQUESTS, SMALL * storage.hints.requests))[len(sizes) :]
     return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
 
@@ -50,18 +54,24 @@ class FileDigests:
     """Reads the block digests of a checkpoint's files when they are first needed, and keeps those used last.
 
     Each file's size is checked once. Without `verify`, only digests of files in other checkpoints are read (see `open_files`).
+    Several threads may use it at once.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
-        self._storage, self._catalog, self._verify = storage, catalog, verify
+        self._storage, self._catalog, self.verify = storage, catalog, verify
+        self._lock = threading.Lock()
         self._checked: set[int] = set()
         self._kept: OrderedDict[int, Digests | None] = OrderedDict()
         self._kept_bytes = 0
 
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
         """Check the files that were not checked before, and return the digests of all these files that have some, by file."""
+        with self._lock:
+            return self._of(files)
+
+    def _of(self, files: Sequence[int]) -> dict[int, Digests]:
         unchecked = [file for file in files if file not in self._checked]
-        wanted = [file for file in files if self._verify or self._catalog.files[file].checkpoint]
+        wanted = [file for file in files if self.verify or self._catalog.files[file].checkpoint]
         lacking = [file for file in wanted if file not in self._kept]
         opened = open_files(self._storage, self._catalog, unchecked, lacking)
         self._checked.update(files)

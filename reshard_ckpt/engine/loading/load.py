@@ -34,7 +34,7 @@ from ...core.report import few, summarize
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.columns import TORCH_DTYPES
-from ...format.files import CATALOG_KEY, SAVE_ID, digest128
+from ...format.files import CATALOG_KEY, SAVE_ID, Digests, digest128
 from ...storage import open_storage, resolved_path
 from ...storage.protocol import MissingKey, Storage
 from ..common.files import open_files
@@ -366,8 +366,10 @@ def refuse_conflicts(lines: Sequence[str]) -> None:
         raise MismatchError(summarize(lines, "untie them, or rename= one away"), lines)
 
 
-def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
+def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, with_digests: bool = False) -> dict[int, Digests]:
     """Check by sizes that tensors of the catalog are saved whole, before memory is allocated for them.
+
+    Return the digests of their files, by file, if `with_digests`, and those of files in other checkpoints in any case.
 
     Raises
     ------
@@ -386,7 +388,8 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> N
                 f"global shape {shape}; use another checkpoint"
             )
         files.append(rows.file[begin:end])
-    open_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
+    used = np.unique(np.concatenate(files)).tolist()
+    return open_files(storage, catalog, used, used if with_digests else ())
 
 
 @dataclass(frozen=True, slots=True)

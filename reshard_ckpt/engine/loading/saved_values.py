@@ -15,7 +15,6 @@ from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import piece_columns
 from ...format.values import decode_value
 from ...storage.protocol import Storage
-from ..common.files import open_files
 from ..common.tensor_bytes import byte_blob
 from .load import check_whole
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
@@ -45,14 +44,17 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
     at = tuple(prefixes)
     below = tuple(f"{prefix}." for prefix in at)
     chosen = [entry for entry in catalog.values_table if entry.name in at or entry.name.startswith(below)]
-    return {entry.name: SavedValue(entry.kind, _value(storage, catalog, entry, verify)) for entry in chosen}
-
-
-def _value(storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> Any:
-    if entry.data is not None:
-        return decode_value(entry.data, name=entry.name)
-    ranks = _RankValues(storage, catalog, entry, verify)
-    return ranks if entry.kind is ValueKind.PER_RANK else ranks[0]
+    found, large = {}, []
+    for entry in chosen:
+        if entry.data is not None:
+            found[entry.name] = SavedValue(entry.kind, decode_value(entry.data, name=entry.name))
+        elif entry.kind is ValueKind.PER_RANK:
+            found[entry.name] = SavedValue(entry.kind, _RankValues(storage, catalog, entry, verify))
+        else:
+            large.append(entry)
+    for entry, data in zip(large, read_blobs(storage, catalog, [entry.blobs[0] for entry in large], verify), strict=True):
+        found[entry.name] = SavedValue(entry.kind, decode_value(data, name=entry.name))
+    return found
 
 
 class _RankValues(Sequence[Any]):
@@ -65,22 +67,26 @@ class _RankValues(Sequence[Any]):
         return len(self._entry.blobs)
 
     def __getitem__(self, rank: Any) -> Any:
-        data = read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
+        [data] = read_blobs(self._storage, self._catalog, [self._entry.blobs[rank]], self._verify)
         return decode_value(data, name=self._entry.name)
 
 
 def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable[[ValueEntry], bytes]:
     """Return a function that reads the bytes of a large value. `renamed` uses it to rename parameters in optimizers' groups."""
-    return lambda value: bytes(read_blob(storage, catalog, value.blobs[0], verify))
+    return lambda value: bytes(read_blobs(storage, catalog, [value.blobs[0]], verify)[0])
 
 
-def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
-    """Read the bytes of a blob; `index` is its index among the tensors of the catalog."""
-    check_whole(storage, catalog, [index])
-    blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
-    plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
-    files = np.unique(plan.file).tolist()
-    blocks = open_files(storage, catalog, [], [file for file in files if verify or catalog.files[file].checkpoint])
-    target = ReadTarget(blob.spec.name, blob.tensor, torch.uint8)
-    execute(ReadTask(storage, catalog, plan, [target], blocks))
-    return blob.tensor.numpy().data
+def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify: bool) -> list[memoryview]:
+    """Read the bytes of blobs, all together; `blobs` are their indices among the tensors of the catalog."""
+    if not blobs:
+        return []
+    blocks = check_whole(storage, catalog, blobs, with_digests=verify)
+    names = [catalog.tensors_table.names[index] for index in blobs]
+    memory = [
+        byte_blob(name, torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
+        for name, index in zip(names, blobs, strict=True)
+    ]
+    plan = plan_load(catalog, np.array(blobs), piece_columns([blob.spec for blob in memory], 1), WINDOW_BYTES)
+    targets = [ReadTarget(blob.spec.name, blob.tensor, torch.uint8) for blob in memory]
+    execute(ReadTask(storage, catalog, plan, targets, blocks))
+    return [blob.tensor.numpy().data for blob in memory]

@@ -98,7 +98,7 @@ def stream(
         A file is damaged or missing, or the catalog does not cover each element of a tensor exactly once.
     """
     check_covered(catalog, runs)
-    reader = RunReader(storage, catalog, verify=verify)
+    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=verify))
     for window in read_ahead(reader, cut_windows(reader, runs, window_bytes)):
         yield from window.joined()
 
@@ -156,9 +156,8 @@ class Window:
 class RunReader:
     """Plans the reading of windows, and remembers which files it has checked. Only one thread at a time may use it."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
-        self._storage, self._catalog = storage, catalog
-        self._digests = FileDigests(storage, catalog, verify=verify)
+    def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests) -> None:
+        self._storage, self._catalog, self._digests = storage, catalog, digests
         self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0

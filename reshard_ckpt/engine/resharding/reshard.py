@@ -26,8 +26,9 @@ from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
-from ...format.files import BLOCK_BYTES, digest128, digests_key
+from ...format.files import BLOCK_BYTES, digest128, digests_file_bytes, digests_key
 from ...storage.protocol import DISK, Storage
+from ..common.files import DIGESTS_BYTES, FileDigests
 from ..common.progress import OnProgress, Tally
 from ..common.resuming import finished_digests, identity
 from ..common.tensor_bytes import slices
@@ -79,39 +80,72 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
     return said
 
 
+def groups_of(comm: Comm, plan: ReshardPlan) -> list[list[int]]:
+    """Return this process's share of the new ranks: groups whose files are written side by side."""
+    shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
+    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
+    return divide(groups, plan.plan.bytes_by_rank().tolist(), comm.size)[comm.rank]
+
+
+def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
+    """Return the old files that the files of some new ranks are made from, as far as their digests fit into memory together."""
+    catalog, runs = plan.catalog, [item.run for rank in ranks for item in plan.items(rank)]
+    if not runs:
+        return []
+    source = np.array([run.tensor for run in runs], np.int64)
+    files = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file)
+    sizes = np.cumsum([digests_file_bytes(catalog.files[file].size) for file in files.tolist()])
+    kept: list[int] = files[sizes <= DIGESTS_BYTES].tolist()
+    return kept
+
+
 def write_share(
-    comm: Comm, source: Storage, target: Storage, plan: ReshardPlan, save_id: str, *, verify: bool, report: OnProgress
+    groups: Sequence[Sequence[int]],
+    source: Storage,
+    target: Storage,
+    plan: ReshardPlan,
+    save_id: str,
+    digests: FileDigests,
+    there: frozenset[str],
+    *,
+    report: OnProgress,
 ) -> ProcessReport:
-    """Write the files of this process's share of the new ranks, group by group, and make them durable.
+    """Write the files of some of the new ranks, group by group, and make them durable.
+
+    Parameters
+    ----------
+    groups
+        This process's share, from `groups_of`.
+    digests
+        Reads the digests of the source's files, unless they are not verified.
+    there
+        Keys of files of an earlier attempt.
 
     Raises
     ------
     CorruptError
         The source is damaged, or written bytes differ when they are read back. Finished files stay, for the next attempt.
     """
-    shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
-    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
-    mine = divide(groups, plan.plan.bytes_by_rank().tolist(), comm.size)[comm.rank]
-    layouts = {rank: plan.layouts(rank, save_id) for group in mine for rank in group}
+    layouts = {rank: plan.layouts(rank, save_id) for group in groups for rank in group}
     tally = Tally("reshard", sum(layout.num_bytes for files in layouts.values() for layout in files), report)
-    there = frozenset(key for key, _ in target.list(save_id))
-    shared = RunReader(source, plan.catalog, verify=verify)
+    shared = RunReader(source, plan.catalog, digests)
+    reads_back = digests.verify and not target.hints.checks_uploads
 
     def write(group: Sequence[int], reader: RunReader) -> ProcessReport:
         outputs = [_RankOutput(target, layouts[rank], tally, there) for rank in group]
-        _write_group(reader, plan, group, outputs, ReadBack(target, enabled=verify))
+        _write_group(reader, plan, group, outputs, ReadBack(target, enabled=reads_back))
         receipts = {rank: output.receipt() for rank, output in zip(group, outputs, strict=True)}
         return ProcessReport(receipts, reader.bytes_read, sum(output.bytes_kept for output in outputs))
 
     # In a store with slow round trips several groups are written at once, as many as fit into the memory for one large file.
-    largest = max((sum(layout.num_bytes for rank in group for layout in layouts[rank]) for group in mine), default=0)
-    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(mine))
+    largest = max((sum(layout.num_bytes for rank in group for layout in layouts[rank]) for group in groups), default=0)
+    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(groups))
     if target.hints.requests > DISK.requests and threads > 1:
         with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-reshard") as pool:
-            done = list(pool.map(lambda group: write(group, RunReader(source, plan.catalog, verify=verify)), mine))
+            done = list(pool.map(lambda group: write(group, RunReader(source, plan.catalog, digests)), groups))
         bytes_read = sum(report.bytes_read for report in done)
     else:
-        done = [write(group, shared) for group in mine]
+        done = [write(group, shared) for group in groups]
         bytes_read = shared.bytes_read
     receipts = {rank: receipt for report in done for rank, receipt in report.receipts.items()}
     if receipts:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import CODES, TensorSpec
 from reshard_ckpt.engine.common import files
+from reshard_ckpt.engine.common.files import FileDigests
 from reshard_ckpt.engine.loading import stream as streams
 from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_turn, read_ahead, stream, whole_run
 from reshard_ckpt.errors import CorruptError
@@ -98,7 +99,7 @@ def test_memory_is_a_few_windows_whatever_the_size(batch: int) -> None:
     """No more than one batch is planned before it is needed, and only a few buffers are filled."""
     storage = MemoryStorage("bounded")
     catalog, whole = one_tensor(storage, (1024, 64))
-    reader = RunReader(storage, catalog, verify=True)
+    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=True))
     asked: list[int] = []
     buffers: set[int] = set()
 
@@ -133,7 +134,7 @@ def test_windows_are_used_one_after_the_other_whoever_read_them(rows: int, batch
         return lambda: after.append(got[-1])
 
     with patch.object(streams, "BATCH_BYTES", batch), patch.object(streams, "AHEAD", threads):
-        reader = RunReader(storage, catalog, verify=True)
+        reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=True))
         in_turn(reader, cut_windows(reader, [run], 48), use)
     assert b"".join(got) == expected(whole, run)
     assert len(after) == len(got)
@@ -150,7 +151,7 @@ def test_whoever_fails_in_turn_ends_all(stage: str) -> None:
             raise ZeroDivisionError(what)
 
     storage = FaultyStorage(inner, lambda operation, _: fail_at("read") if operation == "read_into" else None)
-    reader = RunReader(storage, catalog, verify=True)
+    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=True))
 
     def windows():  # type: ignore[no-untyped-def]
         for window in cut_windows(reader, [whole_run(catalog, 0)], 1024):
