@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron compat-torchtitan fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-torchtitan fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -138,6 +138,12 @@ compat-torchtitan:
 	  $$venv/bin/python -m pip install --quiet "torchtitan==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/torchtitan; \
 	done
+
+# The strategies of Lightning's Trainer and of Fabric, in a venv of its own, on the CPU.
+compat-lightning:
+	test -x $(COMPAT_VENVS)/lightning/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/lightning
+	$(COMPAT_VENVS)/lightning/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,lightning]'
+	$(COMPAT_VENVS)/lightning/bin/python -m pytest -q -p no:cacheprovider tests/families/lightning
 
 # The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
 BCP := $(COMPAT_VENVS)/bytecheckpoint

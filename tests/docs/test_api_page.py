@@ -13,6 +13,7 @@ import pytest
 
 import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, integrations, megatron, vescale
+from reshard_ckpt.families.lightning.strategies import STRATEGIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 SHOWN = re.findall(r"^::: (\S+)$", PAGE.read_text(), flags=re.MULTILINE)
@@ -22,6 +23,7 @@ INTEGRATIONS = [
 NOT_SHOWN = {
     *(f"reshard_ckpt.{name}" for name in ("checkpoint", "dcp.format_utils")),
     *(f"reshard_ckpt.dcp.{name}" for name in ("AsyncCheckpointerType", "AsyncSaveResponse")),  # torch's own
+    *(f"reshard_ckpt.integrations.lightning.{name}" for name in STRATEGIES),  # classes made from Lightning's
     *(f"reshard_ckpt.megatron.{name}" for name in ("LoadStrategy", "SaveStrategy")),  # classes made from Megatron's
     "reshard_ckpt.integrations.torchtitan.ReshardCheckpointManager",  # a class made from torchtitan's
 }

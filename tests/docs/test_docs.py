@@ -77,6 +77,7 @@ ELSEWHERE = {
     "torchtitan.md": "tests/families/torchtitan/test_docs.py",
     "cookbook.md": "tests/examples/test_cookbook.py",
     "deepspeed.md": "tests/families/deepspeed/test_docs.py",
+    "lightning.md": "tests/families/lightning/test_docs.py",
 }
 """Pages whose blocks another test runs."""
 NOT_RUN = {

@@ -1,0 +1,90 @@
+"""`FabricSaves`: the part of a strategy of Lightning's Fabric that saves and loads checkpoints.
+
+Modules and optimizers of the state are saved as such, under their keys. Each other key is one value, as rank 0 has it. A save
+returns once it is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...plugins import checkpoint
+from ...plugins.errors import UsageError
+from ...plugins.names import unwrapped_keys
+from .saving import is_ours
+
+if TYPE_CHECKING:
+
+    class _Strategy:
+        """The strategy of Fabric that stands behind `FabricSaves`."""
+
+        def __getattr__(self, name: str) -> Any: ...
+        def load_checkpoint(self, path: Any, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]: ...
+else:
+    _Strategy = object
+
+
+class FabricSaves(_Strategy):
+    """Saves into this library's format; checkpoints that Fabric wrote load too.
+
+    Parameters
+    ----------
+    arguments, options
+        As for Fabric's own strategy.
+    """
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: Mapping[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save a state; a filter of a module leaves out the tensors for which it returns False."""
+        if storage_options is not None:
+            raise UsageError("storage_options: are for Lightning's CheckpointIO, which is not used here; leave them out")
+        left_out: list[str] = []
+        for key, keeps in (filter or {}).items():
+            if not isinstance(state[key], nn.Module):
+                raise UsageError(f"filter of {key!r}: only the tensors of modules can be filtered; leave it out")
+            named = [*state[key].named_parameters(), *state[key].named_buffers()]
+            names = unwrapped_keys([name for name, _ in named])
+            left_out += [f"{key}.{name}" for name, (_, tensor) in zip(names, named, strict=True) if not keeps(name, tensor)]
+        objects, values = _divided(state)
+        if self.is_global_zero:
+            objects.update({key: checkpoint.Value(value) for key, value in values.items()})
+        checkpoint.save(str(self.broadcast(path)), objects, exclude=left_out)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the objects of a state, put its values into it, and return the values that it lacks.
+
+        Without a state, return everything, with whole tensors.
+        """
+        path = str(self.broadcast(path))
+        if isinstance(state, nn.Module | Optimizer) or not is_ours(path):
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        catalog = checkpoint.catalog(path)
+        if not state:
+            found: dict[str, Any] = {}
+            for name, value in checkpoint.read(path).items():
+                key, _, below = name.partition(".")
+                found.setdefault(key, {})[below] = value
+            return {key: below[""] if [*below] == [""] else below for key, below in found.items()}
+        objects, values = _divided(state)
+        loaded = {key: checkpoint.Value(None) for key in values if strict or key in catalog.value_names}
+        checkpoint.load(path, {**objects, **loaded}, strict=strict)
+        state.update({key: value.value for key, value in loaded.items()})
+        others = [name for name in catalog.value_names if "." not in name and name not in state]
+        return checkpoint.read(path, others) if others else {}
+
+
+def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a state into modules and optimizers, and values."""
+    objects = {key: value for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
+    return objects, {key: value for key, value in state.items() if key not in objects}

@@ -1,0 +1,66 @@
+"""The strategies by name: those of Lightning's ``Trainer`` and of Fabric, each with the checkpoints of this library.
+
+The classes derive from Lightning's, so each is made on first use: this package can be imported without Lightning. The package is
+``lightning``, or ``pytorch_lightning`` where that alone is installed or imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from typing import Any
+
+from ...plugins.errors import UsageError
+from .fabric import FabricSaves
+from .saving import TrainerSaves, WholeFileLoads, is_ours, read_whole
+
+STRATEGIES: dict[str, tuple[type, str, str]] = {
+    "ReshardDDPStrategy": (WholeFileLoads, "pytorch", "DDPStrategy"),
+    "ReshardFSDPStrategy": (TrainerSaves, "pytorch", "FSDPStrategy"),
+    "ReshardModelParallelStrategy": (TrainerSaves, "pytorch", "ModelParallelStrategy"),
+    "ReshardFabricDDPStrategy": (FabricSaves, "fabric", "DDPStrategy"),
+    "ReshardFabricFSDPStrategy": (FabricSaves, "fabric", "FSDPStrategy"),
+    "ReshardFabricModelParallelStrategy": (FabricSaves, "fabric", "ModelParallelStrategy"),
+}
+"""By name: the class that saves, and the strategy of Lightning behind it."""
+
+
+@cache
+def strategy(name: str) -> type:
+    """Make a class of `STRATEGIES`.
+
+    Raises
+    ------
+    UsageError
+        Lightning is not installed.
+    """
+    saves, part, of_lightning = STRATEGIES[name]
+    base = getattr(_module(part, "strategies"), of_lightning)
+    return type(name, (saves, base), {"__doc__": f"Lightning's `{of_lightning}`. {saves.__doc__}", "__module__": __name__})
+
+
+def install() -> None:
+    """Let ``load_from_checkpoint`` of Lightning's modules read checkpoints of this library too."""
+    saving: Any = _module("pytorch", "core.saving")
+    stock = saving.pl_load
+    if getattr(stock, "of_reshard_ckpt", False):
+        return
+
+    def pl_load(path: Any, *arguments: Any, **options: Any) -> Any:
+        is_path = not hasattr(path, "read") and not str(path).startswith(("http://", "https://"))
+        return read_whole(str(path)) if is_path and is_ours(str(path)) else stock(path, *arguments, **options)
+
+    pl_load.of_reshard_ckpt = True  # type: ignore[attr-defined]
+    saving.pl_load = pl_load
+
+
+def _module(part: str, name: str) -> Any:
+    """Import a module of ``lightning``, or of the packages by which its parts are known alone."""
+    alone = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}[part]
+    is_alone = (alone in sys.modules and "lightning" not in sys.modules) or importlib.util.find_spec("lightning") is None
+    try:
+        return importlib.import_module(f"{alone}.{name}" if is_alone else f"lightning.{part}.{name}")
+    except ImportError as error:
+        raise UsageError(f"lightning cannot be used here ({error}); pip install 'lightning>=2.6'") from error
