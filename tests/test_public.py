@@ -20,7 +20,8 @@ PACKAGE = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "registe
 CHECKPOINT = [
     "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep",
     "Manager", "Memory", "PerRank", "RecoveryReport", "ReshardReport", "SaveHandle", "SaveReport", "Sizes", "Timeline",
-    "Value", "VerifyReport", "async_save", "catalog", "compact", "convert", "diff", "goodput", "inspect", "load", "plot",
+    "TouchedRows", "Value", "VerifyReport", "async_save",
+    "catalog", "compact", "convert", "diff", "goodput", "inspect", "load", "plot",
     "prepare", "read", "recover", "reshard", "reshard_live", "save", "sizes", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = [
@@ -48,6 +49,7 @@ OPTIONS = {
         "replicas",
         "base",
         "verify_base",
+        "rows",
         "progress",
         "timeout_s",
     ],
@@ -65,6 +67,7 @@ OPTIONS = {
         "replicas",
         "base",
         "verify_base",
+        "rows",
         "progress",
         "timeout_s",
     ],

@@ -13,6 +13,7 @@ from ..manager.restoring import LoadedStep
 from ..manager.sizes import Sizes, sizes
 from ..memory.options import Memory
 from ..state.shards import PerRank, Value
+from ..state.touched_rows import TouchedRows
 from .compacting import compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
@@ -44,6 +45,7 @@ __all__ = [
     "SaveReport",
     "Sizes",
     "Timeline",
+    "TouchedRows",
     "Value",
     "VerifyReport",
     "async_save",

@@ -7,7 +7,8 @@
 2. Wait for the previous save of this process.
 3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast).
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
-   compare replicas (a gather and a broadcast), and if some differ, capture and agree again.
+   compare replicas (a gather and a broadcast), and if some differ, capture and agree again. With `rows`, choose them
+   (`touched`: a gather and a broadcast, and an exchange).
 5. Write this rank's files: from the tensors, or from a copy that a thread makes (`async_save`). A save to memory has collectives
    of its own here (`memory.tier`).
 6. Commit (a gather of receipts), and leave the session (a gather).
@@ -38,7 +39,8 @@ from ..engine.saving.options import Hold, SaveJob, SaveOptions
 from ..engine.saving.replicas import all_fingerprints, differing_names
 from ..engine.saving.staged_copy import chunks_of, take_ring
 from ..engine.saving.step_guard import GuardedState
-from ..engine.saving.unchanged import Base, base_beside
+from ..engine.saving.touched import Table, choose, lossy_tensors, pick
+from ..engine.saving.unchanged import MIN_LIVE, Base, base_beside
 from ..engine.saving.write import lay_out
 from ..errors import UsageError
 from ..formats.source import NATIVE, Path, open_shared_source
@@ -46,6 +48,7 @@ from ..state.capture import capture
 from ..state.entries import Captured
 from ..state.optimizers import held_back
 from ..state.state_builder import CLAIM_PATH
+from ..state.touched_rows import TouchedRows
 from ..storage import Storage, open_storage
 
 Capture = Callable[..., Captured]
@@ -69,6 +72,7 @@ def save(
     replicas: str = "verify",
     base: Path | None = None,
     verify_base: bool = False,
+    rows: TouchedRows | None = None,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveReport:
@@ -104,7 +108,10 @@ def save(
         change since is not written; the new checkpoint refers to it where it lies. Whatever deletes or replaces a checkpoint
         keeps files that another one beside it refers to. The same on all ranks.
     verify_base
-        With `base`, also compare the bytes of blocks whose digests are equal, which reads them.
+        With `base`, also compare the bytes of blocks whose digests are equal, which reads them; with `rows`, the rows too.
+    rows
+        A `TouchedRows`: of the tables that it tracks, write only the rows that its policy chooses, and refer to `base` for the
+        others. Pass it to every save, also to full ones. On all ranks, each with its own.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead, with
         the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
@@ -127,7 +134,7 @@ def save(
     """
     options = SaveOptions(
         mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
-        replicas=replicas, exclude=exclude, base=base, verify_base=verify_base,
+        replicas=replicas, exclude=exclude, base=base, verify_base=verify_base, rows=rows,
     )  # fmt: skip
     return _save(path, _capture_of(state, options), options)
 
@@ -143,6 +150,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
     shown = ["replicas='sample'"] if options.samples_replicas else []
     shown += [f"exclude={list(options.exclude)}"] if options.exclude else []
     shown += ["base="] if options.base is not None else []
+    shown += ["rows="] if options.rows is not None else []
     call = f"save({', '.join(shown)})" if shown else "save"
     with outside_inference_mode(), ExitStack() as session:
         # 1. Meet.
@@ -155,13 +163,14 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
         with recorder.step("turn"):
             SAVES.wait_turn(when_busy=options.when_busy)
         # 3. Capture.
-        local_shards, unused = _captured(capture, comm.rank, recorder)
+        local_shards, captured = _captured(capture, comm.rank, recorder)
+        tables = () if options.rows is None else options.rows.begin(captured.tensors)
         if options.exclude:
-            unused_everywhere = merge_of_all(comm, unused, lambda lists: sorted(set(lists[0]).intersection(*lists)))
+            unused_everywhere = merge_of_all(comm, captured.unused, lambda lists: sorted(set(lists[0]).intersection(*lists)))
             for pattern in unused_everywhere if comm.rank == 0 else ():
                 warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
         storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
-        base = None if options.base is None else _open_base(session, comm, storage, options.base, options)
+        base = None if options.base is None else _open_base(session, comm, storage, options)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
             agree_on = partial(
@@ -185,29 +194,55 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
                 local_shards, _ = _captured(partial(capture, differ), comm.rank, recorder)
                 with recorder.step("agree"):
                     job = SaveJob(str(path), comm, storage, recorder, options, local_shards, *agree_on(local_shards))
+        if options.rows is not None:
+            with recorder.step("choose rows"):
+                job = _with_chosen_rows(job, tables)
         # 5. Write, and 6. commit.
         return job, write(job, session)
 
 
-def _open_base(session: ExitStack, comm: Comm, storage: Storage, path: Path, options: SaveOptions) -> Base:
+def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
+    """Choose the rows of tables to save, and return the job that writes them alone. Collective: `touched` lists the calls."""
+    options, base = job.options, job.base
+    assert options.rows is not None
+    rows = choose(
+        job.comm, options.rows, tables, base, job.save_id, process_group=options.process_group, timeout_s=options.timeout_s
+    )
+    if rows is None or base is None:
+        return job
+    local_shards, items, picked = pick(base, job.local_shards, job.assignment.items, rows)
+    contents = job.contents
+    if contents is not None and options.rows.policy != "touched":
+        contents = replace(contents, lossy=lossy_tensors(contents.plan.tables, rows, options.rows))
+    assignment = replace(job.assignment, items=items)
+    return replace(job, local_shards=local_shards, assignment=assignment, contents=contents, picked=picked)
+
+
+def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOptions) -> Base:
     """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
-    source = session.enter_context(open_shared_source(comm, path, timeout_s=options.timeout_s))
+    assert options.base is not None
+    source = session.enter_context(open_shared_source(comm, options.base, timeout_s=options.timeout_s))
     if source.format != NATIVE:
-        raise UsageError(f"base={path}: is a {source.format} checkpoint; the first save must be a full one, without base=")
-    return base_beside(storage.url, source.storage, source.catalog, verify=options.verify_base)
+        raise UsageError(
+            f"base={options.base}: is a {source.format} checkpoint; the first save must be a full one, without base="
+        )
+    # A policy that leaves old rows in the checkpoint must choose all new rows: rows of a file that holds few stay there.
+    is_lossy = options.rows is not None and options.rows.policy != "touched"
+    min_live = 0.0 if is_lossy else MIN_LIVE
+    return base_beside(storage.url, source.storage, source.catalog, verify=options.verify_base, min_live=min_live)
 
 
-def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, tuple[str, ...]]:
+def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, Captured]:
     """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh.
 
-    Return it, and the patterns of ``exclude`` that fit no name here.
+    Return it as columns and as captured.
     """
     with recorder.step("capture"):
         captured = capture()
         for text in captured.warnings if rank == 0 else ():
             warnings.warn(text, stacklevel=4)
         recorder.log = RankLog(rank, captured.mesh)
-        return describe_local(captured.tensors, captured.values, captured.mesh, rank), captured.unused
+        return describe_local(captured.tensors, captured.values, captured.mesh, rank), captured
 
 
 def _without_claims(
@@ -247,6 +282,7 @@ def async_save(
     replicas: str = "verify",
     base: Path | None = None,
     verify_base: bool = False,
+    rows: TouchedRows | None = None,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -254,7 +290,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, base, verify_base, progress, timeout_s
+    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, base, verify_base, rows, progress, timeout_s
         As for `save`; a `progress` function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -301,6 +337,7 @@ def async_save(
         exclude,
         base,
         verify_base,
+        rows,
     )
     return begin_save(path, state, options)
 

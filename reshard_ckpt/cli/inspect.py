@@ -117,6 +117,7 @@ def _summary(found: Inspection) -> Columns:
         "values": f"{of.num_values:,}",
         "files": f"{of.num_files:,} with {size_text(of.file_bytes)}{by}",
         "refers to": f"{size_text(of.bytes_referred)} in {', '.join(of.checkpoints)}" if of.checkpoints else None,
+        "older rows": "; ".join(f"{name}: {policy} are new" for name, policy in found.catalog.lossy.items()),
         "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
     }
     return Columns(["", ""], [(name, line) for name, line in lines.items() if line])
@@ -214,7 +215,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
     of = found.summary
     mesh = None if of.mesh is None else dict(zip(of.mesh.axes, of.mesh.sizes, strict=True))
-    summary = {**as_plain(of), "mesh": mesh, "metadata": as_plain(found.catalog.metadata)}
+    summary = {**as_plain(of), "mesh": mesh, "lossy": dict(found.catalog.lossy), "metadata": as_plain(found.catalog.metadata)}
     tensors = [line for line in found.lines if not isinstance(line, ValueLine)]
     values = [line for line in found.lines if isinstance(line, ValueLine)]
     placements = [as_plain(axes) for axes in found.catalog.placements]

@@ -36,7 +36,7 @@ MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
 
 _SECTIONS: dict[str, frozenset[str]] = {
-    "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical"}),
+    "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical", "lossy"}),
     "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords", "turn", "num_sections", "sections"}),
     "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint"}),
     "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows", *_LINKS}),
@@ -138,6 +138,7 @@ def _encode_info(catalog: Catalog) -> dict[str, Any]:
         "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
         "metadata": encode_value(catalog.metadata, "metadata"),
         "critical": [],
+        **({"lossy": dict(sorted(catalog.lossy.items()))} if catalog.lossy else {}),
     }
 
 
@@ -245,6 +246,9 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
     CorruptError
         A column is missing, or has another type or length than it must have.
     """
+    lossy = info.fields.get("lossy", {})
+    if not isinstance(lossy, dict) or not {str}.issuperset(map(type, (*lossy, *lossy.values()))):
+        raise info.corrupt("lossy", "is not a map of text to text")
     tensors = _decode_tensors(open_section("tensors"))
     return Catalog(
         save_id=info.field("save_id", str),
@@ -257,6 +261,7 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
         rows=_decode_rows(open_section("rows")),
         files=_decode_files(open_section("files")),
         values_table=_decode_values(open_section("values"), tensors.names),
+        lossy=lossy,
     )
 
 

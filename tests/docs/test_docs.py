@@ -38,6 +38,7 @@ RUN = [
     "api.md",
     "coming-from-fsdp1.md",
     "incremental.md",
+    "touched-rows.md",
     "index.md",
 ]
 SETUP = {

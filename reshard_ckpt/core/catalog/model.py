@@ -187,6 +187,8 @@ class Catalog:
         The shard files, each with ``key``, ``size`` and ``rank``.
     unreadable
         Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
+    lossy
+        Names of tensors with rows older than the save, each with the policy that chose the rows to save.
     tensors_table, rows, boxes, placements, values_table
         The columns behind the views; docs/format.md describes them.
     """
@@ -202,6 +204,7 @@ class Catalog:
     files: tuple[FileEntry, ...]
     values_table: tuple[ValueEntry, ...]
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
+    lossy: Mapping[str, str] = field(default_factory=dict)
     _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

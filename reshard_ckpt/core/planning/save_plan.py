@@ -13,7 +13,7 @@ Rows and runs stay in the order of their tensor, box and start throughout, so no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -383,6 +383,7 @@ def build_catalog(
     save_id: str,
     created_s: float,
     metadata: Any,
+    lossy: Mapping[str, str] | None = None,
 ) -> Catalog:
     """Build the catalog of a save whose bytes are all written.
 
@@ -405,4 +406,5 @@ def build_catalog(
         rows=RowTable(box[order], plan.start[order], plan.count[order], file[order], offset[order]),
         files=tuple(files),
         values_table=tuple(values),
+        lossy=lossy or {},
     )

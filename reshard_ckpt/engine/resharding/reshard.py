@@ -277,7 +277,9 @@ def commit(
 
     def published(parts: list[Any]) -> list[int]:
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
-        contents = SaveContents(plan.plan, plan.values, save_id, plan.catalog.metadata, plan.catalog.created_s, before)
+        saved = plan.catalog
+        lossy = {name: policy for name, policy in saved.lossy.items() if name in plan.plan.tables.names}
+        contents = SaveContents(plan.plan, plan.values, save_id, saved.metadata, saved.created_s, before, lossy=lossy)
         publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)])
         return [sum(part[1] for part in parts), sum(part[2] for part in parts)]
 

@@ -295,6 +295,7 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
         save_id=contents.save_id,
         created_s=time.time() if contents.created_s is None else contents.created_s,
         metadata=contents.metadata,
+        lossy=contents.lossy,
     )
 
 

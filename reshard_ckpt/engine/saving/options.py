@@ -22,6 +22,7 @@ from ...storage.protocol import Storage, Version
 from ..common.progress import OnProgress, Recorder
 from .local_shards import LocalShards
 from .messages import Assignment
+from .touched import Picked, Tracker
 from .unchanged import Base, Unchanged
 
 Hold = str | Optimizer | Sequence[Optimizer]
@@ -47,6 +48,7 @@ class SaveOptions:
     exclude: Sequence[str] = ()
     base: str | os.PathLike[str] | None = None
     verify_base: bool = False
+    rows: Tracker | None = None
     compare_first: bool = False
     """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -132,6 +134,8 @@ class SaveContents:
         Contents of the path before any rank could make a file of this save; None to publish over any catalog.
     base_files
         The files of the base of an incremental save, as `Base.files`; None for a full save.
+    lossy
+        Names of tensors with rows older than the save, each with the policy that chose the rows to save.
     """
 
     plan: SavePlan
@@ -141,6 +145,7 @@ class SaveContents:
     created_s: float | None = None
     before: PreviousCheckpoint | None = None
     base_files: Sequence[FileEntry | None] | None = None
+    lossy: Mapping[str, str] = field(default_factory=dict)
 
 
 class Written(NamedTuple):
@@ -177,6 +182,8 @@ class SaveJob:
         The checkpoint that an incremental save refers to; None for a full save.
     unchanged
         The parts of the agreed items that the base has, once they are found; `assignment` then has the other parts.
+    picked
+        How the items of `assignment` came from the agreed ones, if some rows of tables are saved alone; else None.
     """
 
     path: str
@@ -190,6 +197,7 @@ class SaveJob:
     fingerprints: NDArray[np.uint64] | None = None
     base: Base | None = None
     unchanged: Unchanged | None = None
+    picked: Picked | None = None
 
     @property
     def save_id(self) -> str:
@@ -202,6 +210,8 @@ class SaveJob:
 
     def report(self, written: Written) -> SaveReport:
         """Return the report of a save that ends now, and whose caller has waited for all of it."""
+        if self.options.rows is not None:
+            self.options.rows.committed(self.save_id)
         seconds = self.recorder.now() - self.recorder.began
         num_bytes, total_bytes, referred = written
         return SaveReport(self.path, self.save_id, num_bytes, total_bytes, seconds, seconds, bytes_referred=referred)

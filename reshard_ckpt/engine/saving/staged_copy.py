@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...errors import UsageError
+from ...format.files import BLOCK_BYTES
 from ..common.host_memory import POOL
 from ..common.tensor_bytes import has_streams, on_device
 from .local_shards import LocalShards
@@ -203,7 +204,11 @@ def without_unchanged(job: SaveJob) -> SaveJob:
             POOL.give_back(scratch)
     parts = unchanged.written
     rest = RunColumns(items.local[parts.local], parts.start, parts.count)
-    return replace(job, assignment=replace(job.assignment, items=rest, aligned=True), unchanged=unchanged)
+    if job.picked is not None:
+        unchanged = job.picked.restored(unchanged)
+    # Only runs of whole blocks gain from data that begin at a block.
+    aligned = any(run.num_bytes >= BLOCK_BYTES for run in job.local_shards.runs(rest))
+    return replace(job, assignment=replace(job.assignment, items=rest, aligned=aligned), unchanged=unchanged)
 
 
 def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:

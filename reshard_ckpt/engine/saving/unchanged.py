@@ -63,8 +63,8 @@ class Base:
     verify: bool
 
 
-def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool) -> Base:
-    """Return the checkpoint in `storage` as the base of a save to `url`.
+def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, min_live: float = MIN_LIVE) -> Base:
+    """Return the checkpoint in `storage` as the base of a save to `url`; `min_live` as in `MIN_LIVE`.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool) -
             "checkpoint refers to; save beside the base, or leave base= out"
         )
     files = [
-        None if live < MIN_LIVE * file.size else _entry_beside(file, base_name, name)
+        None if live < min_live * file.size else _entry_beside(file, base_name, name)
         for file, live in zip(catalog.files, bytes_by_file(catalog).tolist(), strict=True)
     ]
     return Base(storage, catalog, files, verify)
@@ -101,7 +101,7 @@ def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans(ColumnTable):
+class Spans(ColumnTable):
     """Bytes ``[begin, end)`` of files of the base: elements of `item` from `start` on, `each` bytes an element."""
 
     file: I64
@@ -124,17 +124,22 @@ class Unchanged:
         The other parts, whole blocks first; ``local`` is the number of the item, not of its row.
     num_bytes
         Bytes of the unchanged parts.
+    member, ahead
+        For each written part, the number of the member of a file that holds it, and the byte of the member at which it begins.
+        Each part is a member of its own, unless `touched.pick` has packed many.
     """
 
     stored: StoredRuns
     written: RunColumns
     num_bytes: int
+    member: I64
+    ahead: I64
 
 
 def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scratch: torch.Tensor) -> Unchanged:
     """Find the parts of this rank's write items that the base holds; `scratch`, 1-D uint8, is for copies from a device."""
     runs = local_shards.runs(items)
-    spans = _spans(base, local_shards, items)
+    spans = _with_headers(base, spans_of(base, local_shards, items))
     found = []
     for file in np.unique(spans.file).tolist():
         digests = _digests(base, file)
@@ -143,13 +148,15 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
     each = np.array([run.local.tensor.element_size() for run in runs], np.int64)
     stored = _joined(found)
     if base.verify:
-        stored = stored.take(np.array([_is_equal(base, runs, row, scratch) for row in stored.rows()], bool))
-    stored = _merged(stored, each)
-    return Unchanged(stored, _rest(items, stored, each), int((stored.count * each[stored.item]).sum()))
+        stored = stored.take(np.array([is_equal(base, runs, row, scratch) for row in stored.rows()], bool))
+    stored = merged(stored, each)
+    written = _rest(items, stored, each)
+    member = np.arange(len(written.local))
+    return Unchanged(stored, written, int((stored.count * each[stored.item]).sum()), member, np.zeros_like(member))
 
 
-def _spans(base: Base, local_shards: LocalShards, items: RunColumns) -> _Spans:
-    """Match the items with the rows of the base; in order of file and byte."""
+def spans_of(base: Base, local_shards: LocalShards, items: RunColumns) -> Spans:
+    """Match the items with the rows of the base; in any order."""
     catalog = base.catalog
     kinds = local_shards.local_metadata.tensors.kind.tolist()
     source = np.array([_counterpart(catalog, spec, kind) for spec, kind in zip(local_shards.specs, kinds, strict=True)], np.int64)
@@ -171,13 +178,18 @@ def _spans(base: Base, local_shards: LocalShards, items: RunColumns) -> _Spans:
     keep = np.flatnonzero(in_file & in_item & usable)
     file, begin, each = plan.file[keep], plan.src[keep], each[keep]
     own = item[plan.dest[keep]]
-    spans = _Spans(file, begin, begin + volumes(plan.lengths[keep]) * each, own, items.start[own] + plan.dst[keep], each)
+    return Spans(file, begin, begin + volumes(plan.lengths[keep]) * each, own, items.start[own] + plan.dst[keep], each)
+
+
+def _with_headers(base: Base, spans: Spans) -> Spans:
+    """Add the headers of the files that spans lie in, and leave out bytes that occur twice; in order of file and byte."""
+    catalog = base.catalog
     # The bytes before the first row of a file are its header: with them, its first block can be hashed too.
     data_begin = np.full(len(catalog.files), np.iinfo(np.int64).max)
     np.minimum.at(data_begin, catalog.rows.file, catalog.rows.offset)
-    used = np.unique(file)
+    used = np.unique(spans.file)
     none = np.zeros_like(used)
-    headers = _Spans(used, none, data_begin[used], none + _HEADER, none, none + 1)
+    headers = Spans(used, none, data_begin[used], none + _HEADER, none, none + 1)
     both = concatenated([spans, headers])
     both = both.take(lex_order(both.file, both.begin))
     # Tensors that were aliases in the base, and are no more, have the same bytes there: only the first is compared.
@@ -206,7 +218,7 @@ def _digests(base: Base, file: int) -> Digests | None:
 
 
 def _unchanged_of(
-    base: Base, file: int, digests: Digests, spans: _Spans, runs: Sequence[LocalRun], scratch: torch.Tensor
+    base: Base, file: int, digests: Digests, spans: Spans, runs: Sequence[LocalRun], scratch: torch.Tensor
 ) -> StoredRuns:
     """Hash each block of one file that lies in a stretch, and return the parts of items in blocks that are equal."""
     size, block = base.catalog.files[file].size, digests.block_bytes
@@ -238,7 +250,7 @@ def _unchanged_of(
     return unchanged.take(spans.item != _HEADER)
 
 
-def _bytes_of(base: Base, file: int, stretch: _Spans, runs: Sequence[LocalRun], scratch: torch.Tensor) -> Iterator[memoryview]:
+def _bytes_of(base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], scratch: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a stretch in order: the header from the base, all other bytes from this rank's memory."""
     for begin, end, item, start, each in zip(*(column.tolist() for column in columns_of(stretch)[1:]), strict=True):
         if item == _HEADER:
@@ -249,7 +261,7 @@ def _bytes_of(base: Base, file: int, stretch: _Spans, runs: Sequence[LocalRun], 
             yield from chunks(runs[item].local, start, (end - begin) // each, scratch)
 
 
-def _is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: torch.Tensor) -> bool:
+def is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: torch.Tensor) -> bool:
     """Whether the bytes of an unchanged run are equal to the base's, which are read for that."""
     item, start, count, file, offset = row
     for chunk in chunks(runs[item].local, start, count, scratch):
@@ -270,7 +282,7 @@ def _joined(found: Sequence[StoredRuns]) -> StoredRuns:
     return runs.take(lex_order(runs.item, runs.start))
 
 
-def _merged(runs: StoredRuns, each: I64) -> StoredRuns:
+def merged(runs: StoredRuns, each: I64) -> StoredRuns:
     """Join sorted runs that go on both in their item and in one file; ``each[i]`` are the bytes of an element of item i."""
     # ahead[i]: the byte at which the item's element 0 would lie, so that it is the same for runs that go on.
     ahead = runs.offset - runs.start * each[runs.item]

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
+from ...core.catalog.specs import ITEM_BYTES
 from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
 from ...errors import StorageError, UsageError
@@ -111,11 +112,11 @@ def _file_layout(key: str, members: Sequence[Member], items: slice, alignment: i
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
-    """Return the member of a shard file for a run of one row; the member of a blob is the whole blob."""
+    """Return the member of a shard file for a run of one row; the member of a blob, or of a pack of rows, is all of it."""
     index, local = local_shards.rows[row]
     spec, piece = local_shards.specs[index], local.piece
     if local_shards.local_metadata.tensors.kind[index] == TensorKind.BLOB:
-        return Member(spec.name, spec.dtype, spec.shape, count)
+        return Member(spec.name, spec.dtype, spec.shape, count * ITEM_BYTES[spec.dtype])
     return make_member(spec.name, spec.dtype, spec.shape, piece.offsets, piece.lengths, start, count)
 
 
@@ -207,8 +208,9 @@ def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fi
 
 def _with_parts(receipt: Receipt, unchanged: Unchanged) -> Receipt:
     """Return the receipt of an incremental save, from the receipt of the parts that were written."""
-    parts = unchanged.written
-    written = StoredRuns(parts.local, parts.start, parts.count, receipt.file, receipt.offset)
+    parts, member = unchanged.written, unchanged.member
+    offset = receipt.offset[member] + unchanged.ahead
+    written = StoredRuns(parts.local, parts.start, parts.count, receipt.file[member], offset)
     referred = replace(unchanged.stored, file=unchanged.stored.file + len(receipt.files))
     none = np.zeros(0, np.int64)
     return replace(receipt, file=none, offset=none, parts=concatenated([written, referred]))

@@ -1,0 +1,349 @@
+"""Saves that write only some rows of embedding tables, and refer to a base for the others.
+
+1. Each rank scores the rows of its tables. The scores of all ranks are merged, and all ranks choose the same rows (`choose`).
+2. Each write item of a table, or of optimizer state with as many rows, is divided. Rows that are not chosen and that the base
+   holds are *stored*: the catalog refers to them there. All other rows are gathered at once into memory of their own, a *pack*,
+   which becomes one write item (`pick`). So a save copies and stages no more than it writes.
+3. The rest of the save goes on with these items. At its end `Picked.restored` says where each run of a pack lies.
+
+Collectives, after the agreement of the save: a gather and a broadcast; if rows are chosen and there are several ranks, two rounds
+of an exchange (`_merged`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ...comm.exchange import Exchange, open_exchange
+from ...comm.protocol import Comm, merge_of_all
+from ...core.catalog.model import TensorKind
+from ...core.catalog.specs import TensorSpec, box_piece, escape, row_major_strides
+from ...core.geometry.columns import concatenated, lex_order
+from ...core.geometry.runs import I64, ranges
+from ...core.planning.merge import MergedTables
+from ...errors import UsageError
+from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, region
+from .local_shards import LocalShards
+from .messages import RunColumns, StoredRuns
+from .unchanged import Base, Spans, Unchanged, is_equal, merged, spans_of
+
+Scores = NDArray[Any]
+"""A score for each row: bool, int64 or float32. Rows with a score of 0 need no saving."""
+
+Rows = Mapping[str, NDArray[np.bool_]]
+"""For the name of each table, whether each of its rows is chosen."""
+
+
+class Table(Protocol):
+    """A table of the state, as a tracker knows it: its name, its number of rows, and the row at which its scores begin."""
+
+    name: str
+    num_rows: int
+    first: int
+
+    def scores(self) -> Scores: ...
+
+    def take(self, chosen: NDArray[np.bool_]) -> None: ...
+
+
+class Tracker(Protocol):
+    """The ``rows=`` of a save: `state.touched_rows.TouchedRows`."""
+
+    policy: str
+    fraction: float | None
+    since: str | None
+
+    def begin(self, tensors: Iterable[LocalTensor]) -> Sequence[Table]: ...
+
+    def committed(self, save_id: str) -> None: ...
+
+
+_SCORES = {"touched": bool, "sampled": bool, "most_used": np.int64, "largest_change": np.float32}
+
+
+def choose(
+    comm: Comm,
+    tracker: Tracker,
+    tables: Sequence[Table],
+    base: Base | None,
+    save_id: str,
+    *,
+    process_group: Any,
+    timeout_s: float,
+) -> Rows | None:
+    """Choose the rows that a save writes, alike on all ranks. Collective.
+
+    Returns
+    -------
+    Mapping or None
+        None if all rows are to be saved: there is no base, or the rows of some rank count from another checkpoint.
+
+    Raises
+    ------
+    UsageError
+        Ranks have trackers of different policies.
+    """
+    mine = [tracker.policy, tracker.fraction, tracker.since, {table.name: table.num_rows for table in tables}]
+    policy, fraction, since, sizes = merge_of_all(comm, mine, _agreed)
+    if base is None or since != base.catalog.save_id:
+        for table in tables:
+            table.take(np.ones(table.num_rows, bool))
+        return None
+    # first[name]: where the scores of a table begin in the scores of all tables, end to end.
+    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    scores = np.zeros(sum(sizes.values()), _SCORES[policy])
+    for table in tables:
+        own = table.scores()
+        part = scores[first[table.name] + table.first :][: len(own)]
+        part += own
+    if comm.size > 1:
+        exchange = open_exchange(process_group, timeout_s=timeout_s)
+        assert exchange is not None
+        scores = _merged(exchange, scores)
+    chosen: dict[str, NDArray[np.bool_]] = {}
+    for name, num_rows in sizes.items():
+        of_table = scores[first[name] : first[name] + num_rows]
+        chosen[name] = of_table if policy == "touched" else _highest(of_table, ceil(fraction * num_rows), save_id)
+    for table in tables:
+        table.take(chosen[table.name])
+    return chosen
+
+
+def _agreed(of_ranks: list[Any]) -> Any:
+    """Merge the trackers of all ranks: their policy, the checkpoint that all rows count from, and all tables."""
+    options = {(policy, fraction) for policy, fraction, _, _ in of_ranks}
+    if len(options) > 1:
+        raise UsageError(f"rows=: ranks passed trackers with different policy= and fraction=: {sorted(options, key=repr)}")
+    bases = {since for _, _, since, _ in of_ranks}
+    sizes = dict(sorted({name: num for _, _, _, tables in of_ranks for name, num in tables.items()}.items()))
+    return [*options.pop(), bases.pop() if len(bases) == 1 else None, sizes]
+
+
+def _merged(exchange: Exchange, scores: Scores) -> Scores:
+    """Add up the scores of all ranks, or join them if they are bool. Each rank merges a part, and sends it to all."""
+    is_bool = scores.dtype == bool
+    mine = np.packbits(scores) if is_bool else scores
+    bounds = np.linspace(0, len(mine), exchange.size + 1).astype(np.int64)
+    sizes = (np.diff(bounds) * mine.itemsize).tolist()
+    own = sizes[exchange.rank]
+    parts = torch.empty(own * exchange.size, dtype=torch.uint8)
+    exchange.start(_as_bytes(mine), sizes, parts, [own] * exchange.size)()
+    of_ranks = parts.numpy().view(mine.dtype).reshape(exchange.size, -1)
+    part = np.bitwise_or.reduce(of_ranks, axis=0) if is_bool else of_ranks.sum(axis=0, dtype=mine.dtype)
+    merged = torch.empty(sum(sizes), dtype=torch.uint8)
+    exchange.start(_as_bytes(np.tile(part, exchange.size)), [own] * exchange.size, merged, sizes)()
+    found = merged.numpy().view(mine.dtype)
+    return np.unpackbits(found, count=len(scores)).astype(bool) if is_bool else found
+
+
+def _as_bytes(values: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).copy())
+
+
+def _highest(scores: Scores, num: int, save_id: str) -> NDArray[np.bool_]:
+    """Choose up to `num` rows with the highest scores above 0; among equal scores at random, alike on all ranks."""
+    rows = np.flatnonzero(scores)
+    if len(rows) > num:
+        # Shuffled first, so that the rows next to the limit, which have equal scores, are not always the first ones.
+        rows = np.random.default_rng(xxhash.xxh32_intdigest(save_id.encode())).permutation(rows)
+        rows = rows[np.argsort(-scores[rows].astype(np.float64), kind="stable")[:num]]
+    chosen = np.zeros(len(scores), bool)
+    chosen[rows] = True
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The write items of a save after `pick`.
+
+    Attributes
+    ----------
+    origin
+        For each of these items, the agreed item that it is a part of.
+    stored
+        The parts of agreed items that the base holds; ``file`` is an index into the files of the base.
+    runs, ahead
+        The runs of agreed items in packs, in the order of these items (``runs.local``), and the byte of the pack at which each
+        begins.
+    num_bytes
+        Bytes of the stored parts.
+    """
+
+    origin: I64
+    stored: StoredRuns
+    runs: RunColumns
+    ahead: I64
+    num_bytes: int
+
+    def restored(self, found: Unchanged) -> Unchanged:
+        """Return parts of these items as parts of the agreed items."""
+        written = found.written
+        # num[i]: the number of runs in item i if it is a pack, else 0; first[i]: the first of them.
+        num = np.bincount(self.runs.local, minlength=len(self.origin))
+        first = np.cumsum(num) - num
+        # One row for each run in a pack, and for each other written part.
+        part, step = ranges(np.maximum(num[written.local], 1))
+        packed = np.flatnonzero(num[written.local[part]])
+        run = first[written.local[part[packed]]] + step[packed]
+        start, count, ahead = written.start[part], written.count[part], np.zeros(len(part), np.int64)
+        start[packed], count[packed], ahead[packed] = self.runs.start[run], self.runs.count[run], self.ahead[run]
+        return Unchanged(
+            stored=concatenated([replace(found.stored, item=self.origin[found.stored.item]), self.stored]),
+            written=RunColumns(self.origin[written.local[part]], start, count),
+            num_bytes=found.num_bytes + self.num_bytes,
+            member=part,
+            ahead=ahead,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One write item after `pick`: a run of a row of the local shards, and the runs of the agreed item in it if it is a pack."""
+
+    local: int
+    start: int
+    count: int
+    origin: int
+    each: int
+    runs: tuple[I64, I64] | None = None
+
+
+def pick(base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows) -> tuple[LocalShards, RunColumns, Picked]:
+    """Divide the write items of tables into rows that the base holds and packs of the other rows.
+
+    Returns
+    -------
+    tuple
+        The local shards with the packs, the items to write, and how they came about.
+    """
+    specs, kinds = local_shards.specs, local_shards.local_metadata.tensors.kind.tolist()
+    tables = {i: rows[name] for i, spec in enumerate(specs) if kinds[i] == TensorKind.TENSOR and (name := table_of(spec, rows))}
+    is_table = np.array([local_shards.rows[row][0] in tables for row in items.local.tolist()], bool)
+    tracked = np.flatnonzero(is_table)
+    spans = spans_of(base, local_shards, RunColumns(items.local[tracked], items.start[tracked], items.count[tracked]))
+    spans = spans.take(lex_order(spans.item, spans.start))
+    first = np.searchsorted(spans.item, np.cumsum(np.append(0, is_table))).tolist()  # first[i]: the first span of item i or later
+    new: list[_Item] = []
+    packs: list[torch.Tensor] = []
+    stored = [StoredRuns(*[np.zeros(0, np.int64)] * 5)]
+    for i, (row, start, count) in enumerate(items):
+        index, local = local_shards.rows[row]
+        each, width = local.tensor.element_size(), prod(local.piece.lengths[1:])
+        # low, high: the whole rows of the piece's box in this item.
+        low, high = (-(-start // width), (start + count) // width) if index in tables and width else (0, 0)
+        if low >= high:
+            new.append(_Item(row, start, count, i, each))
+            continue
+        new += [
+            _Item(row, begin, end - begin, i, each)
+            for begin, end in ((start, low * width), (high * width, start + count))
+            if begin < end
+        ]
+        offset = local.piece.offsets[0]
+        held = _held(spans.take(slice(first[i], first[i + 1])), tables[index][offset + low : offset + high], low, width, i)
+        if base.verify:
+            scratch, run = torch.empty(1 << 20, dtype=torch.uint8), LocalRun(local, start, count)
+            held = held.take(np.array([is_equal(base, [run], (0, *part[1:]), scratch) for part in held.rows()], bool))
+        stored.append(held)
+        # begins, ends: the runs of rows that are written.
+        begins, ends = np.append(low, (held.start + held.count) // width), np.append(held.start // width, high)
+        begins, ends = begins[begins < ends], ends[begins < ends]
+        if len(begins):
+            packs.append(_pack(local, low, high, begins, ends))
+            new.append(_Item(-len(packs), 0, packs[-1].numel(), i, each, (begins * width, (ends - begins) * width)))
+    new.sort(key=lambda item: -item.each)  # so that each member of a file is aligned
+    each_of = np.array([local_shards.rows[row][1].tensor.element_size() for row in items.local.tolist()], np.int64)
+    joined = merged(concatenated(stored), each_of)
+    picked = Picked(
+        origin=np.array([item.origin for item in new], np.int64),
+        stored=joined,
+        num_bytes=int((joined.count * each_of[joined.item]).sum()),
+        **_runs_of(new),
+    )
+    shards, local_of = _with_packs(local_shards, items, new, packs)
+    columns = RunColumns(local_of, np.array([i.start for i in new], np.int64), np.array([i.count for i in new], np.int64))
+    return shards, columns, picked
+
+
+def table_of(spec: TensorSpec, rows: Rows) -> str:
+    """Return the name of the table that has a tensor's rows: its own, or that of its parameter; "" if there is none."""
+    name = spec.name if spec.name in rows or spec.link is None else spec.link.parameter or ""
+    return name if name in rows and spec.shape[:1] == rows[name].shape else ""
+
+
+def _held(spans: Spans, chosen: NDArray[np.bool_], low: int, width: int, item: int) -> StoredRuns:
+    """Find the runs of rows of one item that are not chosen and that spans hold; ``chosen[0]`` is the row `low` of the box."""
+    # lows, highs: the runs of rows that are not chosen; begins, ends: the whole rows of each span.
+    edges = np.flatnonzero(np.diff(chosen, prepend=True, append=True)) + low
+    lows, highs = edges[::2], edges[1::2]
+    begins, ends = -(-spans.start // width), (spans.start + (spans.end - spans.begin) // spans.each) // width
+    keep = begins < ends
+    spans, begins, ends = spans.take(keep), begins[keep], ends[keep]
+    # Run r meets the spans met[r] to until[r]; one row for each such pair from here on.
+    met, until = np.searchsorted(ends, lows, side="right"), np.searchsorted(begins, highs, side="left")
+    owner, step = ranges(until - met)
+    at = met[owner] + step
+    begin, end = np.maximum(lows[owner], begins[at]), np.minimum(highs[owner], ends[at])
+    start = begin * width
+    offset = spans.begin[at] + (start - spans.start[at]) * spans.each[at]
+    return StoredRuns(np.full(len(at), item), start, (end - begin) * width, spans.file[at], offset)
+
+
+def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> torch.Tensor:
+    """Gather rows ``begins[i]`` to ``ends[i]`` of a piece's box, all between `low` and `high`, on their device."""
+    piece = local.piece
+    run, step = ranges(ends - begins)
+    rows = torch.from_numpy(begins[run] + step - low).to(local.tensor.device)
+    view = region(local.tensor, piece.base + low * piece.strides[0], (high - low, *piece.lengths[1:]), piece.strides)
+    return view.index_select(0, rows)
+
+
+def _runs_of(items: Sequence[_Item]) -> dict[str, Any]:
+    """List the runs in all packs, and the byte of the pack at which each begins."""
+    packs = [(i, item.each, *item.runs) for i, item in enumerate(items) if item.runs]
+    none = [np.zeros(0, np.int64)]
+    local = np.concatenate([*(np.full(len(start), i) for i, _, start, _ in packs), *none])
+    count = np.concatenate([*(count for *_, count in packs), *none])
+    ahead = np.concatenate([*((np.cumsum(count) - count) * each for _, each, _, count in packs), *none])
+    return {"runs": RunColumns(local, np.concatenate([*(start for _, _, start, _ in packs), *none]), count), "ahead": ahead}
+
+
+def _with_packs(
+    local_shards: LocalShards, items: RunColumns, new: Sequence[_Item], packs: Sequence[torch.Tensor]
+) -> tuple[LocalShards, I64]:
+    """Add each pack as a tensor of its own, which no base has; return the local shards, and the row of each item."""
+    specs, rows = list(local_shards.specs), list(local_shards.rows)
+    local = np.array([item.local for item in new], np.int64)
+    for i, item in enumerate(new):
+        if item.runs:
+            pack = packs[-item.local - 1]
+            spec = specs[rows[items.local[item.origin]][0]]
+            shape = tuple(pack.shape)
+            piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
+            local[i] = len(rows)
+            rows.append((len(specs), LocalPiece(pack, piece)))
+            specs.append(TensorSpec(f"{escape(spec.name)}@[rows,{item.origin}]", spec.dtype, shape, (piece,)))
+    metadata = local_shards.local_metadata
+    kind = np.append(metadata.tensors.kind, np.full(len(packs), TensorKind.BLOB, np.uint8))
+    metadata = replace(metadata, tensors=replace(metadata.tensors, kind=kind))
+    return replace(local_shards, specs=specs, rows=rows, local_metadata=metadata), local
+
+
+def lossy_tensors(tables: MergedTables, rows: Rows, tracker: Tracker) -> dict[str, str]:
+    """Name all tensors with rows older than the save, each with the policy that chose the rows to save."""
+    text = f"{tracker.policy}, {tracker.fraction:g} of the rows"
+    names, width = tables.names, tables.shape.shape[1]
+    found = {}
+    for i, (name, parameter, ndim) in enumerate(zip(names, tables.parameter.tolist(), tables.ndim.tolist(), strict=True)):
+        table = name if name in rows or parameter < 0 else names[parameter]
+        if table in rows and ndim and tables.shape[i, width - ndim] == len(rows[table]):
+            found[name] = text
+    return found

@@ -1,0 +1,487 @@
+"""The rows of embedding tables that training used, for saves that write only some rows (`TouchedRows`).
+
+1. Hooks on modules see the indices of each forward pass. A row changes in the optimizer's step after it, so the policy
+   ``"touched"`` keeps the indices until that step, and only then marks them.
+2. `begin` finds the tables in the state of a save by their memory. `engine.saving.touched` merges the scores of all ranks, and
+   chooses the rows. `take` then forgets the score of each chosen row.
+3. `committed` notes the id of the checkpoint. Only a save with that checkpoint as its base trusts the scores. A failed save, or a
+   change of a table outside optimizer steps (its version shows it), clears the id, so that the next save compares blocks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..engine.common.tensor_bytes import LocalTensor
+from ..errors import UsageError
+from .dtensor import is_dtensor, local_tensor
+
+Scores = NDArray[Any]
+"""A score for each row, as `engine.saving.touched` merges them."""
+
+MAX_WAITING = 64
+"""Forward passes without a step whose indices are kept one by one; those of more are joined."""
+
+
+class Policy(Protocol):
+    """The memory of a policy for one table: made of its number of rows, the fraction to save, and this rank's part."""
+
+    def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None: ...
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Note uses of rows, 1-D int64."""
+
+    def scores(self, memory: torch.Tensor) -> Scores:
+        """Return the score of each row."""
+
+    def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
+        """Forget the scores of the chosen rows, which are saved now."""
+
+
+class Touched:
+    """Rows that were marked, as a bitmap on the device of the indices: rows / 8 bytes."""
+
+    def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
+        self._num_bytes, self._num_rows = -(-num_rows // 8), num_rows
+        self._bits: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        if self._bits is None or self._bits.device != rows.device:
+            held = torch.zeros(self._num_bytes + 1, dtype=torch.uint8) if self._bits is None else self._bits
+            self._bits = held.to(rows.device)
+        # For each of the 8 bits, all rows with that bit write equal values into a byte, so repeated rows do no harm. The other
+        # rows write into the last byte, which stands for no row. Nothing here waits for a device.
+        byte, bit = rows >> 3, rows & 7
+        spare = torch.full_like(byte, self._num_bytes)
+        for one in range(8):
+            at = torch.where(bit == one, byte, spare)
+            self._bits[at] = self._bits[at] | (1 << one)
+
+    def scores(self, memory: torch.Tensor) -> Scores:
+        if self._bits is None:
+            return np.zeros(self._num_rows, bool)
+        packed = self._bits[:-1].cpu().numpy()
+        return np.unpackbits(packed, count=self._num_rows, bitorder="little").astype(bool)
+
+    def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
+        self._bits = None
+
+
+class MostUsed:
+    """The number of uses of each row since the row was saved: 4 bytes a row."""
+
+    def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
+        self._counts = torch.zeros(num_rows, dtype=torch.int32, device=memory.device)
+
+    def add(self, rows: torch.Tensor) -> None:
+        self._counts = self._counts.to(rows.device)
+        self._counts.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
+
+    def scores(self, memory: torch.Tensor) -> Scores:
+        return self._counts.cpu().numpy().astype(np.int64)
+
+    def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
+        self._counts[torch.from_numpy(chosen).to(self._counts.device)] = 0
+
+
+class Sampled:
+    """Every second use, in a list of at most ``fraction`` of the rows: 8 bytes each. A full list drops rows at random."""
+
+    def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
+        self._num_rows, self._limit, self._skip = num_rows, ceil(fraction * num_rows), 0
+        self._rows = torch.zeros(0, dtype=torch.int64, device=memory.device)
+        self._random = torch.Generator().manual_seed(num_rows)  # the job's own random numbers stay as they are
+
+    def add(self, rows: torch.Tensor) -> None:
+        half, self._skip = rows[self._skip :: 2], (self._skip + rows.numel()) % 2
+        self._rows = torch.cat([self._rows.to(rows.device), half]).unique()  # type: ignore[no-untyped-call]
+        if len(self._rows) > self._limit:
+            kept = torch.randperm(len(self._rows), generator=self._random)[: self._limit]
+            self._rows = self._rows[kept.to(rows.device)]
+
+    def scores(self, memory: torch.Tensor) -> Scores:
+        scores = np.zeros(self._num_rows, bool)
+        scores[self._rows.cpu().numpy()] = True
+        return scores
+
+    def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
+        self._rows = self._rows[:0]
+
+
+class LargestChange:
+    """The squared distance of each row from its saved value: a copy of this rank's part of the table."""
+
+    def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
+        self._saved = memory.detach().clone()
+
+    def add(self, rows: torch.Tensor) -> None:
+        pass
+
+    def scores(self, memory: torch.Tensor) -> Scores:
+        change = (memory.detach() - self._saved).float().flatten(1).square().sum(1)
+        return change.cpu().numpy()
+
+    def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
+        rows = torch.from_numpy(np.flatnonzero(chosen)).to(memory.device)
+        self._saved[rows] = memory.detach()[rows]
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "touched": Touched,
+    "most_used": MostUsed,
+    "sampled": Sampled,
+    "largest_change": LargestChange,
+}
+
+
+class Table:
+    """One table of a tracker, on this rank.
+
+    Attributes
+    ----------
+    parameter
+        The parameter, or the local memory of a table whose module keeps several in one.
+    name, num_rows, first
+        Of the save in progress: the name and the number of rows of the global tensor, and the global row that `scores` begins at.
+    num_uses
+        The number of modules that use the parameter.
+    renorms
+        Whether forward passes change rows, as ``max_norm=`` does.
+    is_fused
+        Whether backward passes update the table, as those of FBGEMM do.
+    """
+
+    def __init__(self, parameter: torch.Tensor, policy: str, fraction: float, *, is_fused: bool = False) -> None:
+        self.parameter, self.is_fused, self.renorms = parameter, is_fused, False
+        self.name, self.num_rows, self.first, self.num_uses = "", 0, 0, 0
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._store = POLICIES[policy](parameter.shape[0], fraction, self.memory)
+        self._is_exact, self._counts_memory = policy == "touched", policy == "largest_change"
+        self._waiting: list[torch.Tensor] = []
+        self._version = self._version_now()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return local_tensor(self.parameter) if is_dtensor(self.parameter) else self.parameter
+
+    def _version_now(self) -> tuple[int, int]:
+        return self.parameter._version, self.memory._version
+
+    def has_changed(self) -> bool:
+        """Whether something unknown changed the table since the last known update, or since this was asked."""
+        known, self._version = self._version, self._version_now()
+        return known != self._version
+
+    @torch.no_grad()
+    def use(self, rows: torch.Tensor) -> None:
+        """Note the rows of a forward pass."""
+        rows = local_tensor(rows) if is_dtensor(rows) else rows
+        rows = rows.detach().flatten().long()
+        if not self._is_exact or self.renorms:
+            self._store.add(rows)
+        if self._is_exact:
+            self._waiting.append(rows.clone())  # the caller may reuse its memory
+            if len(self._waiting) > MAX_WAITING:
+                self._waiting = [torch.cat(self._waiting).unique()]  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """Note that the rows used so far have been updated."""
+        for rows in self._waiting:
+            self._store.add(rows)
+        self._waiting.clear()
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Note that all changes so far are known."""
+        self._version = self._version_now()
+
+    def locate(self, tensor: LocalTensor) -> None:
+        """Take the place in the global tensor from a tensor of the state that has this table's memory."""
+        spec = tensor.spec
+        self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0
+        if self._counts_memory or not is_dtensor(self.parameter):  # the indices of a DTensor's module count global rows
+            offsets = {piece.offsets[0] for piece in spec.pieces}
+            if len(offsets) > 1 or any(piece.lengths[0] != self.memory.shape[0] for piece in spec.pieces):
+                raise UsageError(
+                    f"{spec.name}: rows= needs tables of which each rank holds consecutive rows, and this rank holds "
+                    f"{len(spec.pieces)} pieces: leave rows= out, and base= compares blocks"
+                )
+            self.first = next(iter(offsets), 0)
+
+    @torch.no_grad()
+    def scores(self) -> Scores:
+        """Return the score of each row from `first` on; rows with a score of 0 need no saving."""
+        if self.is_fused:  # the last backward pass may have updated these, or may do so yet
+            for rows in self._waiting:
+                self._store.add(rows)
+        return self._store.scores(self.memory)
+
+    @torch.no_grad()
+    def take(self, chosen: NDArray[np.bool_]) -> None:
+        """Forget the scores of rows that are saved now; `chosen` has an entry for each global row."""
+        num = self.memory.shape[0] if self._counts_memory else self.parameter.shape[0]
+        self._store.take(chosen[self.first : self.first + num], self.memory)
+
+
+class TouchedRows:
+    """Rows of embedding tables that training used, for ``rows=`` of `save`, `async_save` and `Manager.save`.
+
+    With ``base=`` such a save writes only the chosen rows of each table, and of each state of the optimizer with as many rows. It
+    refers to the base for the other rows. Every other tensor is compared block by block. The rows count from the last save with
+    this tracker: where the base is another checkpoint, or where tables were loaded since, the tables are compared block by block
+    too. So the first save may have any base, or none.
+
+    Make it after the model is sharded and loaded, before its first forward pass. Ranks share their rows when they save.
+
+    Parameters
+    ----------
+    table
+        A module with ``nn.Embedding`` or ``nn.EmbeddingBag`` somewhere in it, or with tables of FBGEMM as TorchRec has them; or a
+        parameter, whose rows are taken from its gradients.
+    policy
+        ``"touched"``: all rows that a step updated, so that the checkpoint is bit for bit that of a whole save. It needs an
+        optimizer that leaves all other rows alone: SparseAdam, Adagrad without weight decay, or SGD without momentum and weight
+        decay. It keeps 1 bit a row, and the indices of the forward passes since the last step.
+        The other policies save fewer rows, as in CPR (Maeng et al., 2020). All other rows in the checkpoint are then older than
+        it; its catalog names the tables. ``"most_used"`` (MFU): the rows with the most uses since they were saved; 4 bytes a row.
+        ``"sampled"`` (SSU): rows drawn at random from those in use; 8 × `fraction` bytes a row. ``"largest_change"`` (SCAR): the
+        rows whose values are farthest from those saved; a copy of this rank's part of the tables.
+    fraction
+        For all but ``"touched"``: the share of the rows of each table that a save writes, by default 1/8.
+
+    Raises
+    ------
+    UsageError
+        There is no table, or an option has another value.
+
+    Examples
+    --------
+    >>> table = nn.Embedding(1000, 16, sparse=True)
+    >>> rows = TouchedRows(table)
+    >>> rows.policy, rows.since
+    ('touched', None)
+    """
+
+    def __init__(self, table: nn.Module | torch.Tensor, *, policy: str = "touched", fraction: float | None = None) -> None:
+        if policy not in POLICIES:
+            raise UsageError(f"policy={policy!r}: pass one of {', '.join(map(repr, POLICIES))}")
+        if fraction is not None and (policy == "touched" or not 0 < fraction <= 1):
+            raise UsageError(f"fraction={fraction}: pass a share above 0 and up to 1, and none with policy='touched'")
+        self.policy, self.fraction = policy, 0.125 if fraction is None and policy != "touched" else fraction
+        self.since: str | None = None
+        """The id of the save from which the rows count; None if nothing is known."""
+        self._pending = self._was_changed = False
+        self._tables: dict[int, Table] = {}
+        self._handles: list[Any] = []
+        if isinstance(table, torch.Tensor):
+            added = self._table(table)
+            hook = _Ref(self._of_gradient, added)
+            self._handles.append(table.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        else:
+            for module in table.modules():
+                self._hook(module)
+        if not self._tables:
+            raise UsageError(
+                f"TouchedRows: {type(table).__name__} has no nn.Embedding, nn.EmbeddingBag or table of FBGEMM; pass a module "
+                "that has one, or the parameter itself"
+            )
+        for register, call in (
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
+        ):
+            self._handles.append(register(_Ref(call)))
+
+    def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
+        """Note that these rows of a table were changed by other means than a step, such as by your own code."""
+        self._tables[id(parameter)].use(rows)
+        self._tables[id(parameter)].updated()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self, tensors: Iterable[LocalTensor]) -> Sequence[Table]:
+        """Begin a save of a state with these tensors, and return the tables in it.
+
+        Raises
+        ------
+        UsageError
+            The state has none of the tables, or something else than lookups changes a table's rows.
+        """
+        for tracked in self._tables.values():
+            self._look(tracked)
+        if self._pending:  # the last save failed, and its rows are forgotten
+            self.since = None
+        self._pending, self._was_changed = True, False
+        by_key = {_identity(table.memory): table for table in self._tables.values()}
+        found: dict[Table, list[str]] = {}
+        for tensor in tensors:
+            of_memory = by_key.get(_identity(tensor.memory))
+            if of_memory is not None:
+                if of_memory not in found:
+                    of_memory.locate(tensor)
+                found.setdefault(of_memory, []).append(tensor.spec.name)
+        if not found:
+            raise UsageError(
+                "rows=: the state has none of its tables: pass the module that it was made of, and make it after the model is "
+                "sharded"
+            )
+        if self.policy == "touched":
+            for table, names in found.items():
+                _check_exact(table, names)
+        return list(found)
+
+    def committed(self, save_id: str) -> None:
+        """Note that the save in progress was committed."""
+        self._pending = False
+        self.since = None if self._was_changed else save_id
+
+    def _table(self, parameter: torch.Tensor, *, is_fused: bool = False) -> Table:
+        table = self._tables.get(id(parameter))
+        if table is None:
+            table = self._tables[id(parameter)] = Table(parameter, self.policy, self.fraction or 1, is_fused=is_fused)
+        table.num_uses += 1
+        return table
+
+    def _hook(self, module: nn.Module) -> None:
+        """Hook one module, if it looks rows up in tables."""
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            table = self._table(module.weight)
+            self._handles.append(module.register_forward_pre_hook(_Ref(self._of_lookup, table), with_kwargs=True))
+            if module.max_norm is not None:
+                table.renorms = True
+                self._handles.append(module.register_forward_hook(_Ref(self._after_lookup, table)))
+        elif hasattr(module, "split_embedding_weights") and hasattr(module, "feature_table_map"):
+            weights: Sequence[torch.Tensor] = module.split_embedding_weights()  # type: ignore[operator]
+            tables = [self._table(weight, is_fused=True) for weight in weights]
+            self._handles.append(module.register_forward_pre_hook(_Ref(self._of_batched, tables), with_kwargs=True))
+
+    def _of_lookup(self, table: Table, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if table.renorms:
+            self._look(table)
+        if table.renorms or (torch.is_grad_enabled() and table.parameter.requires_grad):
+            table.use(args[0] if args else kwargs["input"])
+
+    def _after_lookup(self, table: Table, *_: Any) -> None:
+        table.note_version()
+
+    def _of_batched(self, tables: Sequence[Table], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the rows of FBGEMM's tables: one feature after the other, each in bags; its backward pass updates them."""
+        if not torch.is_grad_enabled():
+            return
+        named = dict(zip(("indices", "offsets"), args, strict=False)) | dict(kwargs)
+        indices, offsets = named["indices"], named["offsets"]
+        bags = (len(offsets) - 1) // len(module.feature_table_map)
+        for table in tables:
+            table.updated()  # by the backward pass of the forward pass before this one
+        for feature, number in enumerate(module.feature_table_map):
+            low, high = offsets[feature * bags], offsets[(feature + 1) * bags]
+            tables[number].use(indices[low:high])
+
+    def _of_gradient(self, table: Table, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            table.use(gradient._indices()[0])
+        else:
+            table.use((gradient != 0).flatten(1).any(1).nonzero())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for table in self._tables_of(optimizer):
+            self._look(table)
+
+    def _look(self, table: Table) -> None:
+        """Trust the rows no more if something unknown has changed the table."""
+        if table.has_changed():
+            self.since, self._was_changed = None, True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for table in self._tables_of(optimizer):
+            table.optimizers.add(optimizer)
+            table.updated()
+
+    def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[Table]:
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [table for key, table in self._tables.items() if key in ids]
+
+
+def _identity(memory: torch.Tensor) -> tuple[Any, ...]:
+    """Return equal values for tensor objects that have the same memory."""
+    return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
+
+
+class _Ref:
+    """A hook that keeps no tracker alive: it calls a method, with leading arguments, as long as its object is there."""
+
+    def __init__(self, method: Callable[..., None], *first: Any) -> None:
+        self._method, self._first = weakref.WeakMethod(method), first
+
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*self._first, *args)
+
+
+def _check_exact(table: Table, names: Sequence[str]) -> None:
+    """Refuse a table whose rows change without being looked up."""
+    advice = "base= alone compares blocks and is exact; or pass another policy= to TouchedRows"
+    if len(names) > table.num_uses:
+        raise UsageError(
+            f"rows=: {' and '.join(names)} are one tensor, and TouchedRows was given {table.num_uses} of the modules that use "
+            f"it, so rows may change that it has not seen; pass it the whole model, or leave rows= out: {advice}"
+        )
+    for optimizer in table.optimizers:
+        group = next(g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"]))
+        if moves_other_rows(optimizer, group):
+            raise UsageError(
+                f"rows=: {names[0]}: {type(optimizer).__name__} also moves rows that a step did not touch, by momentum or weight "
+                f"decay, so the touched rows are not all that changed: {advice}"
+            )
+
+
+def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Try whether an optimizer changes a row without a gradient, or its state: two steps of a new one on a table of two rows.
+
+    False also if the class cannot be made from the hyperparameters of the group, as one that wraps another.
+
+    >>> table = nn.Parameter(torch.ones(3, 2))
+    >>> tried = [torch.optim.Adagrad([table]), torch.optim.AdamW([table]), torch.optim.SGD([table], momentum=0.9)]
+    >>> [moves_other_rows(optimizer, optimizer.param_groups[0]) for optimizer in tried]
+    [False, True, True]
+    """
+    tried = nn.Parameter(torch.ones(2, 2))
+    taken = inspect.signature(type(optimizer)).parameters  # AdamW has defaults that its constructor does not take
+    try:
+        new = type(optimizer)([tried], **{key: value for key, value in group.items() if key in taken and key != "params"})
+    except Exception:
+        return False
+    for lookup in ([0, 1], [0]):
+        known = [tried.detach().clone(), *(v.clone() for v in new.state[tried].values() if _has_rows(v))]
+        for is_sparse in (False, True):
+            gradient = torch.zeros(2, 2)
+            gradient[lookup] = 1
+            tried.grad = gradient.to_sparse(1) if is_sparse else gradient
+            try:
+                new.step()
+                break
+            except RuntimeError:  # SparseAdam takes sparse gradients only
+                continue
+    held = [tried.detach(), *(v for v in new.state[tried].values() if _has_rows(v))]
+    return any(not torch.equal(old[1], now[1]) for old, now in zip(known, held, strict=True))
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[:1] == (2,)
