@@ -22,13 +22,14 @@ from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport, duration_s
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps
+from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps, names_at
 from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage
+from ..storage.protocol import begin
 from .attempts import PRIOR_S, AttemptLog
 from .exports import Exports
 from .pending import PendingSaves, ToleratedFailures
@@ -163,8 +164,10 @@ class Manager(RunSteps):
                 had_manager, lease = False, None
                 if self._is_first and not read_only:
                     had_manager, lease = opening.enter_context(take_lock(storage))
+                # The names are read while the lineage is.
+                noted_names = begin(storage, lambda: names_at(storage)) if self._is_first else StepNames
                 self._lineage = RunLineage(storage, comm, self._root, self._session, had_manager=had_manager)
-                self._names = known_names(comm, storage, names, read_only=read_only)
+                self._names = known_names(comm, storage, names, noted_names, read_only=read_only)
                 self._stored = StoredSteps(
                     storage, self._root, self._names, self._rule, self._lineage,
                     read_only=read_only, lease=lease, grace_s=keep_s,
@@ -272,6 +275,7 @@ class Manager(RunSteps):
             self._memory.wait_for(step)
         with self._preemption.deferring(), self._costs.saving() as saved:
             self._restoring.begin_attempt()
+            self._look_ahead()
             options = {**self._session, **self._base(), **options}
             report = save(path, state, metadata=with_metric(metadata, metric), **options)
             saved.append(report)
@@ -304,6 +308,7 @@ class Manager(RunSteps):
                 options = {"metadata": with_metric(metadata, metric), **self._session, **self._base(), **options}
                 self._restoring.begin_attempt()
                 if self._memory is None:
+                    self._look_ahead()
                     handle = async_save(path, state, **options)
                 else:
                     handle = self._memory.async_save(step, path, state, options)
@@ -463,6 +468,10 @@ class Manager(RunSteps):
         """Wait for the saves in progress and for the pruning after each."""
         if not self._preemption.gave_up:
             self._pending.wait()
+
+    def _look_ahead(self) -> None:
+        if self._is_first and self._rule.keep_last is not None:
+            self._stored.look_ahead()
 
     def _committed(self, step: int) -> None:
         """Prune after a step that this process, among others, has just committed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
 from ..core.report import check_count
-from ..engine.common.step_folders import STEP_NAMES, StepNames, names_at, referred_keys
+from ..engine.common.step_folders import STEP_NAMES, StepNames, referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source
 from ..memory.options import Memory
-from ..storage import Lock, LocksUnsupported, Storage, holder_text, open_storage, resolved_path
+from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_storage, resolved_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ def checked_root(root: Path) -> str:
         The path is a file.
     """
     path = resolved_path(root)
+    if is_object_path(path):  # there, keys may lie below another key
+        return path
     storage, key = locate(path)
     with storage:
         if key is not None:
@@ -99,11 +101,16 @@ def checked_root(root: Path) -> str:
     return path
 
 
-def known_names(comm: Comm, storage: Storage, names: StepNames, *, read_only: bool) -> StepNames:
-    """Return the names of a run's step folders, with names that the root has noted; note new names there. Collective."""
+def known_names(
+    comm: Comm, storage: Storage, names: StepNames, noted_names: Callable[[], StepNames], *, read_only: bool
+) -> StepNames:
+    """Return the names of a run's step folders, with names that the root has noted; note new names there. Collective.
+
+    `noted_names` is `names_at` of the root; only rank 0 calls it.
+    """
 
     def noted() -> list[str]:
-        known = names_at(storage)
+        known = noted_names()
         if read_only and names == StepNames():
             return list(known.patterns)
         wanted = names.known_too(known.patterns)
@@ -138,7 +145,7 @@ def checked_full_every(full_every: int, memory: Memory | None) -> int:
 @contextmanager
 def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
     """Lock the root during the ``with`` block; yield whether it had a manager before, and the lock. Warn if locks are missing."""
-    had_manager = storage.size(RUN_LOCK_KEY) is not None
+    had_manager = storage.hints.has_locks and storage.size(RUN_LOCK_KEY) is not None
     own = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         lock = storage.lease(RUN_LOCK_KEY, own.encode())
@@ -160,4 +167,4 @@ def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        yield had_manager, lock
+        yield had_manager if lock.had_file is None else lock.had_file, lock

@@ -6,8 +6,10 @@ Only rank 0 removes. A checkpoint that is being read stays, and so does the last
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import (
@@ -24,9 +26,25 @@ from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
 from ..format.files import EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
-from ..storage.protocol import PROBE
+from ..storage.protocol import PROBE, at_once, begin
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, look
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The steps that a listing of the run has found.
+
+    Attributes
+    ----------
+    committed
+        The folder of each committed step.
+    removed
+        The folders of removed steps whose grace has ended: when each was removed, in seconds since 1970.
+    """
+
+    committed: dict[int, str]
+    removed: dict[str, float]
 
 
 class StoredSteps:
@@ -77,6 +95,8 @@ class StoredSteps:
         self._damaged: set[int] = set()
         self._foreign: set[int] = set()
         self._since_full = 0
+        self._looking: Callable[[], _Seen] = self._look
+        self._committed_since: set[int] = set()
 
     @property
     def url(self) -> str:
@@ -124,8 +144,9 @@ class StoredSteps:
         newer = (self._info(other).save_id for other in self.steps() if other > step)
         return [save_id for save_id in newer if save_id]
 
-    def metrics(self, steps: Iterable[int]) -> dict[int, float]:
+    def metrics(self, steps: Collection[int]) -> dict[int, float]:
         """Return the metrics of the steps that have one."""
+        self._read_infos(steps)
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def keeps(self, step: int, metric: float | None) -> bool:
@@ -144,6 +165,7 @@ class StoredSteps:
     def note_committed(self, step: int) -> None:
         """Record that a step was committed, perhaps in place of an older save."""
         self.note_good(step)
+        self._committed_since.add(step)
         self._damaged.discard(step)
         self._foreign.discard(step)
         self._infos.pop(step, None)
@@ -168,24 +190,34 @@ class StoredSteps:
     def note_deleted(self, step: int) -> None:
         """Note that a step was deleted."""
         self._good = [good for good in self._good if good != step]
+        self._committed_since.discard(step)
+
+    def look_ahead(self) -> None:
+        """Begin to look at the steps in the store, for the `prune` after the save that begins now.
+
+        Nobody else removes a step meanwhile. In a store with fast round trips, `prune` looks.
+        """
+        self._committed_since.clear()
+        self._looking = begin(self._storage, self._look)
+
+    def _look(self) -> _Seen:
+        committed, begun = find_steps(self._storage, self._names)
+        return _Seen(committed, removed_within(self._storage, begun.values(), self._grace_s)[1] if self._grace_s else {})
 
     def prune(self) -> None:
         """Remove the steps that the rule does not keep."""
         with self.pruning:
-            committed, begun = find_steps(self._storage, self._names)
+            looking, self._looking = self._looking, self._look
+            seen = looking()
+            new = {step: self._names.of(step) for step in self._committed_since}
+            committed = dict(sorted({**new, **seen.committed}.items()))
             steps = list(committed)
             kept = self._kept(steps)
             for step in steps:
                 if step not in kept and self._remove(step, steps):
                     steps = [other for other in steps if other != step]
-            if self._grace_s:
-                self._sweep(committed, begun)
-
-    def _sweep(self, committed: Iterable[int], begun: Mapping[int, str]) -> None:
-        """Remove the files of steps whose catalogs were removed more than `grace_s` seconds ago."""
-        _, old = removed_within(self._storage, begun.values(), self._grace_s)
-        if old:
-            referred = self._referred(committed)
+            old = {folder: removed_s for folder, removed_s in seen.removed.items() if folder not in committed.values()}
+            referred = self._referred(committed) if old else frozenset()
             for folder, removed_s in old.items():  # the next save may write to one of these folders meanwhile
                 self._check_lease()
                 remove_files(self._storage, folder, referred, removed_s)
@@ -216,7 +248,8 @@ class StoredSteps:
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
-        referred, mine = self._referred(others), self._info(step).referred
+        # With a grace, only the catalog goes now.
+        referred, mine = (frozenset(), frozenset()) if self._grace_s else (self._referred(others), self._info(step).referred)
         # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
         named = self._names.patterns
         folders = [self._names.of(step)] if len(named) == 1 else reversed(self._names.committed(self._storage, step))
@@ -238,10 +271,15 @@ class StoredSteps:
     def _counts(self, step: int) -> bool:
         return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
-    def _referred(self, steps: Iterable[int]) -> frozenset[str]:
+    def _referred(self, steps: Collection[int]) -> frozenset[str]:
         """Return the keys of the files that these steps, and checkpoints of other names beside them, need of other folders."""
+        self._read_infos(steps)
         beside = referred_by_folders(self._storage, lambda folder: self._names.step_of(folder) is not None, pass_damaged=True)
         return frozenset(key for step in steps for key in self._info(step).referred).union(beside)
+
+    def _read_infos(self, steps: Iterable[int]) -> None:
+        """Read the facts about these steps that are not known yet, all together."""
+        at_once(self._storage, *(partial(self._info, step) for step in steps if step not in self._infos))
 
     def _info(self, step: int) -> StepInfo:
         if step not in self._infos:
@@ -253,9 +291,11 @@ class StoredSteps:
     def remove_leftovers(self) -> None:
         """Remove the files of saves that died. The root is locked, so no other job saves there."""
         # of managers that were killed as they asked whether the store honours conditions
+        finding = begin(self._storage, lambda: find_steps(self._storage, self._names))
         self._storage.delete(f"{folder}/{PROBE}" for folder in self._storage.folders() if SAVE_ID.fullmatch(folder))
-        committed, begun = find_steps(self._storage, self._names)
-        stale = [folder for folder in committed.values() if len({*self._storage.folders(folder)} - {EXPORT}) > 1]
+        committed, begun = finding()
+        inner = at_once(self._storage, *(partial(self._storage.folders, folder) for folder in committed.values()))
+        stale = [folder for folder, folders in zip(committed.values(), inner, strict=True) if len({*folders} - {EXPORT}) > 1]
         for folder in stale:
             with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there

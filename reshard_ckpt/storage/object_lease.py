@@ -115,7 +115,9 @@ def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: b
         version = storage.publish(key, content(note, ttl_s), expected=seen)
     except PublishConflict:
         return None
-    return ObjectLease(storage, key, note, ttl_s, version, began, once=once)
+    lease = ObjectLease(storage, key, note, ttl_s, version, began, once=once)
+    lease.had_file = found is not None
+    return lease
 
 
 def content(note: bytes, ttl_s: float) -> bytes:

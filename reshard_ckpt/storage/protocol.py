@@ -126,7 +126,15 @@ class Writer(Protocol):
 
 
 class Lock(Protocol):
-    """A lock on a file, or a lease of it. It ends with `release`, at the end of its ``with`` block, or when the process dies."""
+    """A lock on a file, or a lease of it. It ends with `release`, at the end of its ``with`` block, or when the process dies.
+
+    Attributes
+    ----------
+    had_file
+        Whether the file of a lease was there before. None for locks: ask `Storage.size` before.
+    """
+
+    had_file: bool | None = None
 
     def check(self) -> None:
         """Raise a `StorageError` if a lease was lost to another process. Call it before each deletion; a lock is never lost."""
@@ -394,7 +402,7 @@ def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
 
 def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
     """Make several calls and return their results; at the same time if the round trips of the store are slow."""
-    if storage.hints.requests <= DISK.requests:
+    if storage.hints.requests <= DISK.requests or len(calls) <= 1:
         return [call() for call in calls]
     with ThreadPoolExecutor(min(len(calls), storage.hints.requests), thread_name_prefix="reshard-ckpt-ask") as pool:
         return list(pool.map(lambda call: call(), calls))

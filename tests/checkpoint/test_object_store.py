@@ -238,6 +238,7 @@ def test_round_trips_of_saves_and_loads_are_few(proxy: FaultProxy, url: str) -> 
 def test_round_trips_of_a_reshard_do_not_grow_with_the_files(proxy: FaultProxy, url: str) -> None:
     made = {"model": torch.nn.Linear(9, 64), "long": ["x" * 9000, "y" * 9000]}
     checkpoint.save(f"{url}/a", made)
+    checkpoint.reshard(f"{url}/a", f"{url}/first", mesh={"dp": 32})  # imports what it needs, which takes as long as a request
     check_depth(
         proxy, 7, lambda: checkpoint.reshard(f"{url}/a", f"{url}/b", mesh={"dp": 32}, rules={"model.*": {"dp": "shard(0)"}})
     )
@@ -247,6 +248,20 @@ def test_round_trips_of_a_reshard_do_not_grow_with_the_files(proxy: FaultProxy, 
     check_depth(proxy, 3, lambda: checkpoint.verify(f"{url}/b"))
     with open_storage(f"{url}/b") as storage:
         assert not [key for key, _ in storage.list() if key.endswith(".lock")]
+
+
+def test_round_trips_of_a_manager_are_few(proxy: FaultProxy, url: str) -> None:
+    made = state()
+    checkpoint.save(f"{url}/probe", made)
+
+    def save_four() -> None:
+        with checkpoint.Manager(f"{url}/run", keep_last=2) as manager:
+            for step in range(4):
+                manager.save(step, made)
+
+    check_depth(proxy, 30, save_four)
+    with checkpoint.Manager(f"{url}/run", keep_last=2) as manager:
+        assert manager.steps() == [2, 3]
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])

@@ -18,7 +18,10 @@ Fault = Callable[[str, str], str]
 It is called once the whole request has arrived, and may wait: the request is then held back."""
 
 QUIET_S = 0.1
-"""Seconds without a new request after which a round of requests is complete."""
+"""Seconds without a new request after which a round of requests is complete,"""
+
+IDLE_CPU_S = 0.01
+"""and the seconds of processor time at most that this process uses meanwhile."""
 
 _HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
 
@@ -39,7 +42,7 @@ class FaultProxy:
         self._connections = 0
         self._round = threading.Condition()
         self._arrived: list[str] = []
-        self._being_served, self._quiet_since = 0, 0.0
+        self._being_served, self._quiet_since, self._quiet_cpu_s = 0, 0.0, 0.0
         place = urlsplit(target)
         proxy = self
 
@@ -156,19 +159,26 @@ class FaultProxy:
         with self._round:
             mine = self._arrived
             mine.append(request)
-            self._quiet_since = time.monotonic()
+            self._note_activity()
             while self._arrived is mine:
                 self._round.wait(QUIET_S)
-                if self._arrived is mine and not self._being_served and time.monotonic() - self._quiet_since >= QUIET_S:
-                    self.rounds.append(mine)
-                    self._being_served, self._arrived = len(mine), []
-                    self._round.notify_all()
+                if self._arrived is not mine or self._being_served or time.monotonic() - self._quiet_since < QUIET_S:
+                    continue
+                if time.process_time() - self._quiet_cpu_s > IDLE_CPU_S:  # this process works: its next request may be under way
+                    self._note_activity()
+                    continue
+                self.rounds.append(mine)
+                self._being_served, self._arrived = len(mine), []
+                self._round.notify_all()
         try:
             yield
         finally:
             with self._round:
                 self._being_served -= 1
-                self._quiet_since = time.monotonic()
+                self._note_activity()
+
+    def _note_activity(self) -> None:
+        self._quiet_since, self._quiet_cpu_s = time.monotonic(), time.process_time()
 
     def settle(self) -> None:
         """Wait until all that was sent by processes which have ended is done; nothing else may be connected."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...core.catalog.model import Catalog
@@ -20,6 +21,7 @@ from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, EXPORT, SAVE_ID, SAVE_TIME, exported_saves
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
+from ...storage.protocol import at_once
 from .lineage import LINEAGE, Note
 
 STEP_NAME = "step_{}"
@@ -261,18 +263,20 @@ def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damag
     CorruptError
         A catalog is damaged, so the files that it refers to are unknown.
     """
-    found: dict[str, str] = {}
-    for folder in root.folders():
+
+    def referred_by(folder: str) -> dict[str, str]:
         try:
-            if not but(folder):
-                found.update(dict.fromkeys(referred_keys(folder, _catalog(root, folder)), folder))
+            return dict.fromkeys(referred_keys(folder, _catalog(root, folder)), folder)
         except CorruptError:
             if not pass_damaged:
                 raise
         except StorageError as error:
             if not isinstance(error, MissingKey) and not isinstance(error.__cause__, PermissionError):
                 raise
-    return found
+        return {}
+
+    found = at_once(root, *(partial(referred_by, folder) for folder in root.folders() if not but(folder)))
+    return {key: folder for by_folder in found for key, folder in by_folder.items()}
 
 
 def referred_by_others(storage: Storage) -> dict[str, str]:
