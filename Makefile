@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-torchtitan fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -144,6 +144,20 @@ compat-lightning:
 	test -x $(COMPAT_VENVS)/lightning/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/lightning
 	$(COMPAT_VENVS)/lightning/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,lightning]'
 	$(COMPAT_VENVS)/lightning/bin/python -m pytest -q -p no:cacheprovider tests/families/lightning
+
+# verl's FSDP checkpoint manager on the CPU, and in workers of Ray. verl is installed without what its rollouts need.
+COMPAT_VERL ?= 0.9.1
+
+compat-verl:
+	@set -e; for v in $(COMPAT_VERL); do \
+	  echo "verl $$v"; \
+	  venv=$(COMPAT_VENVS)/verl-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet torch==2.13.0 -e '.[dev,all]' 'transformers>=5.5.3,<5.11' 'tensordict<=0.10.0' \
+	    accelerate codetiming datasets dill hydra-core pandas peft pillow pylatexenc pyarrow ray wandb; \
+	  $$venv/bin/python -m pip install --quiet --no-deps "verl==$$v"; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/verl; \
+	done
 
 # The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
 BCP := $(COMPAT_VENVS)/bytecheckpoint

@@ -76,6 +76,7 @@ manager = checkpoint.Manager("run")
 """The same for pages whose blocks are run on two ranks."""
 ELSEWHERE = {
     "torchtitan.md": "tests/families/torchtitan/test_docs.py",
+    "verl.md": "tests/families/verl/test_docs.py",
     "cookbook.md": "tests/examples/test_cookbook.py",
     "deepspeed.md": "tests/families/deepspeed/test_docs.py",
     "lightning.md": "tests/families/lightning/test_docs.py",

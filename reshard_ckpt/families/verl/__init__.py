@@ -1,0 +1,1 @@
+"""verl: its FSDP checkpoint manager through this library."""
