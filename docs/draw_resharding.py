@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
-from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, piece_columns, row_major_strides
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
-from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata, piece_columns
+from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata
 from reshard_ckpt.core.planning.save_plan import build_catalog, plan_save
 from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
@@ -53,7 +53,7 @@ def saved_catalog() -> Catalog:
 def planned_load(catalog: Catalog) -> LoadPlan:
     """What rank 1 of the loading job reads."""
     offsets, lengths = WANTED
-    wanted = piece_columns([_spec(box_piece(offsets, lengths, 0, row_major_strides(lengths)))], len(SHAPE))
+    wanted = piece_columns([_spec(box_piece(offsets, lengths, 0, row_major_strides(lengths)))])
     return plan_load(catalog, np.array([catalog.index(NAME)]), wanted, window_bytes=8 << 20)
 
 

@@ -39,8 +39,7 @@ from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import encode_metadata
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
-from ..state.capture import capture, prepare_load
-from ..state.entries import Target
+from ..state.capture import Target, capture, prepare_load
 from ..state.shards import PerRankValues
 from .loading import not_loaded, wanted_names, without_ignored
 

@@ -23,14 +23,20 @@ from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_targe
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once, pays
-from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
-from ..engine.loading.scales import Quantization, multiply, quantization_of, read_scales, scaled_targets
+from ..engine.loading.saved_values import (
+    Quantization,
+    SavedValue,
+    blob_reader,
+    multiply,
+    open_values,
+    quantization_of,
+    read_scales,
+    scaled_targets,
+)
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..formats.registry import Formats, known_formats, with_options
-from ..formats.source import NATIVE, Path, Source, open_shared_source
-from ..state.capture import prepare_load
-from ..state.entries import Target
+from ..formats.source import NATIVE, Formats, Path, Source, known_formats, open_shared_source, with_options
+from ..state.capture import Target, prepare_load
 from ..state.shards import PerRankValues
 from ..storage import path_text
 

@@ -33,8 +33,7 @@ from ..engine.common.tensor_bytes import LocalTensor, outside_inference_mode
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
 from ..format.values import decode_value
 from ..formats.source import Path
-from ..state.capture import capture, prepare_load
-from ..state.entries import Captured, Target
+from ..state.capture import Captured, Target, capture, prepare_load
 from ..state.shards import PerRankValues
 from ..storage import path_text
 from .live import MEMORY_BYTES

@@ -32,20 +32,19 @@ from ..engine.common.progress import OnProgress, RankLog, Recorder, TimedComm, r
 from ..engine.common.tensor_bytes import outside_inference_mode
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
-from ..engine.saving.commit import check_free_space, look, write_and_commit
+from ..engine.saving.commit import check_free_space, chunks_of, look, write_and_commit
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.options import Hold, SaveJob, SaveOptions
 from ..engine.saving.replicas import all_fingerprints, differing_names
-from ..engine.saving.staged_copy import chunks_of, take_ring
+from ..engine.saving.staged_copy import take_ring
 from ..engine.saving.step_guard import GuardedState
 from ..engine.saving.touched import Table, choose, lossy_tensors, pick
 from ..engine.saving.unchanged import MIN_LIVE, Base, base_beside
 from ..engine.saving.write import lay_out
 from ..errors import UsageError
 from ..formats.source import NATIVE, Path, open_shared_source
-from ..state.capture import capture
-from ..state.entries import Captured
+from ..state.capture import Captured, capture
 from ..state.optimizers import held_back
 from ..state.state_builder import CLAIM_PATH
 from ..state.touched_rows import TouchedRows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher
 from operator import ne
@@ -224,6 +224,26 @@ def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not is_count and not (or_none and value is None):
         raise UsageError(f"{option}={value!r}: pass a whole number, {least} or more{', or None' if or_none else ''}")
+
+
+def check_patterns(option: str, patterns: object) -> None:
+    """Refuse an option that is neither a bool nor a list of patterns.
+
+    Raises
+    ------
+    UsageError
+        The message says what to pass.
+    """
+    only_lists = option in ("ignore", "exclude")
+    if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
+        other = "" if only_lists else ", or True for all"
+        raise UsageError(f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}]{other}")
+    if only_lists and isinstance(patterns, bool):
+        other = "; strict=False loads whatever fits" if option == "ignore" else ""
+        raise UsageError(f"{option}={patterns}: pass a list of patterns{other}")
+    is_list = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
+    if not isinstance(patterns, bool) and not is_list:
+        raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
 
 
 def plural(count: int, one: str, more: str | None = None) -> str:

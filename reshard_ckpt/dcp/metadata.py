@@ -31,9 +31,7 @@ from ..errors import CheckpointNotFound
 from ..format.columns import TORCH_DTYPES
 from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
-from ..formats.protocol import RawValue
-from ..formats.registry import with_options
-from ..formats.source import Path, Source, open_source
+from ..formats.source import Path, RawValue, Source, open_source, with_options
 from ..state.optimizer_dicts import flat_groups
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])

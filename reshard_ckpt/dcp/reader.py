@@ -26,8 +26,7 @@ from ..engine.loading.saved_values import read_blobs
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.columns import dtype_code
-from ..formats.protocol import RawValue
-from ..formats.source import Source, open_source
+from ..formats.source import RawValue, Source, open_source
 from .arguments import Path, StorageFolder
 from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
 

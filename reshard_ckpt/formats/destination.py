@@ -31,8 +31,7 @@ from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage,
 from ..storage.posix import Explained, sync_folder
 from ..storage.protocol import PROBE, read_parts
 from ..storage.swap import swap
-from .registry import known_formats
-from .source import open_source
+from .source import known_formats, open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 PREFIX_LOCK = "convert.lock"

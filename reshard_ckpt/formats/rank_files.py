@@ -33,7 +33,7 @@ from ..torchfile.pickle_reader import attributes_of, class_of
 from ..torchfile.tensors import PickledDTensor, PickledTensor
 from .catalog_builder import CatalogBuilder
 from .loaded_state import serve_state
-from .protocol import Format, Source
+from .source import Format, Source
 
 NAME = "rank-files"
 MODEL, OPTIMIZER = "model", "optimizer"

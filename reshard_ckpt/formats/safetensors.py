@@ -24,7 +24,7 @@ from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, is_shard, weight_files
 from .parts import Part
-from .protocol import Format, Source
+from .source import Format, Source
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file are put."""

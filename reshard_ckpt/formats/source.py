@@ -1,32 +1,216 @@
-"""Opening a path as a checkpoint of this library's format or a foreign one, on one rank or, after a comparison, on all."""
+"""Formats of checkpoints: what a format is, which ones are known, and opening a path in one of them.
+
+1. A `Format` of another library has a function `open`, which returns a `Source`: a store, and a catalog over its files.
+2. `known_formats` loads every entry point of the group ``reshard_ckpt.formats``, those of this package and of others. If one
+   fails to import, it warns, and goes on with the others. Formats are tried by `Format.order`.
+3. `open_source` opens a path on one rank, `open_shared_source` on all ranks after comparing what they see: in this library's own
+   format, else in the first foreign format that recognizes the path.
+
+Opening a path converts nothing and reads no tensor data. A format builds a catalog over its own files; the planner and the reader
+of this library's own checkpoints do the rest, resharding included.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
+from ..engine.common.entry_points import load_all
 from ..engine.common.step_folders import describe_run
 from ..engine.loading.load import Found, Identified, identified_catalog, open_same
-from ..errors import CheckpointError, CheckpointNotFound
+from ..engine.loading.stream import Run
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.posix import MOMENTS_S, tries
-from ..storage.protocol import DISK
-from .protocol import NATIVE, Source
-from .registry import Formats, known_formats, latest_below, open_foreign
-
-__all__ = ["NATIVE", "Path", "Source", "open_shared_source", "open_source"]
+from ..storage.protocol import DISK, read_range
 
 Path = str | os.PathLike[str]
+
+NATIVE = "reshard_ckpt"
+"""The name of this library's own format."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawValue:
+    """A value that only the library that wrote it can decode: its keys in the saved state, and the place of its bytes."""
+
+    path: tuple[str | int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def read(self, storage: Storage) -> memoryview:
+        """Read the bytes of the value."""
+        return read_range(storage, self.file, self.offset, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint to read from, of this library's format or a foreign one.
+
+    Attributes
+    ----------
+    storage
+        The store with the files of the catalog. The caller that opened the source closes it.
+    catalog
+        A catalog over these files. Files of a foreign format have no checksums: ``digests_key`` is empty.
+    format
+        The name of the format.
+    advice
+        Advice by the name that it concerns. It is added to the errors of a load that fails below that name, for reasons that lie
+        in the format.
+    raw
+        Values as they lie in the files, by the names that they were saved under, even if the catalog cannot hold them.
+    sha256
+        The SHA-256 of files by their keys, where the format lists them.
+    on_peers
+        The keys of files that lie in the memory of other nodes.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    format: str = NATIVE
+    advice: Mapping[str, str] = field(default_factory=dict)
+    raw: Mapping[str, RawValue] = field(default_factory=dict)
+    sha256: Mapping[str, bytes] = field(default_factory=dict)
+    on_peers: Collection[str] = ()
+
+    def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
+        """Return the advice about names that are equal to one of `prefixes`, or that lie below one."""
+        return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
+
+
+BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
+"""Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is requested."""
+
+
+class WriteFolder(Protocol):
+    """Writes tensors and values as the files of a folder that holds nothing yet."""
+
+    def __call__(self, storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, /) -> None:
+        """Write all tensors of `catalog` with the bytes that `bytes_of` streams, and all values by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of another library.
+
+    Attributes
+    ----------
+    name
+        The name of the format, in messages and for ``convert``.
+    marks
+        The files by which it is recognized, for the error that no format recognizes a path.
+    open
+        Called with a store, and with the key of a file in it, or None for the whole folder. Returns a catalog over the files, or
+        None if they have another format. Raises `CorruptError` if they have this format, but are damaged, incomplete or hostile.
+    order
+        Formats are tried from the lowest order to the highest. Formats that recognize fewer paths come first.
+    takes
+        The names of the options of `open`: ``as_saved`` keeps the names of the other library, ``named`` gives names to tensors
+        that lie in nameless buckets.
+    options
+        The options with which `open` is called.
+    latest
+        Returns the folder of the latest checkpoint below the root of a run; None if the storage is not such a root.
+    root_marks
+        Files that the root of a run has beside the folders of its checkpoints. A conversion never replaces a root.
+    write
+        Writes a checkpoint as a folder of this format, for ``convert``.
+    forms
+        The values of ``optimizer=`` of ``convert`` for this format, each with the options with which the source is opened.
+    """
+
+    name: str
+    marks: str
+    open: Callable[..., Source | None]
+    order: int = 0
+    takes: tuple[str, ...] = ()
+    options: Mapping[str, bool] = field(default_factory=dict)
+    latest: Callable[[Storage], str | None] | None = None
+    root_marks: tuple[str, ...] = ()
+    write: WriteFolder | None = None
+    forms: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+
+
+GROUP = "reshard_ckpt.formats"
+
+OWN = {
+    "bytecheckpoint": "reshard_ckpt.families.bytecheckpoint.open:FORMAT",
+    "vescale": "reshard_ckpt.families.vescale.open:FORMAT",
+    "megatron": "reshard_ckpt.families.megatron.open:FORMAT",
+    "dcp": "reshard_ckpt.formats.dcp.read:FORMAT",
+    "deepspeed": "reshard_ckpt.families.deepspeed.open:FORMAT",
+    "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
+    "torch_checkpointing": "reshard_ckpt.formats.torch_checkpointing:FORMAT",
+    "rank-files": "reshard_ckpt.formats.rank_files:FORMAT",
+    "torch": "reshard_ckpt.formats.torch_file:FORMAT",
+}
+"""The entry points of this package, as in pyproject.toml."""
+
+Formats = Callable[[], tuple[Format, ...]]
+"""Returns the formats to try, in order. It is called only if a path holds no checkpoint of this library."""
+
+
+@cache
+def known_formats() -> tuple[Format, ...]:
+    """Load all formats, in the order in which they are tried."""
+    return tuple(sorted(load_all(GROUP, OWN, Format), key=lambda format: format.order))
+
+
+def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
+    """Return a function like `known_formats`, with these options set for all formats that take them, or only those in `only`.
+
+    >>> [one.name for one in with_options({"as_saved": True}, only=["dcp"])() if one.options]
+    ['dcp']
+    """
+
+    def formats() -> tuple[Format, ...]:
+        return tuple(
+            replace(one, options={name: value for name, value in options.items() if name in one.takes})
+            if only is None or one.name in only
+            else one
+            for one in known_formats()
+        )
+
+    return formats
+
+
+def _opened(one: Format, storage: Storage, key: str | None) -> Source | None:
+    """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
+    try:
+        return one.open(storage, key, **one.options)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
+        why = f"{type(error).__name__}: {error}"
+        place = storage.url if key is None else f"{storage.url}: {key}"
+        raise CorruptError(f"{place}: is not as {one.name} writes it ({why:.200}); use another copy") from error
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -73,7 +257,8 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
         opened = identified_catalog(listed, found)
     except CheckpointNotFound as error:
         # The root of a run stands for its latest checkpoint, which may be one of this library.
-        tag = latest_below(listed, formats)
+        tags = (one.latest(listed) for one in formats() if one.latest is not None)
+        tag = next((tag for tag in tags if tag is not None), None)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
         return _open_foreign(path_text(path), listed, stack, formats, error)
@@ -95,11 +280,6 @@ def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: floa
     return FollowedStorage(storage, others)
 
 
-def _unknown_file(url: str) -> str:
-    step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
-    return f"{url}: no committed checkpoint: a file of no format that is known; {step}"
-
-
 def _open_foreign(
     path: str, storage: Storage, stack: ExitStack, formats: Formats, not_native: CheckpointNotFound
 ) -> Identified[Source]:
@@ -109,12 +289,16 @@ def _open_foreign(
         folder = storage
     elif is_listed:
         folder = ListedStorage(folder, [key])
-    found = open_foreign(folder, key, formats)
+    with _garbage_collection_paused():
+        found = next((found for one in formats() if (found := _opened(one, folder, key)) is not None), None)
     if found is None:
         if describe_run(storage) is not None:
             raise not_native
         tried = [f"{CATALOG_KEY} ({NATIVE})", *(f"{one.marks} ({one.name})" for one in formats())]
-        why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
+        why = str(not_native)
+        if os.path.exists(url) and not os.path.isdir(url):
+            step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
+            why = f"{url}: no committed checkpoint: a file of no format that is known; {step}"
         raise CheckpointNotFound(why, tried) from None
     stack.enter_context(found.storage)
     # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.

@@ -19,7 +19,7 @@ from ..storage import Storage
 from ..storage.protocol import read_range
 from ..torchfile.pickle_reader import read_pickle
 from ..torchfile.tensors import PickledDTensor, PickledTensor
-from .protocol import Format, Source
+from .source import Format, Source
 from .rank_files import MODEL, RankFolder
 
 NAME = "torch_checkpointing"

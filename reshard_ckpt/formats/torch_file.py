@@ -33,7 +33,7 @@ from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, weight_files
 from .loaded_state import serve_state
-from .protocol import Format, Source
+from .source import Format, Source
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and the state dict of an optimizer, are put."""

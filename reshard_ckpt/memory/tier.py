@@ -30,7 +30,7 @@ from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob, Written
 from ..engine.saving.replicas import compare_replicas
-from ..engine.saving.staged_copy import StagedCopy, device_to_pin_for
+from ..engine.saving.staged_copy import StagedCopy
 from ..engine.saving.staging import image_addresses, ring_bytes
 from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
@@ -343,7 +343,7 @@ class MemoryTarget:
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
         slot = self._taken[self._tier.rank].slot
-        device = device_to_pin_for(job.local_shards)
+        device = job.local_shards.device_to_pin
         if device is not None:
             with on_device(device):
                 slot.pin()

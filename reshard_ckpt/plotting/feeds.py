@@ -9,10 +9,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints, Mesh
+from ..core.catalog.specs import Ints, Mesh, PieceColumns
 from ..core.geometry.runs import I64, decompose, pad_left, strides_of
 from ..core.planning.load_plan import plan_load
-from ..core.planning.local_metadata import PieceColumns
 from ..core.planning.target_pieces import target_rows
 from ..core.planning.target_placement import TargetPlacement, TargetTopology, place
 

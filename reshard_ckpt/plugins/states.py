@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..checkpoint.reading import read_values
 from ..comm import Comm, open_session
 from ..comm.protocol import merge_of_all
-from ..state.entries import Captured, Target
+from ..state.capture import Captured, Target
 from ..state.layouts import group_of
 from ..state.state_builder import StateBuilder, zero_outside
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..engine.common.tensor_bytes import LocalTensor
-from .capture import capture, prepare_load
-from .entries import Captured, Target
+from .capture import Captured, Target, capture, prepare_load
 from .shards import FlatShard, LocalShard, PerRank, PerRankValues
 
 __all__ = [

@@ -8,7 +8,7 @@ verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,21 +20,86 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import find_parameters
 from ..core.catalog.param_groups import merge
+from ..core.catalog.specs import Mesh, ValueSpec
 from ..core.planning.match import matches
 from ..core.trees import name_of
+from ..engine.common.tensor_bytes import LocalTensor, count_up
 from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer, Steps, link_in_dict, saved_path
 from .dtensor import is_dtensor
-from .entries import Captured, Entry, Kind, Target
+from .entries import Entry, Kind
 from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
-from .owners import Owners
-from .parameters import optimizer_parameters
+from .parameters import Owners, optimizer_parameters
 from .targets import Below, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import check_writable, memory_of
 from .walk import Tree, is_stateful, state_of, steps, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """All tensors and values that one rank has to save.
+
+    Two tensors may have one name, if two stages on this rank hold the same tensor. `warnings` are messages for the user about the
+    way in which the state is saved.
+    """
+
+    tensors: tuple[LocalTensor, ...]
+    values: tuple[ValueSpec, ...]
+    mesh: Mesh | None
+    warnings: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """The patterns of ``exclude`` that match no name on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """All tensors and values that one rank wants to load.
+
+    Attributes
+    ----------
+    tensors
+        The tensors that a load writes in place.
+    values
+        The names of values that must be in the checkpoint.
+    unplaced
+        Names of saved tensors that are wanted too, but have no place on this rank: `check` says why.
+    prefixes
+        The top-level keys. A saved name below one of them that no rank wants is unexpected.
+    check
+        Takes ``{name: value}`` for every value of the checkpoint below the prefixes, wanted or not; a per-rank one as
+        `PerRankValues`. Returns one line for each problem. It must be called once, before any tensor changes.
+    finish
+        Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). It must be called once,
+        after `check` and after all tensors are in place and verified. Until then the objects of the state do not change.
+    mesh
+        The mesh of the job, if the state shows it.
+    hints
+        Takes the values as `check` does, and returns further advice for values that do not fit.
+    dtensors
+        The wanted DTensors, with their names. A DTensor has a version of its own beside that of its local tensor, which is
+        written.
+    """
+
+    tensors: tuple[LocalTensor, ...]
+    values: tuple[str, ...]
+    unplaced: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    check: Callable[[Mapping[str, Any]], list[str]]
+    finish: Callable[[Mapping[str, Any], Iterable[str]], None]
+    mesh: Mesh | None = None
+    hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()
+    dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    def count_up(self, written: Iterable[str]) -> None:
+        """Count up the versions of DTensors whose local tensors were written under one of these names, or under a tied name."""
+        first = {tensor.spec.name: tensor.spec.first_name for tensor in self.tensors}
+        done = {first[name] for name in written}
+        for name, dtensor in self.dtensors:
+            if first.get(name) in done:
+                count_up(dtensor)
 
 
 def capture(

@@ -27,13 +27,8 @@ from torch import nn
 from ..core.catalog.names import unwrapped
 from ..core.catalog.specs import Ints
 from ..errors import MismatchError, UnsupportedError
-from .dtensor import dtensor_layout, known_class
+from .dtensor import dtensor_layout
 from .shards import FlatShard
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    """Tell whether FSDP1 wraps a module."""
-    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 class FlatPart(FlatShard):

@@ -29,7 +29,7 @@ from ..core.trees import Path
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind
-from .fsdp1 import FlatModule, is_fsdp1
+from .fsdp1 import FlatModule
 from .tensors import TensorLike, is_tensor_like, parts_of
 
 EXTRA_STATE = "_extra_state"
@@ -82,7 +82,7 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
     NameCollisionError
         Two keys have one clean name.
     """
-    units = [child for child in module.modules() if is_fsdp1(child)]
+    units = [child for child in module.modules() if _is_fsdp1(child)]
     flat = FlatModule(units, name) if units else None
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
@@ -237,6 +237,10 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple | dict) and not value)
 
 
+def _is_fsdp1(module: nn.Module) -> bool:
+    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
 def _is_fsdp(module: nn.Module) -> bool:
     """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
-    return is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))
+    return _is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))

@@ -39,8 +39,7 @@ from .entries import Entry, Kind
 from .fsdp1 import StateOfParts
 from .layouts import Layout, LocalMemory, whole
 from .modules import is_nothing
-from .owners import Owner
-from .parameters import OptimizerView, ParamSlot
+from .parameters import OptimizerView, Owner, ParamSlot
 from .tensors import TensorLike, is_tensor_like, local_memory, parts_of
 from .walk import optimizers_of
 

@@ -1,4 +1,13 @@
-"""Views: an optimizer of a state, or its state dict by number, with the owners of its parameters.
+"""The parameters of optimizers: who owns them in the state, and an optimizer of a state with the owners of its parameters.
+
+*Owners*: the parameters of a state, as its optimizers refer to them.
+
+1. A parameter that a module or a dict holds is found by its identity.
+2. ``state_dict()`` hands out other tensors over the same memory. These are found by that memory, if they are exactly as large.
+3. A name leads to the tensor of that name, for its layout, as long as all tensors of the name are laid out alike.
+4. A flat parameter of FSDP1 leads to all parameters that it is made of.
+
+*OptimizerView*: an optimizer, or its state dict by number, with the owners of its parameters.
 
 1. An optimizer whose ``state_dict`` is torch's own is read as its state and groups. (Any other opens a tree: see `walk`.)
 2. The parameter of a number in a state dict comes from the first of these that the state shows: the optimizer that gave the dict,
@@ -10,22 +19,147 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..core.catalog.names import unwrapped
 from ..errors import UsageError
+from .dtensor import is_dtensor
 from .entries import Entry, Kind
 from .fsdp1 import FlatPart, StateOfParts
+from .layouts import Layout
 from .optimizer_dicts import beside_numbers, names_by_number
-from .owners import Owner, Owners
-from .walk import Tree, Watched, by_number, optimizers_of
+from .shards import FlatShard, LocalShard
+from .tensors import memory_of
+from .walk import Tree, Watched, by_number, left_out, optimizers_of
 
 State = MutableMapping[Any, dict[str, Any]]
 
 Numbers = Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter: its FQNs, the key of the state that it is below, and the row with its layout.
+
+    If only its name is known, `param` and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
+    """
+
+    param: torch.Tensor | None
+    fqns: tuple[str, ...]
+    key: str
+    row: Entry | None
+    part: FlatPart | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        return None if self.row is None else memory_of(self.row).layout
+
+
+class Owners:
+    """The parameters of the state.
+
+    A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
+
+    Parameters
+    ----------
+    rows
+        Every tensor of modules and of plain dicts: the key of the state that it is under, and its row.
+    """
+
+    def __init__(self, rows: Iterable[tuple[str, Entry]]) -> None:
+        self._by_id: dict[int, Owner] = {}
+        self._inside: dict[int, dict[int, Owner]] = {}
+        """The owners of the parts of each flat parameter, by its id and theirs."""
+        self._others: list[Owner] = []
+        """Tensors that are not parameters, but may be the memory of one."""
+        for key, row in rows:
+            fqn = row.name[len(key) + 1 :]
+            param = row.value.tensor if isinstance(row.value, LocalShard | FlatShard) else row.value
+            if isinstance(row.value, FlatPart) and row.value.shard is not None:
+                inside, part = self._inside.setdefault(id(row.value.held_in), {}), row.value
+                fqns = inside[id(part)].fqns if id(part) in inside else ()
+                inside[id(part)] = Owner(param, (*fqns, fqn), key, row, part)
+                continue
+            param = row.value.held_in if isinstance(row.value, FlatPart) else param
+            owner = Owner(param, (fqn,), key, row)
+            if not (isinstance(param, torch.nn.Parameter) or param.requires_grad):
+                self._others.append(owner)
+            elif (known := self._by_id.setdefault(id(param), owner)).key == key and fqn not in known.fqns:
+                self._by_id[id(param)] = replace(known, fqns=(*known.fqns, fqn))
+
+    def all_of(self, param: torch.Tensor) -> tuple[Owner, ...]:
+        """Find the owner of a parameter, or the owners of the parts of a flat parameter; empty if the state holds none."""
+        if id(param) in self._inside:
+            return tuple(self._inside[id(param)].values())
+        owner = self.of(param)
+        return () if owner is None else (owner,)
+
+    def of(self, param: torch.Tensor) -> Owner | None:
+        """Find the owner of a parameter, if the state holds it."""
+        known = self._by_id.get(id(param))
+        if known is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
+            first = found[0]
+            fqns = dict.fromkeys(fqn for other in found if other.key == first.key for fqn in other.fqns)
+            known = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
+        return known
+
+    def named(self, param_name: str) -> Owner:
+        """Find the owner of a parameter that is known by its name."""
+        name = unwrapped(param_name)
+        for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
+            if found := self._by_name.get(fqn):
+                layouts = {(is_dtensor(o.param), o.layout and (o.layout.shape, o.layout.local_shape)) for o in found}
+                # Several tensors may have the name. If they are laid out differently, nobody knows which one it is.
+                return found[0] if len(layouts) == 1 else Owner(None, (fqn,), found[0].key, None)
+        return Owner(None, (name,), "", None)
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[torch.device, int], list[Owner]]:
+        found: dict[tuple[torch.device, int], list[Owner]] = {}
+        for owner in self._others:
+            assert owner.param is not None
+            found.setdefault(_place(owner.param), []).append(owner)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Owner]]:
+        """Map each FQN to its owners. A tensor that is not a parameter is also found by each end of its name.
+
+        For example, ``student.layer.weight`` is found as ``layer.weight`` and as ``weight``.
+        """
+        found: dict[str, list[Owner]] = {}
+        for owner in (*self._by_id.values(), *(owner for inside in self._inside.values() for owner in inside.values())):
+            for fqn in owner.fqns:
+                found.setdefault(fqn, []).append(owner)
+        for owner in self._others:
+            suffix = owner.fqns[0]
+            while suffix:
+                found.setdefault(suffix, []).append(replace(owner, fqns=(suffix,)))
+                suffix = suffix.partition(".")[2]
+        return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # else `to_local` records the tensor for autograd
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    local = _local(tensor)
+    return local.device, local.untyped_storage().data_ptr()
+
+
+def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
+    """Tell whether a tensor is the very memory of a parameter, also if that is empty."""
+    if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
+        return False
+    one, other = _local(tensor), _local(param)
+    return one.dtype == other.dtype and one.is_set_to(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +212,19 @@ def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[st
     UsageError
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
-    visible = Watched(tuple({id(o): o for o in _visible(trees)}.values()))
+    # Every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler.
+    shown = [o for tree in trees for o in tree.watched.optimizers]
+    rows_of_optimizers = [row for tree in trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
+    shown += [o for row in rows_of_optimizers for optimizer in row.value for o in optimizers_of(optimizer)]
+    visible = Watched(tuple({id(o): o for o in shown}.values()))
     unnamed: list[str] = []
-    left_out: list[str] = []
+    lines: list[str] = []
     for tree in trees:
         rows: list[Entry] = []
         for row in tree.rows:
             if row.kind is Kind.OPTIMIZERS:
                 several = len(row.value) > 1
-                left_out += [line for optimizer in row.value for line in _left_out(row.name, optimizer)]
+                lines += [line for optimizer in row.value for line in left_out(row.name, optimizer)]
                 row.value = tuple(_view(f"{row.name}[{i}]" if several else row.name, o, owners) for i, o in enumerate(row.value))
             elif row.kind is Kind.NUMBERED:
                 source = _source(tree.watched, row.value) or _source(visible, row.value)
@@ -100,17 +238,7 @@ def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[st
                 row.kind, row.value = Kind.OPTIMIZERS, (_view_of_dict(row, members),)
             rows.append(row)
         tree.rows = rows
-    return unnamed, left_out
-
-
-def _visible(trees: Sequence[Tree]) -> Iterator[Optimizer]:
-    """Yield every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler."""
-    for tree in trees:
-        yield from tree.watched.optimizers
-        for row in tree.rows:
-            if row.kind is Kind.OPTIMIZERS:
-                for optimizer in row.value:
-                    yield from optimizers_of(optimizer)
+    return unnamed, lines
 
 
 def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
@@ -234,18 +362,14 @@ def _holds_state_of(optimizer: Optimizer, tree: Mapping[str, Any]) -> bool:
     """Tell whether the state in a dict is this optimizer's own, entry by entry."""
     numbers = _numbers_of(optimizer, tree["param_groups"])
     entries = [(number, entry) for number, entry in tree["state"].items() if type(number) is int]
-    if numbers is None or not any(_tensors(entry) for _, entry in entries):
+    if numbers is None or not any(_tensors(entry) for _, entry in entries) or not all(n in numbers for n, _ in entries):
         return False
-    return all(number in numbers and _is_same(entry, _state_of(optimizer, numbers[number])) for number, entry in entries)
-
-
-def _state_of(optimizer: Optimizer, param: torch.Tensor) -> Any:
-    state: MutableMapping[Any, Any] = optimizer.state
-    return state.get(param)
-
-
-def _is_same(entry: Any, own: Any) -> bool:
-    return entry is own or (isinstance(own, Mapping) and all(own.get(key) is value for key, value in _tensors(entry)))
+    state: Mapping[Any, Any] = optimizer.state
+    pairs = [(entry, state.get(numbers[number])) for number, entry in entries]
+    return all(
+        entry is own or (isinstance(own, Mapping) and all(own.get(key) is value for key, value in _tensors(entry)))
+        for entry, own in pairs
+    )
 
 
 def _tensors(entry: Any) -> list[tuple[Any, torch.Tensor]]:
@@ -264,21 +388,6 @@ def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Nu
 def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, tuple[Owner, ...]] | None:
     members = {number: owners.all_of(param) for number, param in (numbers or {}).items()}
     return members if numbers is not None and all(members.values()) else None
-
-
-def _left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each inner optimizer whose state is missing in the outer optimizer's ``state_dict()``."""
-    inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
-    if not inside or hasattr(optimizer, "consolidate_state_dict"):
-        return
-    own = {id(value) for entry in optimizer.state.values() if isinstance(entry, Mapping) for value in entry.values()}
-    for inner in inside:
-        entries = (entry for entry in inner.state.values() if isinstance(entry, Mapping))
-        if any(isinstance(value, torch.Tensor) and id(value) not in own for entry in entries for value in entry.values()):
-            yield (
-                f"{name}: {type(optimizer).__name__} holds a {type(inner).__name__} whose state is not in its "
-                f"state_dict(), so it is not saved; pass that optimizer too, under a key of its own"
-            )
 
 
 def keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:

@@ -14,8 +14,9 @@ from ..core.geometry.runs import decompose
 from ..core.trees import Path, name_of
 from ..engine.common.tensor_bytes import region
 from ..format.values import encode_path
+from .capture import Captured, Target
 from .describe import Describer
-from .entries import Captured, Entry, Kind, Target
+from .entries import Entry, Kind
 from .layouts import LocalMemory
 from .shards import FlatShard, LocalShard
 from .tensors import check_writable, local_memory

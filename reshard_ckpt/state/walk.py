@@ -351,3 +351,18 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
         yield from _reached(child, seen)
     if isinstance(value, Optimizer):
         yield value
+
+
+def left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
+    """Yield a line for each inner optimizer whose state is missing in the outer optimizer's ``state_dict()``."""
+    inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
+    if not inside or hasattr(optimizer, "consolidate_state_dict"):
+        return
+    own = {id(value) for entry in optimizer.state.values() if isinstance(entry, Mapping) for value in entry.values()}
+    for inner in inside:
+        entries = (entry for entry in inner.state.values() if isinstance(entry, Mapping))
+        if any(isinstance(value, torch.Tensor) and id(value) not in own for entry in entries for value in entry.values()):
+            yield (
+                f"{name}: {type(optimizer).__name__} holds a {type(inner).__name__} whose state is not in its "
+                f"state_dict(), so it is not saved; pass that optimizer too, under a key of its own"
+            )

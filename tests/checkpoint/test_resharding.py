@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView, ValueEntry
-from reshard_ckpt.core.catalog.specs import AxisPlacement, ValueKind
+from reshard_ckpt.core.catalog.specs import AxisPlacement, ValueKind, piece_columns
 from reshard_ckpt.core.planning.load_plan import plan_load
-from reshard_ckpt.core.planning.local_metadata import piece_columns, width_of
 from reshard_ckpt.core.planning.read_plan import plan_reads
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.engine.resharding import read_back, reshard
@@ -357,7 +356,7 @@ def test_each_rank_reads_files_of_its_replica_group_front_to_back(mesh: dict[str
     for rank in range(new.size):
         specs = [spec for spec, _ in hold_rank(new, rank)[0]]
         source = np.array([saved.index(spec.name) for spec in specs])
-        plan = plan_load(saved, source, piece_columns(specs, width_of(specs)), 1 << 40)
+        plan = plan_load(saved, source, piece_columns(specs), 1 << 40)
         for dest, file in zip(plan.dest.tolist(), plan.file.tolist(), strict=True):
             spec = specs[dest]
             assert saved.files[file].rank in holders[spec.name, spec.pieces], spec.name

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointError
-from reshard_ckpt.formats.registry import GROUP, known_formats
+from reshard_ckpt.formats.source import GROUP, known_formats
 from reshard_ckpt.storage import open_storage
 from tests.families.bytecheckpoint import test_folders as bytecheckpoint
 from tests.families.deepspeed.jobs import digest

@@ -27,7 +27,7 @@ from reshard_ckpt.errors import (
     UsageError,
 )
 from reshard_ckpt.format.columns import TORCH_DTYPES
-from reshard_ckpt.formats.registry import known_formats
+from reshard_ckpt.formats.source import known_formats
 from reshard_ckpt.storage import open_storage
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 

@@ -1,4 +1,4 @@
-"""Specs: plain data that describe one rank's tensors as pieces of global boxes, and its values.
+"""Specs: plain data that describe one rank's tensors as pieces of global boxes, also as columns, and its values.
 
 One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
 row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box. A fused
@@ -11,12 +11,15 @@ strides)`` of the local storage. This holds for a flat range too, with the strid
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..geometry.runs import I64, pad_rows
 
 Ints = tuple[int, ...]
 
@@ -126,6 +129,39 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceColumns:
+    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `Piece`)."""
+
+    tensor: I64
+    offsets: I64
+    lengths: I64
+    start: I64
+    count: I64
+    base: I64
+    strides: I64
+
+
+def width_of(specs: Sequence[TensorSpec]) -> int:
+    """Return the number of dims of the widest tensor, at least 1."""
+    return max((len(spec.shape) for spec in specs), default=1) or 1
+
+
+def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
+    """Put the pieces of all specs into columns, padded to the dims of the widest tensor; ``tensor`` is the index of the spec."""
+    width = width_of(specs)
+    pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
+    return PieceColumns(
+        tensor=np.array([i for i, _ in pieces], dtype=np.int64),
+        offsets=pad_rows([p.offsets for _, p in pieces], width, 0),
+        lengths=pad_rows([p.lengths for _, p in pieces], width, 1),
+        start=np.array([p.start for _, p in pieces], dtype=np.int64),
+        count=np.array([p.count for _, p in pieces], dtype=np.int64),
+        base=np.array([p.base for _, p in pieces], dtype=np.int64),
+        strides=pad_rows([p.strides for _, p in pieces], width, 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ValueSpec:
     """One encoded value, a part of the state that is not a tensor; ``path`` is its encoded key path in the state.
 
@@ -230,6 +266,6 @@ ITEM_BYTES: dict[str, int] = {
 CODES: tuple[str, ...] = tuple(sorted(ITEM_BYTES))
 
 
-def item_bytes_of(dtype: NDArray[np.uint8]) -> NDArray[np.int64]:
+def item_bytes_of(dtype: NDArray[np.uint8]) -> I64:
     """Return the bytes of one element for each dtype code, an index into `CODES`."""
     return np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]

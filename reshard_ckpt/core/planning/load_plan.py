@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
-from ..catalog.specs import item_bytes_of
+from ..catalog.specs import PieceColumns, item_bytes_of
 from ..geometry.columns import ColumnTable, batches
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from ..geometry.tiling import TensorBoxes, meet
-from .local_metadata import PieceColumns
 
 MAX_WINDOWS = 1 << 20
 """The most windows that one row may span between its first and its last wanted element: 1 TiB if a window has 1 MiB, more than a

@@ -11,44 +11,11 @@ from numpy.typing import NDArray
 from ...errors import LayoutError
 from ..catalog.model import TensorDescriptions, TensorKind
 from ..catalog.names import link_columns
-from ..catalog.specs import CODES, Mesh, Placement, TensorSpec, ValueSpec
+from ..catalog.specs import CODES, Mesh, PieceColumns, Placement, TensorSpec, ValueSpec, piece_columns, width_of
 from ..geometry.columns import group_ids
 from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
 
 U8 = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class PieceColumns:
-    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `core.catalog.specs.Piece`)."""
-
-    tensor: I64
-    offsets: I64
-    lengths: I64
-    start: I64
-    count: I64
-    base: I64
-    strides: I64
-
-
-def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
-    """Put the pieces of all specs into columns, padded to ``width`` dims; ``tensor`` is the index of the spec."""
-    pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
-
-    return PieceColumns(
-        tensor=np.array([i for i, _ in pieces], dtype=np.int64),
-        offsets=pad_rows([p.offsets for _, p in pieces], width, 0),
-        lengths=pad_rows([p.lengths for _, p in pieces], width, 1),
-        start=np.array([p.start for _, p in pieces], dtype=np.int64),
-        count=np.array([p.count for _, p in pieces], dtype=np.int64),
-        base=np.array([p.base for _, p in pieces], dtype=np.int64),
-        strides=pad_rows([p.strides for _, p in pieces], width, 0),
-    )
-
-
-def width_of(specs: Sequence[TensorSpec]) -> int:
-    """Return the number of dims of the widest tensor, at least 1."""
-    return max((len(spec.shape) for spec in specs), default=1) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +97,7 @@ def build_local_metadata(
         A piece reaches outside its tensor.
     """
     own = own or {}
-    pieces, tensors = piece_columns(specs, width_of(specs)), tensor_columns(specs, num_blobs, mesh)
+    pieces, tensors = piece_columns(specs), tensor_columns(specs, num_blobs, mesh)
     # Pieces are checked before the shapes of own blobs are set to 0.
     _check_inside(specs, pieces, tensors.shape)
     tensors.shape[list(own)], tensors.own[list(own)] = 0, 1
@@ -146,8 +113,10 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
     kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
     kind[len(specs) - num_blobs :] = TensorKind.BLOB
     placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
+    names = tuple(spec.name for spec in specs)
+    first = {name: i for i, name in reversed(list(enumerate(names)))}  # two specs may have one name
     return TensorColumns(
-        names=tuple(spec.name for spec in specs),
+        names=names,
         dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
         kind=kind,
         own=np.zeros(len(specs), np.uint8),
@@ -158,7 +127,7 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
         placements=tuple(placements),
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
-        **_links_of(specs),
+        **link_columns(names, [spec.link for spec in specs], first),
     )
 
 
@@ -197,13 +166,6 @@ def number_rows(
         start=rows.start,
         count=rows.count,
     )
-
-
-def _links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:
-    """Return the columns that link optimizer state to parameters among the same specs."""
-    names = [spec.name for spec in specs]
-    index = {name: i for i, name in reversed(list(enumerate(names)))}
-    return link_columns(names, [spec.link for spec in specs], index)
 
 
 def _aliases(specs: Sequence[TensorSpec]) -> I64:

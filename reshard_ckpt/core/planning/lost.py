@@ -12,10 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..catalog.model import Catalog
-from ..catalog.specs import Ints, Piece, TensorSpec, box_piece
+from ..catalog.specs import Ints, Piece, TensorSpec, box_piece, piece_columns
 from ..geometry.runs import I64, decompose
 from .load_plan import plan_load
-from .local_metadata import piece_columns, width_of
 
 _WHOLE_WINDOW = 1 << 60
 
@@ -31,7 +30,7 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
     known = [i for i, spec in enumerate(specs) if spec.name in catalog]
     source = np.array([catalog.index(specs[i].name) for i in known], np.int64)
     chosen = [specs[i] for i in known]
-    wanted = piece_columns(chosen, width_of(chosen))
+    wanted = piece_columns(chosen)
     # covered: the number of elements that the catalog has of each piece of the chosen specs, in order.
     covered = iter(plan_load(catalog, source, wanted, _WHOLE_WINDOW).covered.tolist())
     out: list[TensorSpec | None] = [spec if any(piece.count for piece in spec.pieces) else None for spec in specs]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ...errors import UsageError
 from ..catalog.model import Catalog
 from ..catalog.names import bare
-from ..catalog.specs import CODES, Ints, TensorSpec
+from ..catalog.specs import CODES, Ints, PieceColumns, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, find_faults
 from ..report import describe_region
 from .load_plan import LoadPlan
-from .local_metadata import PieceColumns
 
 MISSING = "not in the checkpoint"
 
@@ -70,26 +68,6 @@ def matches(name: str, patterns: Sequence[str] | bool) -> bool:
     if isinstance(patterns, bool):
         return patterns
     return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
-
-
-def check_patterns(option: str, patterns: object) -> None:
-    """Refuse an option that is neither a bool nor a list of patterns.
-
-    Raises
-    ------
-    UsageError
-        The message says what to pass.
-    """
-    only_lists = option in ("ignore", "exclude")
-    if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
-        other = "" if only_lists else ", or True for all"
-        raise UsageError(f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}]{other}")
-    if only_lists and isinstance(patterns, bool):
-        other = "; strict=False loads whatever fits" if option == "ignore" else ""
-        raise UsageError(f"{option}={patterns}: pass a list of patterns{other}")
-    is_list = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
-    if not isinstance(patterns, bool) and not is_list:
-        raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
 
 
 def match(

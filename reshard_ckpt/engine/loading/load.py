@@ -25,12 +25,11 @@ import torch
 from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import Segment, open_segment
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, TensorSpec
+from ...core.catalog.specs import Ints, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
-from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
-from ...core.planning.match import Match, check_patterns, fault_text, faults_of, match, uncovered
-from ...core.report import few, summarize
+from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
+from ...core.report import check_patterns, few, summarize
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.columns import TORCH_DTYPES
@@ -279,7 +278,7 @@ def resolve(
         members.append(TiedTarget(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(index)]), index))
     kept = tuple(member.spec for member in members)
     source = np.array([member.source for member in members], np.int64)
-    wanted = piece_columns(kept, width_of(kept))
+    wanted = piece_columns(kept)
     # Large windows in two cases: windows that ranks exchange are not joined, so each is one request to storage; and windows for
     # a device cross the link one at a time. Else small windows, which stay in the processor's cache.
     devices = {member.target.tensor.device for member in members}
@@ -335,7 +334,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
         return resolved
     keep = [i for i, index in enumerate(resolved.source.tolist()) if index not in refused]
     specs = tuple(resolved.specs[i] for i in keep)
-    source, wanted = resolved.source[keep], piece_columns(specs, width_of(specs))
+    source, wanted = resolved.source[keep], piece_columns(specs)
     return replace(
         resolved,
         specs=specs,

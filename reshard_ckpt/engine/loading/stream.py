@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, row_major_strides
+from ...core.catalog.specs import Ints, PieceColumns, row_major_strides
 from ...core.geometry.runs import pad_rows
 from ...core.planning.load_plan import plan_load
-from ...core.planning.local_metadata import PieceColumns
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CorruptError
 from ...format.columns import TORCH_DTYPES

@@ -23,11 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, Piece, TensorSpec
+from ...core.catalog.specs import Ints, Piece, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.columns import is_new, running_max
 from ...core.geometry.runs import I64, decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
-from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.tensor_bytes import region
@@ -138,7 +137,7 @@ class _TieChecker:
         dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
         spec = replace(member.spec, pieces=tuple(pieces))
-        plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec], width_of([spec])), WINDOW_BYTES)
+        plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec]), WINDOW_BYTES)
         target = ReadTarget(member.spec.name, out.view(dtype), member.target.dtype, is_buffer=True)
         execute(ReadTask(self._storage, self._catalog, plan, [target], self._digests.of(np.unique(plan.file).tolist())))
         return plan

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from ...comm.protocol import Comm
-from ...core.catalog.specs import CODES, Ints
+from ...core.catalog.specs import CODES, Ints, piece_columns
 from ...core.geometry.columns import is_new, lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
-from ...core.planning.local_metadata import piece_columns, width_of
 from ...format.columns import TORCH_DTYPES
 from ..common.rounds import pack_table, unpack_table
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
@@ -169,7 +168,7 @@ def _boxes_in(local: LocalShards, row: I64, offsets: I64, lengths: I64) -> _Boxe
         The boxes, in coordinates of the global tensors.
     """
     width = offsets.shape[1]
-    pieces = piece_columns(local.specs, width_of(local.specs))
+    pieces = piece_columns(local.specs)
     here = row >= 0  # boxes in this rank's memory; the others keep zeros
     first, strides = np.zeros(len(row), np.int64), np.zeros((len(row), width), np.int64)
     strides[here] = pad_left(pieces.strides, width, 0)[row[here]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.planning.local_metadata import piece_columns, width_of
+from ...core.catalog.specs import piece_columns
 from ...errors import MismatchError, UsageError
 from ..common.tensor_bytes import LocalPiece
 from ..loading.ties import INTS, shared_memory
@@ -64,7 +64,7 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
         return memory[i].data_ptr(), memory[i].dtype, specs[i].pieces
 
     index, identical, tied = list(targets), set[int](), []
-    for shared in shared_memory(memory, piece_columns(specs, width_of(specs))):
+    for shared in shared_memory(memory, piece_columns(specs)):
         of_src = [i for i in shared.targets if i < len(sources)]
         of_dst = [i for i in shared.targets if i >= len(sources)]
         for j in of_dst:

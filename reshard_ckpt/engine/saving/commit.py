@@ -13,10 +13,11 @@ Two jobs that save to one path by mistake cannot break the checkpoint there. If 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +41,14 @@ from ...format.files import (
     timeline_key,
 )
 from ...storage.protocol import ABSENT, ANY, Document, PublishUnknown, Storage, Version, at_once, conflict, write_file
+from ..common.host_memory import POOL
 from ..common.progress import Recorder, merged, size_text
 from ..common.step_folders import referred_by_others
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
-from .replicas import compare_replicas
-from .write import Chunks, keys_of, remove, write_files
+from .replicas import all_fingerprints, compare_replicas
+from .staged_copy import RING_BYTES, StagedCopy, take_ring, without_unchanged
+from .write import Chunks, chunks_in_place, keys_of, lay_out, remove, write_files
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
@@ -82,6 +85,45 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
         f"most), but {free:,} are free there; nothing was written. What the path holds now stays until the new checkpoint is "
         "complete, so overwriting needs the room as well: free space there, or save to another path"
     )
+
+
+@contextmanager
+def chunks_of(job: SaveJob) -> Iterator[Chunks]:
+    """Return the chunks of a synchronous save: from the tensors' own memory, or through a pinned ring if some lie on a device.
+
+    For a state on a device a thread copies into a ring of pinned memory while the caller writes from it. Copying each tensor just
+    before it is written would wait for the device each time, and use pageable memory, which is slower.
+
+    Raises
+    ------
+    UsageError
+        No thread can be started to copy from the device in.
+    """
+    rank, known = job.comm.rank, job.fingerprints
+    if job.base is not None:
+        job = without_unchanged(job)
+    if job.local_shards.device_to_pin is None:
+        if known is None:
+            with job.recorder.step("compare"):
+                known = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
+        yield chunks_in_place(job.local_shards, job.assignment, rank, known, unchanged=job.unchanged)
+        return
+    layouts = lay_out(job.local_shards, job.assignment, rank)
+    copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
+    thread = threading.Thread(target=copy.fill_all, args=(copy.fill,), name="reshard-ckpt-stage")
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise UsageError(f"no thread to copy from the device in can be started ({error}); end some, or save later") from error
+    try:
+        yield copy.chunks
+    except BaseException as error:
+        copy.staging.fail(error)
+        raise
+    finally:
+        thread.join()
+        copy.close()
+        POOL.give_back(copy.ring)
 
 
 def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Written:

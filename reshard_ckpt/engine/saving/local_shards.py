@@ -25,7 +25,7 @@ from ...core.report import summarize
 from ...errors import LayoutError
 from ...format.shard_file import opaque_name
 from ...format.values import decode_value, encode_value
-from ..common.tensor_bytes import Blob, LocalPiece, LocalRun, LocalTensor, byte_blob
+from ..common.tensor_bytes import Blob, LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
 from .messages import RunColumns
 
 Key = TypeVar("Key")
@@ -97,6 +97,12 @@ class LocalShards:
     def runs(self, columns: RunColumns) -> list[LocalRun]:
         """Return the memory of each run in `columns`."""
         return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns]
+
+    @property
+    def device_to_pin(self) -> torch.device | None:
+        """The first device of the tensors that copies faster into pinned memory; None if all lie on the host."""
+        devices = dict.fromkeys(local.tensor.device for _, local in self.rows)
+        return next(filter(has_streams, devices), None)
 
 
 def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:

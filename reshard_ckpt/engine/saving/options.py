@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
-from ...core.planning.match import check_patterns
 from ...core.planning.save_plan import SavePlan
-from ...core.report import SaveReport, check_count
+from ...core.report import SaveReport, check_count, check_patterns
 from ...errors import UsageError
 from ...storage.protocol import Storage, Version
 from ..common.progress import OnProgress, Recorder

@@ -1,13 +1,10 @@
 """The copy in host memory of the bytes that one rank writes, made while they are written or before the state changes again.
 
-`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way. `chunks_of` chooses where the bytes
-of a synchronous save come from. For a state on a device a thread copies into a ring of pinned memory while the caller writes from
-it. Copying each tensor just before it is written would wait for the device each time, and use pageable memory, which is slower.
+`StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +15,14 @@ import torch
 from ...errors import UsageError
 from ...format.files import BLOCK_BYTES
 from ..common.host_memory import POOL
-from ..common.tensor_bytes import has_streams, on_device
+from ..common.tensor_bytes import on_device
 from .local_shards import LocalShards
 from .messages import RunColumns
 from .options import SaveJob
-from .replicas import Fingerprints, all_fingerprints
+from .replicas import Fingerprints
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .unchanged import find_unchanged
-from .write import WRITE_BYTES, Chunks, FileLayout, chunks_in_place, lay_out
+from .write import WRITE_BYTES, Chunks, FileLayout, chunks_in_place
 
 RING_BYTES = 64 << 20
 """Size of the ring of a synchronous save: one part is being copied into, one part is being written, and one part is free."""
@@ -156,46 +153,10 @@ class SecondLook:
         self._now.close()
 
 
-@contextmanager
-def chunks_of(job: SaveJob) -> Iterator[Chunks]:
-    """Return the chunks of a synchronous save: from the tensors' own memory, or through a pinned ring if some lie on a device.
-
-    Raises
-    ------
-    UsageError
-        No thread can be started to copy from the device in.
-    """
-    rank, known = job.comm.rank, job.fingerprints
-    if job.base is not None:
-        job = without_unchanged(job)
-    if device_to_pin_for(job.local_shards) is None:
-        if known is None:
-            with job.recorder.step("compare"):
-                known = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
-        yield chunks_in_place(job.local_shards, job.assignment, rank, known, unchanged=job.unchanged)
-        return
-    layouts = lay_out(job.local_shards, job.assignment, rank)
-    copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
-    thread = threading.Thread(target=copy.fill_all, args=(copy.fill,), name="reshard-ckpt-stage")
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise UsageError(f"no thread to copy from the device in can be started ({error}); end some, or save later") from error
-    try:
-        yield copy.chunks
-    except BaseException as error:
-        copy.staging.fail(error)
-        raise
-    finally:
-        thread.join()
-        copy.close()
-        POOL.give_back(copy.ring)
-
-
 def without_unchanged(job: SaveJob) -> SaveJob:
     """Find the bytes that the base of the job has, and return the job that writes the others."""
     assert job.base is not None
-    items, device = job.assignment.items, device_to_pin_for(job.local_shards)
+    items, device = job.assignment.items, job.local_shards.device_to_pin
     with job.recorder.step("compare"), on_device(device):
         scratch = POOL.take(WRITE_BYTES if device is None else RING_BYTES, pinned=device is not None)
         try:
@@ -219,12 +180,6 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
     wanted = ring_bytes(layouts)
     if host_buffer_bytes is not None:
         wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
-    device = device_to_pin_for(local_shards)
+    device = local_shards.device_to_pin
     with on_device(device):
         return POOL.take(wanted, pinned=device is not None)[:wanted]
-
-
-def device_to_pin_for(local_shards: LocalShards) -> torch.device | None:
-    """Return the first device of the state's tensors that copies faster into pinned memory; None if all lie on the host."""
-    devices = dict.fromkeys(local.tensor.device for _, local in local_shards.rows)
-    return next(filter(has_streams, devices), None)

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog, FileEntry, TensorKind
-from ...core.catalog.specs import TensorSpec
+from ...core.catalog.specs import PieceColumns, TensorSpec, width_of
 from ...core.catalog.summary import bytes_by_file
 from ...core.geometry.columns import ColumnTable, columns_of, concatenated, is_new, lex_order
 from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
 from ...core.planning.load_plan import plan_load
-from ...core.planning.local_metadata import PieceColumns, width_of
 from ...errors import CorruptError, StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, Digests, num_blocks
 from ...storage.protocol import Storage

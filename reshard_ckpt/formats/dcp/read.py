@@ -24,7 +24,7 @@ from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import CatalogBuilder
 from ..parts import Part
-from ..protocol import Format, RawValue, Source
+from ..source import Format, RawValue, Source
 from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder

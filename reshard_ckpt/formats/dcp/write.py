@@ -29,7 +29,7 @@ from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
 from ...storage.protocol import ABSENT, Storage, Writer
 from ...torchfile.tensor_zip import write_tensor
-from ..protocol import BytesOf
+from ..source import BytesOf
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes

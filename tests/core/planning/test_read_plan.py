@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 import reshard_ckpt.core.planning.load_plan as load_module
 import reshard_ckpt.core.planning.read_plan as reads_module
 from reshard_ckpt.core.catalog.model import Catalog
-from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, piece_columns, row_major_strides
 from reshard_ckpt.core.geometry.columns import batches
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
-from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
 from reshard_ckpt.errors import CorruptError
@@ -33,7 +32,7 @@ WINDOW = 8 << 20
 
 def plan_for(catalog: Catalog, specs: list[TensorSpec], window: int = WINDOW) -> LoadPlan:
     source = match(specs, catalog, cast=False, allow_resize=False).source
-    return plan_load(catalog, source, piece_columns(specs, max(len(s.shape) for s in specs) or 1), window)
+    return plan_load(catalog, source, piece_columns(specs), window)
 
 
 def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int, join: int = 1) -> ReadPlan:

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint, dcp
-from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece
-from reshard_ckpt.core.planning.local_metadata import piece_columns
+from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, piece_columns
 from reshard_ckpt.engine.loading.ties import find_shared
 from reshard_ckpt.errors import CorruptError, MismatchError
 from tests.helpers import position_values
@@ -243,7 +242,7 @@ def test_whatever_shares_an_element_is_found(found: list[tuple[tuple[int, ...], 
     ]
     held = [set(places(*view)) for view in found]
     address = np.array([first * 4 for *_, first in found])
-    groups = find_shared(piece_columns(specs, 3), np.zeros(len(found), np.int64), address, np.full(len(found), 4))
+    groups = find_shared(piece_columns(specs), np.zeros(len(found), np.int64), address, np.full(len(found), 4))
     for a, b in combinations(range(len(found)), 2):
         for place in held[a] & held[b]:
             assert any({a, b} <= set(g.targets) and g.low <= place * 4 < g.high for g in groups)

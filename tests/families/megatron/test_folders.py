@@ -17,8 +17,7 @@ import torch
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
-from reshard_ckpt.formats.registry import with_options
-from reshard_ckpt.formats.source import open_source
+from reshard_ckpt.formats.source import open_source, with_options
 from reshard_ckpt.torchfile.object_writer import object_bytes
 from reshard_ckpt.torchfile.objects import read_object
 from tests.families.megatron import values

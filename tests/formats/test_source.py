@@ -14,8 +14,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.formats.protocol import Format, Source
-from reshard_ckpt.formats.registry import GROUP, OWN, known_formats
+from reshard_ckpt.formats.source import GROUP, OWN, Format, Source, known_formats
 from reshard_ckpt.storage import Storage, open_storage
 
 if sys.version_info >= (3, 11):
