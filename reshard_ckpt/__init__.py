@@ -16,7 +16,7 @@ from . import errors
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from .state.objects import register_placement
+    from .state.registered import register_placement
     from .state.shards import FlatShard, LocalShard, Shards
 
 __all__ = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in {"FlatShard", "LocalShard", "Shards"}:
         return getattr(importlib.import_module(".state.shards", __name__), name)
     if name == "register_placement":
-        return importlib.import_module(".state.objects", __name__).register_placement
+        return importlib.import_module(".state.registered", __name__).register_placement
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

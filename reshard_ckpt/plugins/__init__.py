@@ -1,7 +1,7 @@
 """All names that support for another library may import: formats, their catalogs, files of torch, shards, saves and loads.
 
 A package adds a format by an entry point of the group `formats.source.GROUP` that names a `Format`, and tensors of its own
-classes by one of the group `state.objects.GROUP` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
+classes by one of the group `state.dtensor.GROUP` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
 Nine modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `placements`, `runs`, `states`, `torchfile`, `trees`.
 """
 
@@ -20,7 +20,7 @@ from ..formats.catalog_builder import CatalogBuilder, ForeignTensor
 from ..formats.loaded_state import serve_state
 from ..formats.parts import Part
 from ..formats.source import BytesOf, Format, RawValue, Source
-from ..state.objects import Objects
+from ..state.dtensor import Objects
 from ..state.shards import FlatShard, LocalShard
 from ..storage import Storage, open_storage
 from ..storage.protocol import read_range

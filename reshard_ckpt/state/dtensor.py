@@ -11,14 +11,18 @@ checked against the local tensor's shape:
 3. If no order explains the split factors (a flattened view can cause this), the axes cut left to right, and the split factor of
    each is its number of *sections*.
 4. Cut the tensor, axis by axis (`local_region`). The boxes remain.
+
+A framework with placements or tensors of its own classes registers its `Objects` by an entry point of the group `GROUP`. They
+are loaded when a state first has a placement or a tensor of a class that is not torch's and that nothing here knows, or a DTensor
+with a dim that several axes shard.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -29,12 +33,71 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.catalog.placements import KINDS, cut_ranges, local_region
 from ..core.catalog.specs import AxisPlacement, Ints, Replication
 from ..core.geometry.runs import Range, chunk
+from ..engine.common.entry_points import load_all
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox, axis_names
-from .objects import known_objects, recognized
+from .shards import FlatShard, LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
+
+GROUP = "reshard_ckpt.objects"
+
+OWN = {
+    "megatron": "reshard_ckpt.families.megatron.objects:OBJECTS",
+    "vescale": "reshard_ckpt.families.vescale.objects:OBJECTS",
+}
+"""The entry points of this package, as in pyproject.toml."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The objects of one framework.
+
+    Attributes
+    ----------
+    name
+        The name of the framework.
+    lower
+        Returns the shards over the memory of a tensor of the framework's own class; empty for any other tensor.
+    recognize
+        Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as this library has
+        it; None for a placement of another framework.
+    check_mesh
+        Takes the mesh and the placements of a DTensor with a dim that several axes shard, and its name. It raises `LayoutError`
+        if the framework has noted at the mesh that these axes cut in another order than torch says.
+    """
+
+    name: str
+    lower: Callable[[Any], Sequence[LocalShard | FlatShard]] = lambda tensor: ()
+    recognize: Callable[[str, Any, Ints], AxisPlacement | None] = lambda axis, placement, shape: None
+    check_mesh: Callable[[Any, Sequence[Any], str], None] = lambda mesh, placements, name: None
+
+
+@cache
+def known_objects() -> tuple[Objects, ...]:
+    """Load the objects of all frameworks."""
+    return tuple(load_all(GROUP, OWN, Objects))
+
+
+def lowered(tensor: Any) -> tuple[LocalShard | FlatShard, ...]:
+    """Return the shards of a tensor of another framework's class; empty if no framework knows it."""
+    if is_of_torch(tensor):
+        return ()
+    return next((tuple(shards) for one in known_objects() if (shards := one.lower(tensor))), ())
+
+
+def recognized(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
+    """Return a placement of another framework's class as this library has it; None if no framework knows it."""
+    if is_of_torch(placement):
+        return None
+    found = (one.recognize(axis, placement, shape) for one in known_objects())
+    return next((one for one in found if one is not None), None)
+
+
+def is_of_torch(value: Any) -> bool:
+    """Tell whether torch itself brings the class of an object."""
+    return type(value).__module__.partition(".")[0] == "torch"
 
 
 def known_class(module: str, name: str) -> Any:

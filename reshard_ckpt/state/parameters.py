@@ -96,17 +96,12 @@ class Owners:
         """Find the owner of a parameter, or the owners of the parts of a flat parameter; empty if the state holds none."""
         if id(param) in self._inside:
             return tuple(self._inside[id(param)].values())
-        owner = self.of(param)
-        return () if owner is None else (owner,)
-
-    def of(self, param: torch.Tensor) -> Owner | None:
-        """Find the owner of a parameter, if the state holds it."""
         known = self._by_id.get(id(param))
         if known is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
             first = found[0]
             fqns = dict.fromkeys(fqn for other in found if other.key == first.key for fqn in other.fqns)
             known = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
-        return known
+        return () if known is None else (known,)
 
     def named(self, param_name: str) -> Owner:
         """Find the owner of a parameter that is known by its name."""
@@ -213,10 +208,13 @@ def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[st
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
     # Every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler.
-    shown = [o for tree in trees for o in tree.watched.optimizers]
-    rows_of_optimizers = [row for tree in trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
-    shown += [o for row in rows_of_optimizers for optimizer in row.value for o in optimizers_of(optimizer)]
-    visible = Watched(tuple({id(o): o for o in shown}.values()))
+    shown: dict[int, Optimizer] = {}
+    for tree in trees:
+        shown |= {id(o): o for o in tree.watched.optimizers}
+        for row in tree.rows:
+            if row.kind is Kind.OPTIMIZERS:
+                shown |= {id(o): o for optimizer in row.value for o in optimizers_of(optimizer)}
+    visible = Watched(tuple(shown.values()))
     unnamed: list[str] = []
     lines: list[str] = []
     for tree in trees:

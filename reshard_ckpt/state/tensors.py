@@ -9,7 +9,7 @@ release of torch works with older releases:
 2. A `ShardedTensor`: a list of shards, each with its offsets.
 3. A DTensor around a `LocalShardsWrapper`: the same, with two lists. Or a DTensor whose local tensor lists its chunk, as
    Megatron-FSDP has it.
-4. A tensor of another framework's class, which the framework's `Objects` lower to shards (`objects`).
+4. A tensor of another framework's class, which the framework's `Objects` lower to shards (`dtensor`).
 
 Any other tensor that plans for DCP by itself (``__create_write_items__``, ``__create_chunk_list__``) holds an unknown part, and
 is refused: saved like a plain tensor, it would be whole. Memory that is not plain and strided is refused too, by name and with
@@ -27,10 +27,9 @@ from torch.nn.parameter import is_lazy
 
 from ..core.catalog.specs import Ints
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .dtensor import dtensor_layout, is_dtensor, local_tensor
+from .dtensor import dtensor_layout, is_dtensor, local_tensor, lowered
 from .entries import Entry
 from .layouts import Layout, LocalMemory, whole
-from .objects import lowered
 from .shards import FlatShard, LocalShard, Shards
 
 TensorLike = torch.Tensor | LocalShard | FlatShard

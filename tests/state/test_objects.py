@@ -13,7 +13,7 @@ import torch
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common import entry_points
-from reshard_ckpt.state.objects import GROUP, OWN, Objects, known_objects
+from reshard_ckpt.state.dtensor import GROUP, OWN, Objects, known_objects
 from tests.launch import project_table
 
 

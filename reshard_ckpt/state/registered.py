@@ -1,9 +1,4 @@
-"""Objects of other packages in a state: tensors that hold a part of a global one, and placements of DTensors.
-
-A framework registers its `Objects` by an entry point of the group `GROUP`. They are loaded when a state first has a tensor or a
-placement of a class that is not torch's and that nothing here knows, or a DTensor with a dim that several axes shard.
-
-A placement of another package needs two functions (`register_placement`):
+"""Placements of DTensors that a user teaches this library by two functions (`register_placement`):
 
 1. `recognize` returns the dim that a placement cuts, and its numbers, which the catalog keeps.
 2. `cut` returns the ranges that each coordinate keeps of that dim, or of the flattened rest.
@@ -15,87 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from types import MethodType
 from typing import Any
 
 from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind, add_kind
 from ..core.catalog.specs import AxisPlacement, Ints
 from ..core.geometry.runs import Range
-from ..engine.common.entry_points import load_all
 from ..errors import LayoutError
-from .shards import FlatShard, LocalShard
-
-GROUP = "reshard_ckpt.objects"
-
-OWN = {
-    "megatron": "reshard_ckpt.families.megatron.objects:OBJECTS",
-    "vescale": "reshard_ckpt.families.vescale.objects:OBJECTS",
-}
-"""The entry points of this package, as in pyproject.toml."""
-
-
-def _lower_none(tensor: Any) -> Sequence[LocalShard | FlatShard]:
-    return ()
-
-
-def _recognize_none(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    return None
-
-
-def _accept(mesh: Any, placements: Sequence[Any], name: str) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """The objects of one framework.
-
-    Attributes
-    ----------
-    name
-        The name of the framework.
-    lower
-        Returns the shards over the memory of a tensor of the framework's own class; empty for any other tensor.
-    recognize
-        Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as this library has
-        it; None for a placement of another framework.
-    check_mesh
-        Takes the mesh and the placements of a DTensor with a dim that several axes shard, and its name. It raises `LayoutError`
-        if the framework has noted at the mesh that these axes cut in another order than torch says.
-    """
-
-    name: str
-    lower: Callable[[Any], Sequence[LocalShard | FlatShard]] = _lower_none
-    recognize: Callable[[str, Any, Ints], AxisPlacement | None] = _recognize_none
-    check_mesh: Callable[[Any, Sequence[Any], str], None] = _accept
-
-
-@cache
-def known_objects() -> tuple[Objects, ...]:
-    """Load the objects of all frameworks."""
-    return tuple(load_all(GROUP, OWN, Objects))
-
-
-def lowered(tensor: Any) -> tuple[LocalShard | FlatShard, ...]:
-    """Return the shards of a tensor of another framework's class; empty if no framework knows it."""
-    if is_of_torch(tensor):
-        return ()
-    return next((tuple(shards) for one in known_objects() if (shards := one.lower(tensor))), ())
-
-
-def recognized(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Return a placement of another framework's class as this library has it; None if no framework knows it."""
-    if is_of_torch(placement):
-        return None
-    found = (one.recognize(axis, placement, shape) for one in known_objects())
-    return next((one for one in found if one is not None), None)
-
-
-def is_of_torch(value: Any) -> bool:
-    """Tell whether torch itself brings the class of an object."""
-    return type(value).__module__.partition(".")[0] == "torch"
-
 
 Recognize = Callable[[Any, Ints], tuple[int | None, Sequence[int]] | None]
 Cut = Callable[[Sequence[Range], Ints, int, int], Sequence[Range]]
@@ -148,7 +69,7 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     new = _Registered(name, recognize, cut, flattens)
     known = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
     if not (isinstance(known, _Registered) and known.is_as(new)):
-        add_kind(_kind(new))
+        add_kind(new.kind())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +87,19 @@ class _Registered:
         # Python makes a method anew each time it is asked for, and compares methods by the object that they are of.
         same = all(one is two or (isinstance(one, MethodType) and one == two) for one, two in pairs)
         return same and self.flattens == other.flattens
+
+    def kind(self) -> PlacementKind:
+        """Return the kind for the table; on an axis of another size, it has no placement."""
+        return PlacementKind(
+            name=self.name,
+            form=f"{self.name}(number, …)" if self.flattens else f"{self.name}(dim, number, …)",
+            cut=self.cut_region,
+            parse=self.parse,
+            spell=self.spell,
+            flattens=self.flattens,
+            recognize=self.axis_placement,
+            resize=lambda placement, saved, num: placement if saved == num else None,
+        )
 
     def axis_placement(self, axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
         found = self.recognize(placement, shape)
@@ -211,21 +145,3 @@ class _Registered:
     def spell(self, placement: AxisPlacement) -> str:
         said = [*([] if placement.dim is None else [placement.dim]), *placement.coords]
         return f"{self.name}({', '.join(map(str, said))})"
-
-
-def _kind(registered: _Registered) -> PlacementKind:
-    name = registered.name
-    return PlacementKind(
-        name=name,
-        form=f"{name}(number, …)" if registered.flattens else f"{name}(dim, number, …)",
-        cut=registered.cut_region,
-        parse=registered.parse,
-        spell=registered.spell,
-        flattens=registered.flattens,
-        recognize=registered.axis_placement,
-        resize=_unless_resized,
-    )
-
-
-def _unless_resized(placement: AxisPlacement, saved: int, num: int) -> AxisPlacement | None:
-    return placement if saved == num else None
