@@ -278,7 +278,7 @@ def _report(planned: ReshardPlan, save_id: str, done: ProcessReport, dry_run: bo
     placements = {name: plan.placements[numbers[name]] if numbers[name] >= 0 else () for name in tensors}
     return ReshardReport(
         save_id=save_id,
-        mesh=dict(zip(planned.mesh.axes, planned.mesh.sizes, strict=True)),
+        mesh=planned.mesh.by_axis,
         ranks=ranks,
         placements=placements,
         num_values=len(planned.values),

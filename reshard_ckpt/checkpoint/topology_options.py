@@ -40,9 +40,7 @@ def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...
     if stages is None:
         return None
     if "pp" not in mesh.axes:
-        raise UsageError(
-            f"stages={list(stages)}: the mesh {dict(zip(mesh.axes, mesh.sizes, strict=True))} has no axis pp; add it"
-        )
+        raise UsageError(f"stages={list(stages)}: the mesh {mesh.by_axis} has no axis pp; add it")
     size = mesh.sizes[mesh.axes.index("pp")]
     if not all(type(n) is int for n in stages) or len(stages) != size - 1:
         raise UsageError(
@@ -139,5 +137,5 @@ def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[Axis
     """List the axes that the saved mesh lacks and that divide nothing, so that all ranks along them hold the same."""
     known = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
-    several = [axis for axis, size in zip(mesh.axes, mesh.sizes, strict=True) if size > 1]
+    several = [axis for axis, size in mesh.by_axis.items() if size > 1]
     return tuple(axis for axis in several if axis not in known and axis not in dividing)

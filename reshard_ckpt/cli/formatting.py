@@ -36,7 +36,7 @@ def mesh(of: Mesh | None) -> str:
     """
     if of is None:
         return "unknown"
-    return ", ".join(f"{axis}={size}" for axis, size in zip(of.axes, of.sizes, strict=True)) or "one rank"
+    return ", ".join(f"{axis}={size}" for axis, size in of.by_axis.items()) or "one rank"
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:

@@ -214,7 +214,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
     from ..checkpoint.inspecting import ValueLine
 
     of = found.summary
-    mesh = None if of.mesh is None else dict(zip(of.mesh.axes, of.mesh.sizes, strict=True))
+    mesh = None if of.mesh is None else of.mesh.by_axis
     summary = {**as_plain(of), "mesh": mesh, "lossy": dict(found.catalog.lossy), "metadata": as_plain(found.catalog.metadata)}
     tensors = [line for line in found.lines if not isinstance(line, ValueLine)]
     values = [line for line in found.lines if isinstance(line, ValueLine)]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
+from ..core.geometry.columns import columns_of
 from ..core.geometry.runs import I64
 from ..core.report import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
@@ -53,10 +54,9 @@ def problems(catalog: Catalog) -> Iterator[str]:
 
 def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
     """Yield claims of a catalog that no save makes in a file of `num_bytes`, and that would cost a reader much memory or time."""
-    rows, table = catalog.rows, catalog.tensors_table
-    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    rows = catalog.rows
     sizes = np.array([file.size for file in catalog.files], np.float64)
-    used = np.bincount(rows.file, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(sizes))
+    used = np.bincount(rows.file, weights=catalog.row_bytes, minlength=len(sizes))
     for bad in _first(used > sizes):
         yield f"rows of {int(used[bad])} bytes in all lie in {catalog.files[bad].key}, which has {int(sizes[bad])}"
     # Planners cut a run that is not a box into 2 D - 1 boxes of D dims each.
@@ -220,16 +220,16 @@ def _boxes(boxes: BoxTable, table: TensorTable) -> Iterator[str]:
 
 def _rows(catalog: Catalog) -> Iterator[str]:
     rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
-    columns = (rows.box, rows.start, rows.count, rows.file, rows.offset)
-    if {len(column) for column in columns} != {len(rows.box)}:
-        yield f"the columns of the rows have {[len(column) for column in columns]} entries"
-    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    num = [len(column) for column in columns_of(rows)]
+    if len(set(num)) > 1:
+        yield f"the columns of the rows have {num} entries"
+    tensor = catalog.row_tensors
     for label, column, high in (("box", rows.box, len(boxes.lengths)), ("file", rows.file, len(catalog.files))):
         for bad in _first((column < 0) | (column >= high)):
             yield f"{table.names[tensor[bad]]}: row {bad} is of {label} {int(column[bad])}, of {high}"
     yield from _row_boxes(catalog, tensor)
     sizes = np.array([file.size for file in catalog.files], np.int64)
-    for bad in _first((rows.offset < 0) | (rows.offset > sizes[rows.file] - rows.count * item_bytes_of(table.dtype)[tensor])):
+    for bad in _first((rows.offset < 0) | (rows.offset > sizes[rows.file] - catalog.row_bytes)):
         file = catalog.files[int(rows.file[bad])]
         yield (
             f"{table.names[tensor[bad]]}: row {bad} has {int(rows.count[bad])} elements at byte {int(rows.offset[bad])} "

@@ -51,7 +51,7 @@ def look(path: str, folder: str) -> StepInfo:
     return StepInfo(
         metric_of(catalog.metadata),
         frozenset(referred_keys(folder, catalog)),
-        frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)),
+        frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in file.keys),
         catalog.save_id,
         len({catalog.save_id, *(file.save_id for file in catalog.files)}),
     )

@@ -85,7 +85,7 @@ def publish(storage: Storage, generation: Generation) -> None:
     if before.catalog == generation.catalog:
         return
     # A process may have been killed after it wrote the last byte, and before the names of files were durable.
-    storage.sync(key for file in catalog.files for key in (file.key, file.digests_key))
+    storage.sync(key for file in catalog.files for key in file.keys)
     storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
     try:
         clean_up(storage, catalog, before.folders)
@@ -130,7 +130,7 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
 
 
 def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
-    return [key for file in catalog.files if file.key in keys for key in (file.key, file.digests_key)]
+    return [key for file in catalog.files if file.key in keys for key in file.keys]
 
 
 def stored_save_id(storage: Storage) -> str:

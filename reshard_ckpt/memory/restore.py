@@ -310,7 +310,7 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
         Makes the links between all ranks of the job, for a new name; None if every node has every file.
     """
     catalog = found.generation.decoded_catalog()
-    keys = [key for file in catalog.files for key in (file.key, file.digests_key)]
+    keys = [key for file in catalog.files for key in file.keys]
     images = NodeImages(folder, found.generation.save_id)
     with ExitStack() as stack:
         stack.callback(images.close)

@@ -221,7 +221,7 @@ def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
 
 def _mesh(mesh: Mesh) -> str:
     """Spell a mesh, as in ``dp=2, tp=4``."""
-    return ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items())
 
 
 def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:

@@ -101,7 +101,7 @@ def _balance(catalog: Catalog) -> str:
     sizes = list(bytes_by_rank(catalog).values())
     if not sum(sizes):
         return "No rank wrote any bytes."
-    axes = zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True) if catalog.mesh is not None else ()
+    axes = () if catalog.mesh is None else catalog.mesh.by_axis.items()
     mesh = " × ".join(f"{axis} {size}" for axis, size in axes)
     times = max(sizes) * len(sizes) / sum(sizes)
     return (

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.catalog.specs import Ints
-from ..core.geometry.runs import decompose
 from ..core.trees import Path, name_of
 from ..engine.common.tensor_bytes import region
 from ..format.values import encode_path
@@ -91,12 +89,9 @@ def zero_outside(shard: LocalShard | FlatShard, shape: Ints, name: str) -> None:
     with torch.no_grad():
         memory, layout = local_memory(shard, name)
         for piece in layout.pieces(memory):
-            # Cut the piece into boxes of the global tensor; `base` is the place of a box in memory.
-            cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
-            for inner, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-                base = piece.base + sum(o * s for o, s in zip(inner, piece.strides, strict=True))
-                box = region(memory, base, tuple(lengths), piece.strides)
-                for dim, (offset, low, size, end) in enumerate(zip(piece.offsets, inner, lengths, shape, strict=True)):
-                    begin = max(end - offset - low, 0)
+            for box in piece.boxes():
+                part = region(memory, box.base, box.lengths, box.strides)
+                for dim, (offset, size, end) in enumerate(zip(box.offsets, box.lengths, shape, strict=True)):
+                    begin = max(end - offset, 0)
                     if begin < size:  # this box ends beyond the shape along `dim`
-                        box.narrow(dim, begin, size - begin).zero_()
+                        part.narrow(dim, begin, size - begin).zero_()

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import item_bytes_of
 from ..errors import CorruptError, UnsupportedError
 from .pickle_reader import StandInObject
 
@@ -56,14 +55,12 @@ def refuse_excess(catalog: Catalog, where: str) -> None:
     UnsupportedError
         They have; the message names the largest tensor.
     """
-    table, rows = catalog.tensors_table, catalog.rows
-    # tensor[r]: index of the tensor of row r; claimed[t]: bytes of tensor t in all of its rows
-    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
-    claimed = np.bincount(tensor, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(table.names))
-    num_bytes = sum(file.size for file in catalog.files)
+    names, num_bytes = catalog.tensors_table.names, catalog.file_bytes
+    # claimed[t]: bytes of tensor t in all of its rows
+    claimed = np.bincount(catalog.row_tensors, weights=catalog.row_bytes, minlength=len(names))
     if claimed.sum() > _most_bytes(num_bytes):
         largest = int(claimed.argmax())
-        raise _too_much(where, int(claimed.sum()), num_bytes, f"{table.names[largest]} of {int(claimed[largest]):,} bytes")
+        raise _too_much(where, int(claimed.sum()), num_bytes, f"{names[largest]} of {int(claimed[largest]):,} bytes")
 
 
 def _most_bytes(num_bytes: int) -> int:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError
+from ..geometry.columns import ColumnTable
 from ..geometry.runs import I64, ranges
 from .names import divided
-from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind
+from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind, item_bytes_of
 
 
 class TensorKind:
@@ -51,6 +52,11 @@ class FileEntry:
     save_id: str
     rank: int
     checkpoint: str = ""
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The keys of the file and of its digests."""
+        return self.key, self.digests_key
 
     @property
     def folder(self) -> str:
@@ -99,7 +105,7 @@ class TensorTable(TensorDescriptions):
 
 
 @dataclass(frozen=True, slots=True)
-class BoxTable:
+class BoxTable(ColumnTable):
     """Distinct boxes, (B, D), padded on the left."""
 
     offsets: I64
@@ -107,7 +113,7 @@ class BoxTable:
 
 
 @dataclass(frozen=True, slots=True)
-class RowTable:
+class RowTable(ColumnTable):
     """Columns with an entry for each row: `start` and `count` in elements of the box, `offset` in bytes of the file."""
 
     box: I64
@@ -213,7 +219,7 @@ class Catalog:
         object.__setattr__(self, "_index", index)
 
     def __repr__(self) -> str:
-        mesh = "" if self.mesh is None else f", mesh {dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))}"
+        mesh = "" if self.mesh is None else f", mesh {self.mesh.by_axis}"
         return f"<Catalog {self.save_id!r}: {len(self._index)} tensors, {len(self.values_table)} values{mesh}>"
 
     def __contains__(self, name: str) -> bool:
@@ -261,19 +267,38 @@ class Catalog:
         of_tensors = {table.names[i]: link for i in state if (link := self.link(i)) is not None}
         return of_tensors | {value.name: value.link for value in self.values_table if value.link is not None}
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of all files together, in bytes."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def row_tensors(self) -> I64:
+        """The index of each row's tensor."""
+        return np.repeat(np.arange(len(self.tensors_table.names)), np.diff(self.tensors_table.row_start))
+
+    @property
+    def row_bytes(self) -> I64:
+        """The number of bytes of each row."""
+        return self.rows.count * item_bytes_of(self.tensors_table.dtype)[self.row_tensors]
+
+    def rows_of(self, index: int) -> slice:
+        """Return the rows of a tensor that has bytes of its own."""
+        return slice(*self.tensors_table.row_start[index : index + 2].tolist())
+
     def tensor(self, name: str) -> TensorView:
         """Return one tensor and its rows as plain Python values."""
         i = self._index[name]
         source, ndim = self.source(i), int(self.tensors_table.ndim[i])
         placement = int(self.tensors_table.placement[i])
-        first, last = self.tensors_table.row_start[source : source + 2].tolist()
+        rows = self.rows_of(source)
         return TensorView(
             name=name,
             dtype=self.dtype(i),
             shape=self.shape(i),
             placement=None if placement < 0 else self.placements[placement],
             alias_of=None if source == i else self.tensors_table.names[source],
-            shards=tuple(self._shard(row, ndim, ITEM_BYTES[self.dtype(i)]) for row in range(first, last)),
+            shards=tuple(self._shard(row, ndim, ITEM_BYTES[self.dtype(i)]) for row in range(rows.start, rows.stop)),
         )
 
     def _shard(self, row: int, ndim: int, item_bytes: int) -> ShardView:
@@ -303,8 +328,8 @@ class Catalog:
             "values": len(self.values_table),
             "rows": len(self.rows.box),
             "files": len(self.files),
-            "bytes": sum(f.size for f in self.files),
-            "mesh": None if self.mesh is None else dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "bytes": self.file_bytes,
+            "mesh": None if self.mesh is None else self.mesh.by_axis,
             "aliases": int((table.alias >= 0).sum()),
         }
 
@@ -333,7 +358,6 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
     owner, step = ranges(counts)
     row = table.row_start[source[owner]] + step
     place = {int(old): new for new, old in enumerate(taken.tolist())}
-    rows = catalog.rows
     return replace(
         catalog,
         tensors_table=replace(
@@ -350,7 +374,7 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
             key=table.key[taken],
             parameter=np.array([place.get(old, -1) for old in table.parameter[taken].tolist()], np.int64),
         ),
-        rows=RowTable(rows.box[row], rows.start[row], rows.count[row], rows.file[row], rows.offset[row]),
+        rows=catalog.rows.take(row),
         values_table=tuple(replace(value, blobs=tuple(place[blob] for blob in value.blobs)) for value in kept),
         unreadable={},
     )

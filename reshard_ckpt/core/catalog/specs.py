@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.runs import I64, pad_rows
+from ..geometry.runs import I64, decompose, pad_rows
 
 Ints = tuple[int, ...]
 
@@ -58,6 +58,17 @@ class Piece:
     count: int
     base: int
     strides: Ints
+
+    def boxes(self) -> list[Piece]:
+        """Cut the piece into pieces that are whole boxes, in the order of its run."""
+        cut = decompose(np.array([self.lengths], np.int64), np.array([self.start]), np.array([self.count]))
+        boxes = zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True)
+        return [self.inner(inner, tuple(lengths)) for inner, lengths in boxes]
+
+    def inner(self, inner: Sequence[int], lengths: Ints) -> Piece:
+        """Return the box that begins at the offsets `inner` within the box of this piece."""
+        offsets = tuple(a + b for a, b in zip(self.offsets, inner, strict=True))
+        return box_piece(offsets, lengths, self.base + sum(a * b for a, b in zip(inner, self.strides, strict=True)), self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +216,11 @@ class Mesh:
     @property
     def size(self) -> int:
         return prod(self.sizes)
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The size of each axis, by name."""
+        return dict(zip(self.axes, self.sizes, strict=True))
 
     def coordinates(self, rank: int) -> Ints:
         """Return the rank's coordinate on each axis.

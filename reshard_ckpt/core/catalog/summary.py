@@ -100,7 +100,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         num_shards=int(np.diff(table.row_start)[own].sum()),
         num_values=len(catalog.values_table),
         num_files=len(catalog.files),
-        file_bytes=sum(file.size for file in catalog.files),
+        file_bytes=catalog.file_bytes,
         num_ranks=len({file.rank for file in catalog.files}),
         bytes_referred=int(bytes_by_file(catalog)[[bool(file.checkpoint) for file in catalog.files]].sum()),
         checkpoints=tuple(sorted({file.checkpoint for file in catalog.files if file.checkpoint})),
@@ -111,9 +111,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
 
 def bytes_by_file(catalog: Catalog) -> I64:
     """Count the bytes that the rows of a catalog have in each of its files, int64."""
-    rows, tensors = catalog.rows, catalog.tensors_table
-    each = np.repeat(item_bytes_of(tensors.dtype), np.diff(tensors.row_start))
-    return np.bincount(rows.file, weights=rows.count * each, minlength=len(catalog.files)).astype(np.int64)
+    return np.bincount(catalog.rows.file, weights=catalog.row_bytes, minlength=len(catalog.files)).astype(np.int64)
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:

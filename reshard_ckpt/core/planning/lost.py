@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..catalog.model import Catalog
-from ..catalog.specs import Ints, Piece, TensorSpec, box_piece, piece_columns
+from ..catalog.specs import Ints, Piece, TensorSpec, piece_columns
 from ..geometry.runs import I64, decompose
 from .load_plan import plan_load
 
@@ -48,16 +48,11 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
 
 def _without(piece: Piece, taken: Sequence[Box]) -> list[Piece]:
     """Cut a piece into pieces that are boxes, without the elements in the boxes `taken`."""
-    cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
-    left = _as_pairs(cut.offsets + np.array(piece.offsets), cut.lengths)
+    boxes = piece.boxes()
+    left = _as_pairs(np.array([box.offsets for box in boxes]), np.array([box.lengths for box in boxes]))
     for low, high in taken:
         left = [part for box in left for part in _difference(box, low, high)]
-    pieces = []
-    for low, high in left:
-        lengths = tuple(b - a for a, b in zip(low, high, strict=True))
-        steps = ((a - first) * stride for a, first, stride in zip(low, piece.offsets, piece.strides, strict=True))
-        pieces.append(box_piece(low, lengths, piece.base + sum(steps), piece.strides))
-    return pieces
+    return [piece.inner(np.subtract(low, piece.offsets).tolist(), tuple(np.subtract(high, low).tolist())) for low, high in left]
 
 
 def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
@@ -79,7 +74,7 @@ def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
 
 def _boxes_of(catalog: Catalog, tensor: int, ndim: int) -> list[Box]:
     """Return the boxes that the rows of a tensor consist of."""
-    row = slice(*catalog.tensors_table.row_start[tensor : tensor + 2].tolist())
+    row = catalog.rows_of(tensor)
     rows, box = catalog.rows, catalog.rows.box[row]
     lengths = catalog.boxes.lengths[box]
     cut = decompose(lengths, rows.start[row], rows.count[row])

@@ -185,17 +185,17 @@ def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
 
 def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
     """List the faults of source tensors whose rows do not tile them."""
-    table, rows = catalog.tensors_table, catalog.rows
+    table = catalog.tensors_table
     # origin: the sources, each alias replaced by its tensor. All other tensors get an empty shape, which has no faults.
     origin = np.unique(np.where(table.alias[source] >= 0, table.alias[source], source))
     shape = np.zeros_like(table.shape)
     shape[origin] = table.shape[origin]
     chosen = np.zeros(len(table.names), bool)
     chosen[origin] = True
-    owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    owner = catalog.row_tensors
     row = np.flatnonzero(chosen[owner])
-    boxes = catalog.boxes
-    return list(find_faults(shape, boxes.offsets, boxes.lengths, owner[row], rows.box[row], rows.start[row], rows.count[row]))
+    rows, boxes = catalog.rows.take(row), catalog.boxes
+    return list(find_faults(shape, boxes.offsets, boxes.lengths, owner[row], rows.box, rows.start, rows.count))
 
 
 def fault_text(catalog: Catalog, fault: Fault) -> str:

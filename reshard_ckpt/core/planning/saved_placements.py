@@ -42,7 +42,7 @@ class SavedPlacements:
         self._catalog, self._mesh, self._writers = catalog, mesh, _writers(catalog)
         self.links = {name: self._link(name, frozenset(names)) for name in names}
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
-        self.sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+        self.sizes = {} if catalog.mesh is None else catalog.mesh.by_axis
         self.placements = {name: self._resized(_understood(catalog, catalog.index(name))) for name in names}
         self._divided = self._divided_on()
 
@@ -60,7 +60,7 @@ class SavedPlacements:
 
     def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
         """Return a saved placement by axis, with kinds that depend on an axis's size resized to the new mesh."""
-        sizes, out = dict(zip(self._mesh.axes, self._mesh.sizes, strict=True)), {}
+        sizes, out = self._mesh.by_axis, {}
         for p in placement:
             resize = KINDS[p.kind].resize
             if resize is None or p.axis not in sizes:
@@ -111,8 +111,7 @@ class SavedPlacements:
         mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
         if mesh is None or self._writers is None or axis not in mesh.axes:
             return 0
-        first, last = self._catalog.tensors_table.row_start[source : source + 2].tolist()
-        ranks = self._writers[self._catalog.rows.file[first:last]]
+        ranks = self._writers[self._catalog.rows.file[self._catalog.rows_of(source)]]
         return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 
     def firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:

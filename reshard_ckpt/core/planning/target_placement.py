@@ -139,7 +139,7 @@ class _Placer:
 
     def _place(self, name: str) -> TargetPlacement:
         """Place one tensor on each axis by itself, then number the axes that cut the same dim."""
-        axes = [self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)]
+        axes = [self._on_axis(name, axis, size) for axis, size in self.mesh.by_axis.items()]
         recorded = self._recorded_cuts(name, axes)
         order, sections = self._order(name, axes, recorded), self._sections(name, axes, recorded)
         # cut: for each dim the number of axes that cut it so far.

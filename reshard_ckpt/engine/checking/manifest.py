@@ -69,7 +69,7 @@ def check_listed(
 
 def _keys(catalog: Catalog) -> list[str]:
     """List the files that make up a checkpoint."""
-    return [CATALOG_KEY, *(key for file in catalog.files for key in (file.key, file.digests_key) if key)]
+    return [CATALOG_KEY, *(key for file in catalog.files for key in file.keys if key)]
 
 
 def _hashes(

@@ -60,7 +60,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     workers
         Threads that read and hash, each with a buffer of `REQUEST_BYTES`; by default as many as in a load.
     """
-    check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
+    check = _Check(storage, catalog, Tally("verify", catalog.file_bytes, report))
     faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
     check.found += [fault_text(catalog, fault) for fault in faults]
     check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
@@ -72,7 +72,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     return VerifyReport(
         problems=tuple(check.problems()),
         num_files=len(catalog.files),
-        num_bytes=sum(entry.size for entry in catalog.files),
+        num_bytes=catalog.file_bytes,
         bytes_unverified=sum(entry.size for entry in catalog.files if not entry.digests_key),
     )
 

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.catalog.specs import item_bytes_of
 from ...core.report import few
 from ...errors import CorruptError
 from ...format.files import Digests, decode_digests, digest128, digests_file_bytes
@@ -142,10 +141,8 @@ class FileContents:
     """An index of the rows of all files by their bytes. It is made once damage was found, and then serves any range."""
 
     def __init__(self, catalog: Catalog) -> None:
-        table, rows = catalog.tensors_table, catalog.rows
-        # owner[i]: the tensor of row i. The columns kept below are sorted by file and offset; file f begins at first[f].
-        owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
-        sizes = rows.count * item_bytes_of(table.dtype)[owner]
+        rows, owner, sizes = catalog.rows, catalog.row_tensors, catalog.row_bytes
+        # The columns kept below are sorted by file and offset; file f begins at first[f].
         order = np.lexsort((rows.offset, rows.file))
         order = order[sizes[order] > 0]
         self._catalog, self._owner = catalog, owner[order]

@@ -243,7 +243,7 @@ def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:
     """Yield the keys, from the root, of the files of other checkpoints that the catalog in a folder of the root refers to."""
     for file in catalog.files:
         if file.checkpoint:
-            yield from (posixpath.normpath(f"{folder}/{key}") for key in (file.key, file.digests_key))
+            yield from (posixpath.normpath(f"{folder}/{key}") for key in file.keys)
 
 
 def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:

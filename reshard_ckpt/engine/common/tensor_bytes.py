@@ -29,7 +29,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,6 @@ import torch
 
 from ...comm.group import current_accelerator
 from ...core.catalog.specs import Ints, Piece, Replication, TensorSpec, box_piece, is_row_major
-from ...core.geometry.runs import decompose
 
 
 class LocalTensor(NamedTuple):
@@ -160,14 +159,11 @@ def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, no
 
 def _gather(local: LocalPiece, start: int, count: int, out: torch.Tensor, non_blocking: bool) -> None:
     """Copy a run of a piece whose memory is not in order, box by box."""
-    piece = local.piece
-    cut = decompose(np.array([piece.lengths], np.int64), np.array([start]), np.array([count]))
     done = 0
-    for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-        base = piece.base + sum(o * s for o, s in zip(offsets, piece.strides, strict=True))
-        box = region(local.tensor, base, tuple(lengths), piece.strides)
-        out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=non_blocking)
-        done += box.numel()
+    for box in replace(local.piece, start=start, count=count).boxes():
+        part = region(local.tensor, box.base, box.lengths, box.strides)
+        out[done : done + box.count].view(box.lengths).copy_(part, non_blocking=non_blocking)
+        done += box.count
 
 
 @dataclass(frozen=True, slots=True)

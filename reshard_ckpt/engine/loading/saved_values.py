@@ -13,7 +13,7 @@ numbers as they are. Then this rank's part of the weight is multiplied in place.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog, ValueEntry
-from ...core.catalog.specs import Ints, Piece, TensorSpec, ValueKind, box_piece, piece_columns
-from ...core.geometry.runs import decompose
+from ...core.catalog.specs import Ints, TensorSpec, ValueKind, box_piece, piece_columns
 from ...core.planning.load_plan import plan_load
 from ...core.planning.match import block_scales
 from ...format.columns import TORCH_DTYPES
@@ -179,7 +178,7 @@ def read_scales(storage: Storage, catalog: Catalog, resolved: Resolved, block: I
     out = []
     for k, index in scaled_targets(catalog, resolved, block).items():
         spec = resolved.specs[k]
-        corners = [(low, np.add(low, lengths)) for low, lengths, _, _ in _boxes(spec.pieces)]
+        corners = [(box.offsets, np.add(box.offsets, box.lengths)) for piece in spec.pieces for box in piece.boxes()]
         if not corners:
             continue
         blocks = check_whole(storage, catalog, [index], with_digests=verify)
@@ -200,24 +199,15 @@ def multiply(scaled: Sequence[Scaled]) -> None:
         for one in scaled:
             tensor = one.target.tensor
             scale = one.scale.to(tensor.device)
-            for offsets, lengths, first, strides in _boxes(one.spec.pieces):
-                part = region(tensor, first, lengths, strides)
+            for box in (box for piece in one.spec.pieces for box in piece.boxes()):
+                part = region(tensor, box.base, box.lengths, box.strides)
                 # rows, columns: the block of the scale that each row, and each column, of the part lies in
                 rows, columns = (
-                    torch.arange(offsets[d], offsets[d] + lengths[d], device=tensor.device) // one.block[d] - one.first[d]
+                    torch.arange(box.offsets[d], box.offsets[d] + box.lengths[d], device=tensor.device) // one.block[d]
+                    - one.first[d]
                     for d in (0, 1)
                 )
-                step = max(_CHUNK_ELEMENTS // lengths[1], 1)
-                for low in range(0, lengths[0], step):
+                step = max(_CHUNK_ELEMENTS // box.lengths[1], 1)
+                for low in range(0, box.lengths[0], step):
                     chunk = part[low : low + step]
                     chunk.copy_(chunk.float() * scale[rows[low : low + step]][:, columns])
-
-
-def _boxes(pieces: Sequence[Piece]) -> Iterator[tuple[Ints, Ints, int, Ints]]:
-    """Yield offsets, lengths, first local element and strides of the boxes that make up the pieces of a 2-D tensor."""
-    for piece in pieces:
-        if piece.count:
-            cut = decompose(np.array([piece.lengths]), np.array([piece.start]), np.array([piece.count]))
-            for inner, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-                first = piece.base + int(np.dot(inner, piece.strides))
-                yield tuple(np.add(piece.offsets, inner).tolist()), tuple(lengths), first, piece.strides

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, Piece, PieceColumns, TensorSpec, piece_columns
+from ...core.catalog.specs import Piece, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.columns import is_new, running_max
 from ...core.geometry.runs import I64, decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
@@ -183,14 +183,7 @@ def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piec
     cut = decompose(ordered[None], np.array([start]), np.array([count]))
     back = np.argsort(np.array(dims, np.int64))  # the dims in their own order again
     boxes = zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
-    return [_inner_box(piece, tuple(offsets), tuple(lengths)) for offsets, lengths in boxes]
-
-
-def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
-    """Return the box of a piece that begins at offsets `inner` within it."""
-    offsets = tuple(a + b for a, b in zip(piece.offsets, inner, strict=True))
-    base = piece.base + sum(a * b for a, b in zip(inner, piece.strides, strict=True))
-    return Piece(offsets, lengths, 0, prod(lengths), base, piece.strides)
+    return [piece.inner(offsets, tuple(lengths)) for offsets, lengths in boxes]
 
 
 def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:

@@ -194,7 +194,7 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
     if hasher is None or listed is None:
         return _Copied(entry, None)
     found = hasher.digest(), hashlib.sha256(proof).digest()
-    for name, sha256 in zip((file.key, file.digests_key), found, strict=True):
+    for name, sha256 in zip(file.keys, found, strict=True):
         if name in listed and listed[name] != sha256:
             raise CorruptError(f"{storage.url}: {name} is not the file that the manifest lists: it was changed; nothing was done")
     return _Copied(entry, found)
@@ -209,5 +209,5 @@ def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Cop
             assert new.sha256 is not None
             digests[new.entry.key], digests[new.entry.digests_key] = new.sha256
         else:
-            digests.update((key, listed[key]) for key in (file.key, file.digests_key) if key in listed)
+            digests.update((key, listed[key]) for key in file.keys if key in listed)
     return encode_manifest(digests)

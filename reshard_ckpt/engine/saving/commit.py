@@ -394,7 +394,7 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None
     Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves, except
     the export of an earlier save.
     """
-    kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
+    kept = {key for file in catalog.files for key in file.keys}
     stale: list[str] = []
     for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
         stale += [key for key, _ in storage.list(folder) if key not in kept]

@@ -92,7 +92,7 @@ def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
     holder = posixpath.normpath(f"{base}/{file.checkpoint}")
     if "/" in holder or holder.startswith("."):
         return None
-    inside = [posixpath.normpath(f"{base}/{key}").removeprefix(f"{holder}/") for key in (file.key, file.digests_key)]
+    inside = [posixpath.normpath(f"{base}/{key}").removeprefix(f"{holder}/") for key in file.keys]
     if holder == new:
         return replace(file, key=inside[0], digests_key=inside[1], checkpoint="")
     key, digests_key = (f"../{holder}/{one}" for one in inside)
