@@ -30,12 +30,11 @@ import torch
 from benchmarks.ranks import end_with
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.core.planning.local_metadata import join_metadata
 from reshard_ckpt.core.planning.save_plan import plan_save
 from reshard_ckpt.engine.common.progress import Recorder
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
-from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments
+from reshard_ckpt.engine.saving.messages import decode_assignment, decode_metadata, encode_assignments, encode_metadata
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import all_fingerprints
 from reshard_ckpt.engine.saving.write import chunks_in_place, write_files
@@ -79,7 +78,8 @@ def make_source(folder: Path, layers: int) -> None:
                 link = StateLink("optimizer", name, key[1:], f"model.{name}") if key else None
                 held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed, link=link), memory))
         local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
-    plan = plan_save(join_metadata([one.local_metadata for one in local_shards]))
+    sent = [encode_metadata(one.local_metadata) for one in local_shards]
+    plan = plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [

@@ -22,8 +22,9 @@ from matplotlib.colors import to_rgba
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, piece_columns, row_major_strides
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
-from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata
+from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.core.planning.save_plan import build_catalog, plan_save
+from reshard_ckpt.engine.saving.messages import decode_metadata, encode_metadata
 from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
 SHAPE = (8, 10)
@@ -41,7 +42,8 @@ def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
     runs = [Piece(whole.offsets, whole.lengths, start, stop - start, -start, whole.strides) for start, stop in RUNS]
-    plan = plan_save(join_metadata([build_local_metadata([_spec(run)], 0, None) for run in runs]))
+    sent = [encode_metadata(build_local_metadata([_spec(run)], 0, None)) for run in runs]
+    plan = plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
     offset = np.cumsum(sizes) - sizes - first[plan.rank]

@@ -13,7 +13,7 @@ from ..catalog.model import TensorDescriptions, TensorKind
 from ..catalog.names import link_columns
 from ..catalog.specs import CODES, Mesh, PieceColumns, Placement, TensorSpec, ValueSpec, piece_columns, width_of
 from ..geometry.columns import group_ids
-from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
+from ..geometry.runs import I64, pad_rows, volumes
 
 U8 = NDArray[np.uint8]
 
@@ -128,43 +128,6 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
         **link_columns(names, [spec.link for spec in specs], first),
-    )
-
-
-def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
-    """Concatenate the metadata of all ranks, if one process has all of it."""
-    rows = [one.rows for one in ranks]
-    width = max(one.box_offsets.shape[1] for one in rows)
-    joined = RowColumns(
-        np.concatenate([pad_left(one.box_offsets, width, 0) for one in rows]),
-        np.concatenate([pad_left(one.box_lengths, width, 1) for one in rows]),
-        *(np.concatenate(column) for column in zip(*((r.tensor, r.box, r.start, r.count) for r in rows), strict=True)),
-    )
-    num_boxes, num_rows = [len(one.box_offsets) for one in rows], [len(one.tensor) for one in rows]
-    return number_rows(tuple(one.tensors for one in ranks), np.arange(len(ranks)), joined, num_boxes, num_rows)
-
-
-def number_rows(
-    tables: tuple[TensorColumns, ...], table: I64, rows: RowColumns, num_boxes: Sequence[int], num_rows: Sequence[int]
-) -> JobMetadata:
-    """Number the rows and boxes of all ranks, which come end to end in order of rank.
-
-    `num_boxes` and `num_rows` have the counts of each rank; `rows.box` is an index among the boxes of the row's rank.
-    """
-    rank, local = ranges(np.array(num_rows, np.int64))
-    # first_box[r]: the place of rank r's first box among the boxes of all ranks.
-    first_box = np.cumsum(num_boxes) - np.array(num_boxes, np.int64)
-    return JobMetadata(
-        tables=tables,
-        table=table,
-        box_offsets=rows.box_offsets,
-        box_lengths=rows.box_lengths,
-        rank=rank,
-        local=local,
-        tensor=rows.tensor,
-        box=rows.box + first_box[rank],
-        start=rows.start,
-        count=rows.count,
     )
 
 

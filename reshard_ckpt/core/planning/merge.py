@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..catalog.model import TensorDescriptions, TensorKind, TensorTable
+from ..catalog.model import BoxTable, TensorDescriptions, TensorKind, TensorTable
 from ..catalog.specs import CODES, Placement, blob_name
 from ..geometry.columns import ColumnTable, group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left, ranges
@@ -37,14 +37,6 @@ class MergedTables(TensorDescriptions):
     declared: tuple[Placement, ...]
     own: Mapping[str, I64]
     """For the name of each blob that ranks have for themselves, the tensor of each rank's blob; -1 for a rank without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergedBoxes:
-    """The distinct boxes, in lexicographic order."""
-
-    offsets: I64
-    lengths: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class _Ids:
     own_step: int
 
 
-def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows]:
+def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, MergedRows]:
     """Merge the metadata of all ranks into one table of tensors, the distinct boxes, and all rows.
 
     Raises
@@ -111,7 +103,7 @@ def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
     return tensor, np.concatenate([table.replication for table in job_metadata.tables])[entry], own
 
 
-def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[MergedBoxes, I64]:
+def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[BoxTable, I64]:
     """Find the distinct boxes, and the box of each row; all pieces of an empty tensor get the box that is the whole tensor."""
     width = tables.shape.shape[1]
     empty = np.flatnonzero(empty_tensor)
@@ -123,7 +115,7 @@ def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: 
     if len(empty):
         rows = np.flatnonzero(empty_tensor[tensor])
         box[rows] = ids[len(job_metadata.box_offsets) + np.searchsorted(empty, tensor[rows])]
-    return MergedBoxes(offsets[first], lengths[first]), box
+    return BoxTable(offsets[first], lengths[first]), box
 
 
 def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:

@@ -29,7 +29,7 @@ from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
-from .merge import MergedBoxes, MergedRows, MergedTables, merge_metadata, tensor_table
+from .merge import MergedRows, MergedTables, merge_metadata, tensor_table
 from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
@@ -172,7 +172,7 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     )
 
 
-def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
+def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[MergedTables, BoxTable, MergedRows, _Runs]:
     """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor, or only do not overlap."""
     tables, boxes, merged = merge_metadata(job_metadata)
     rows = _cut_rows(merged)
@@ -210,7 +210,7 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
     )
 
 
-def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
+def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
     """Divide the runs over the ranks that hold them; `Assigned.item` is the run, `Assigned.start` counts from its beginning."""
     # each[r]: bytes of one element of run r.
     elements, each = runs.count, item_bytes[runs.tensor]
@@ -263,7 +263,7 @@ def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
     return row
 
 
-def _check_tiling(tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs, *, may_lack: bool) -> None:
+def _check_tiling(tables: MergedTables, boxes: BoxTable, rows: MergedRows, runs: _Runs, *, may_lack: bool) -> None:
     """Raise LayoutError if the runs of some tensor overlap or, unless they may lack some, leave a region uncovered."""
     # An alias has no runs, so it is checked as an empty tensor.
     shape = np.where((tables.alias >= 0)[:, None], 0, tables.shape)
@@ -297,7 +297,7 @@ def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = Tr
 
 
 def _placements(
-    tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs, mesh: Mesh | None, num_ranks: int
+    tables: MergedTables, boxes: BoxTable, rows: MergedRows, runs: _Runs, mesh: Mesh | None, num_ranks: int
 ) -> tuple[tuple[Placement, ...], I64]:
     """Find the distinct placements, and the number of each tensor's; -1 if nothing is known of it."""
     number = np.full(len(tables.names), -1, np.int64)
@@ -334,7 +334,7 @@ class HeldRows:
     """
 
     tables: MergedTables
-    boxes: MergedBoxes
+    boxes: BoxTable
     tensor: I64
     box: I64
     start: I64

@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, ValueEntry
+from ...core.catalog.model import Catalog, FileEntry, RowTable, ValueEntry
 from ...core.catalog.specs import ValueKind, ValueSpec, item_bytes_of
 from ...core.planning.exchange import RankRuns
 from ...core.planning.merge import MergedTables, tensor_table
@@ -121,7 +121,7 @@ def _catalog(holders: HeldRows) -> Catalog:
         metadata=encode_value(None, ""),
         tensors_table=tensor_table(tables, np.full(len(tables.names), -1), holders.tensor),
         placements=(),
-        boxes=BoxTable(holders.boxes.offsets, holders.boxes.lengths),
+        boxes=holders.boxes,
         rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),
         files=(FileEntry("memory", int(sizes.sum()), "memory.digests", bytes(16), "memory", 0),),
         values_table=(),

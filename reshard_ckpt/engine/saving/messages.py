@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.columns import ColumnTable, columns_of, lex_order
-from ...core.geometry.runs import I64, pad_left
-from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns, number_rows
+from ...core.geometry.runs import I64, pad_left, ranges
+from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
 from ...format.files import digests_key
 
@@ -246,8 +246,23 @@ def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetad
     cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
     boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
     columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
-    _, _, num_boxes, num_rows = zip(*heads, strict=True)
-    return number_rows(tuple(map(_decode_tensors, number)), table, _row_columns(boxes, columns), num_boxes, num_rows)
+    joined = _row_columns(boxes, columns)
+    num_boxes, num_rows = (np.array([head[i] for head in heads], np.int64) for i in (2, 3))
+    rank, local = ranges(num_rows)
+    # first_box[rank]: the place of a rank's first box among the boxes of all ranks; in its message, it counts from 0
+    first_box = np.cumsum(num_boxes) - num_boxes
+    return JobMetadata(
+        tables=tuple(map(_decode_tensors, number)),
+        table=table,
+        box_offsets=joined.box_offsets,
+        box_lengths=joined.box_lengths,
+        rank=rank,
+        local=local,
+        tensor=joined.tensor,
+        box=joined.box + first_box[rank],
+        start=joined.start,
+        count=joined.count,
+    )
 
 
 def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:

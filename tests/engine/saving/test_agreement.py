@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
-from reshard_ckpt.core.planning.local_metadata import join_metadata
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.local_shards import describe_local
-from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
+from reshard_ckpt.engine.saving.messages import decode_assignment, decode_metadata, encode_assignments, encode_metadata
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.files import digest128
 from reshard_ckpt.format.values import encode_value
@@ -50,11 +49,11 @@ def jobs(draw: st.DrawFn) -> list[list[TensorSpec]]:
 
 
 def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
-    job_metadata = [
-        describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata
+    sent = [
+        encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata)
         for rank, specs in enumerate(held)
     ]
-    return plan_save(join_metadata(job_metadata))
+    return plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
 
 
 @given(jobs())
