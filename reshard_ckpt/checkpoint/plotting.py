@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from types import ModuleType
 
-from ..core.report import nearest
+from ..core.report import hint_of
 from ..core.timeline import Timeline
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.source import Path, open_source
@@ -113,8 +113,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:
-            meant = nearest([name], saved.names).get(name)
-            hint = "" if meant is None else f" (did you mean {meant}?)"
+            hint = hint_of(name, saved.names)
             raise MismatchError(f"{name}: no tensor of the checkpoint{hint}; inspect lists them", [name])
         mesh = None if to is None else mesh_of("to", to)
         plotting, wanted = load_plotting(), []

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.planning.match import scaled_tensors
-from ..core.report import nearest
+from ..core.report import hint_of
 from ..errors import MismatchError, UnsupportedError, UsageError
 from ..format.columns import TORCH_DTYPES
 
@@ -54,8 +54,7 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
     found = {name: [_matching(known, name) for known in kinds] for name in names}
     absent = [name for name, of_kinds in found.items() if not any(of_kinds)]
     if absent:
-        meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
-        hint = "" if meant is None else f" (did you mean {meant}?)"
+        hint = hint_of(absent[0], (*saved.names, *saved.value_names))
         raise MismatchError(
             f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
         )

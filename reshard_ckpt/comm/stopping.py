@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from ..errors import PeerError
@@ -78,7 +77,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._thread.join()  # it ends: each of its waits has a limit
         with suppress(Exception):  # the others have ended, and the store with them

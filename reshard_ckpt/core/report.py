@@ -255,14 +255,14 @@ def plural(count: int, one: str, more: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
-def few(names: Sequence[str], limit: int = 5) -> str:
+def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
     """List the first of many names, and how many more there are.
 
     >>> few(["a", "b"]), few(["a", "b", "c"], 2)
     ('a, b', 'a, b and 1 more')
     """
     more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+    return between.join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_text(text: str, what: str) -> None:
@@ -322,6 +322,16 @@ def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
                 if score >= ALIKE and score > found.get(name, (0.0, ""))[0]:
                     found[name] = score, other
     return {name: other for name, (_, other) in found.items()}
+
+
+def hint_of(wrong: str, known: Iterable[str]) -> str:
+    """Ask whether the known name that a wrong one probably meant was meant; empty if there is none.
+
+    >>> hint_of("layers.0.wieght", ["layers.0.weight", "layers.0.bias"])
+    ' (did you mean layers.0.weight?)'
+    """
+    meant = nearest([wrong], known).get(wrong)
+    return "" if meant is None else f" (did you mean {meant}?)"
 
 
 def _likeness(ours: Steps, theirs: Steps) -> float:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..checkpoint.loading import load_target, target_of
 from ..core.catalog.model import Catalog
-from ..core.report import LoadReport, summarize
+from ..core.report import LoadReport, few, summarize
 from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
@@ -107,20 +107,16 @@ _DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
     """Warn of converted dtypes, and of empty dicts where the checkpoint has entries; DCP does not."""
     if report.converted:
-        warnings.warn(f"{path}: converted to the dtype of the state dict: {_first_lines(report.converted)}", stacklevel=3)
+        warnings.warn(f"{path}: converted to the dtype of the state dict: {few(report.converted, 3, '; ')}", stacklevel=3)
     empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
     if not empty:
         return
     below = Below((*saved.names, *saved.value_names))
     passed_over = [name for name in empty if below(name)]
     if passed_over:
-        where = _first_lines(passed_over)
+        where = few(passed_over, 3, "; ")
         warnings.warn(
             f"{path}: nothing was loaded below {where}, where the state dict is empty and the checkpoint is not; "
             "make the state exist before loading (get_optimizer_state_dict does for an optimizer)",
             stacklevel=3,
         )
-
-
-def _first_lines(lines: tuple[str, ...] | list[str]) -> str:
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

@@ -16,7 +16,6 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two classes of this name
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -204,8 +203,8 @@ class SaveHandle:
     def __enter__(self) -> SaveHandle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.result()
         self.running.wait()
 
