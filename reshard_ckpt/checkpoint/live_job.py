@@ -326,10 +326,10 @@ class Job:
         catalog = self._source.catalog
         source = {opened.wanted.specs[i].name: index for i, index in self._sources.items()}
 
-        def same(name: str, other: str) -> bool:
+        def share_a_saved_tensor(name: str, other: str) -> bool:
             return source[name] == catalog.source(catalog.index(other))
 
-        return find_overlaps(opened.held, opened.wanted, self._sources.keys(), same)
+        return find_overlaps(opened.held, opened.wanted, self._sources.keys(), share_a_saved_tensor)
 
     def _layout_of(self, opened: _Opened) -> bytes:
         """Return a digest that changes if the layout of either state changes."""

@@ -203,7 +203,7 @@ class _Recovery:
         """
         captured = capture(self._source, process_group=self._session["process_group"])
         step = _step_of(captured) if self._step is None else self._step
-        own = [bool(self._source), step, _counts(captured), _without_state(captured), _embedding_tables(self._state)]
+        own = [bool(self._source), step, _steps_counted(captured), _without_state(captured), _embedding_tables(self._state)]
         everyone = merge_of_all(comm, own)
         survivors = [(rank, step, counts) for rank, (is_alive, step, counts, _, _) in enumerate(everyone) if is_alive]
         self._without, self._tables = union([one[3] for one in everyone]), union([one[4] for one in everyone])
@@ -344,7 +344,7 @@ def _one_integer(values: Iterable[Any]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _counts(captured: Captured) -> dict[str, float]:
+def _steps_counted(captured: Captured) -> dict[str, float]:
     """Return for each optimizer the largest number of steps that it has counted for any parameter of this rank."""
     found: dict[str, float] = {}
     counted = [(spec.link, memory) for spec, memory in captured.tensors if memory.numel() == 1]

@@ -344,9 +344,9 @@ class BoundedStore:
         return bool(self._ask("delete_key", key))
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self.together(lambda store: getattr(store, method)(*args))
+        return self.on_worker(lambda store: getattr(store, method)(*args))
 
-    def together(self, requests: Callable[[Any], T]) -> T:
+    def on_worker(self, requests: Callable[[Any], T]) -> T:
         """Call ``requests(store)`` with torch's store on a worker thread, and return its result. The function may make several
         requests: the caller waits for the thread once, which costs more than a request.
 

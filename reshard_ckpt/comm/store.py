@@ -278,7 +278,7 @@ class StoreComm:
                     self._wait(partial(self._have_left, frozenset(self._refusal.absent)), self._farewell())
             num_left = self._store.add("left", 1)
             if num_left == self.size:
-                self._store.together(self._delete_all)
+                self._store.on_worker(self._delete_all)
             elif num_left == self.size - 1 and self.rank and self._refusal is None:
                 self._store.set("gone", b"")  # rank 0 waits for it
 
@@ -334,7 +334,7 @@ class StoreComm:
             if store.add(self._key("arrived"), 1) == self.size:
                 store.set(self._key("bell"), b"")
 
-        self._store.together(arrive)
+        self._store.on_worker(arrive)
 
     def _collect(self, own: bytes) -> list[bytes]:
         """Wait on rank 0 for all messages of this step, and return them by rank."""

@@ -69,7 +69,7 @@ class Meeting(StoreComm):
     def forget(self) -> None:
         """Delete the keys of this step, once all ranks have come to a later turn."""
         with suppress(PeerError), self._reachable():
-            self._store.together(_forget)
+            self._store.on_worker(_forget)
 
     def _delete_all(self, store: KeyValueStore) -> None:
         """Delete every key of the session and of this step; after a refusal, no later turn may come that would `forget` it."""

@@ -210,13 +210,18 @@ MAX_NAME_BYTES = 1 << 16
 _VOWEL = re.compile(r"[aeio]|u(?!int|ni|se|tf)", re.IGNORECASE)
 
 
-def a(noun: str) -> str:
+def with_article(noun: str) -> str:
     """Put its article before a noun.
 
-    >>> a("torch.device"), a("argparse.Namespace"), a("uint8")
+    >>> with_article("torch.device"), with_article("argparse.Namespace"), with_article("uint8")
     ('a torch.device', 'an argparse.Namespace', 'a uint8')
     """
     return f"{'an' if _VOWEL.match(noun) else 'a'} {noun}"
+
+
+def type_in_words(value: Any) -> str:
+    """Return the name of a value's type, with its article."""
+    return with_article(type(value).__name__)
 
 
 def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -> None:
@@ -227,13 +232,7 @@ def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -
 
 
 def check_patterns(option: str, patterns: object) -> None:
-    """Refuse an option that is neither a bool nor a list of patterns.
-
-    Raises
-    ------
-    UsageError
-        The message says what to pass.
-    """
+    """Raise `UsageError` if an option is neither a bool nor a list of patterns; the message says what to pass."""
     only_lists = option in ("ignore", "exclude")
     if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
         other = "" if only_lists else ", or True for all"

@@ -14,7 +14,7 @@ from ..core.report import LoadReport, few, summarize
 from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
-from ..state.targets import Below
+from ..state.targets import Prefixes
 from .arguments import Path, group_of, load_path, named_path, share_errors
 from .metadata import FORMATS_AS_SAVED
 from .state_dicts import call_state_dicts, loading_form, restore
@@ -111,8 +111,8 @@ def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalo
     empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
     if not empty:
         return
-    below = Below((*saved.names, *saved.value_names))
-    passed_over = [name for name in empty if below(name)]
+    prefixes = Prefixes((*saved.names, *saved.value_names))
+    passed_over = [name for name in empty if prefixes.include(name)]
     if passed_over:
         where = few(passed_over, 3, "; ")
         warnings.warn(

@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ..core.report import a
+from ..core.report import with_article
 from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
@@ -328,7 +328,7 @@ def _advice(value: Any) -> str:
         hint = f"its type would be lost; convert it to a plain {_plain_base(value)}"
     else:
         hint = "convert it to plain values, or give it state_dict() and load_state_dict()"
-    return f"{a(kind)} cannot be saved; {hint}"
+    return f"{with_article(kind)} cannot be saved; {hint}"
 
 
 def _plain_base(value: Any) -> str:

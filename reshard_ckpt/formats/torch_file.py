@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..core.report import a
+from ..core.report import type_in_words
 from ..core.trees import children, flatten, name_of
 from ..errors import CorruptError, NameCollisionError
 from ..state.modules import EXTRA_STATE
@@ -80,7 +80,7 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
     for key, names in weights.items():
         loaded, mapped[key] = _load(storage, key)
         if not isinstance(loaded, Mapping):
-            raise CorruptError(f"{storage.url}: {key} holds {a(type(loaded).__name__)}, no state dict; use another copy")
+            raise CorruptError(f"{storage.url}: {key} holds {type_in_words(loaded)}, no state dict; use another copy")
         for name in loaded if names is None else sorted(names):
             if name not in loaded:
                 raise CorruptError(f"{storage.url}: {key} has no tensor {name!r:.200}, which the index says is there")

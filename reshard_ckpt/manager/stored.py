@@ -129,7 +129,7 @@ class StoredSteps:
         if self._read_only:  # the job may have saved a step anew, so the cached facts may be out of date
             self._lineage.refresh()
             self._infos.clear()
-        return [step for step in self.steps() if self._counts(step)]
+        return [step for step in self.steps() if self._is_current(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
         """Return the newest of `counted` that is not in `passed`; −1 if there is none."""
@@ -264,11 +264,11 @@ class StoredSteps:
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
         """Return the steps to keep: by the rule over all steps, by the rule over whole, counted ones, and the last good one."""
         metrics = self.metrics(steps) if self._rule.keep_best else {}
-        whole = [step for step in steps if step not in self._damaged and self._counts(step)]
+        whole = [step for step in steps if step not in self._damaged and self._is_current(step)]
         good = [step for step in self._good if step in steps][-1:]
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
-    def _counts(self, step: int) -> bool:
+    def _is_current(self, step: int) -> bool:
         return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _referred(self, steps: Collection[int]) -> frozenset[str]:

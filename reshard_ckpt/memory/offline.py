@@ -119,7 +119,7 @@ def _lineage(path: Path, storage: Storage) -> Lineage | None:
 
 def _held_step(path: Path, one: Generation, lineage: Lineage | None) -> HeldStep:
     saved_s = None if one.is_damaged else one.decoded_catalog().created_s
-    superseded = lineage is not None and one.run == lineage.run and not lineage.counts(one.attempt, one.step)
+    superseded = lineage is not None and one.run == lineage.run and not lineage.is_current(one.attempt, one.step)
     return HeldStep(one.step, one.save_id, one.run, saved_s, len(files_here(path, one)), len(one.holders), superseded)
 
 
@@ -225,7 +225,7 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation,
     found = find_generations(path)
     lineage = _lineage(path, storage)
     if lineage is not None:
-        found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
+        found = [one for one in found if one.run == lineage.run and lineage.is_current(one.attempt, one.step)]
     passed: list[str] = []
     for one in reversed(found):
         if step in (None, one.step):

@@ -165,8 +165,8 @@ class MemoryRun:
             return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
-    def _counts(self, generation: Generation) -> bool:
-        return generation.run == self._lineage.known.run and self._lineage.known.counts(generation.attempt, generation.step)
+    def _is_current(self, generation: Generation) -> bool:
+        return generation.run == self._lineage.known.run and self._lineage.known.is_current(generation.attempt, generation.step)
 
     @property
     def num_skipped(self) -> int:
@@ -178,7 +178,7 @@ class MemoryRun:
         return sorted({generation.step for generation in self._known()})
 
     def _known(self) -> list[Generation]:
-        return [one for one in find_generations(self._folder) if self._counts(one) and not one.is_damaged]
+        return [one for one in find_generations(self._folder) if self._is_current(one) and not one.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
         """Return the catalogs of the generations that this node knows, by step."""
@@ -263,7 +263,7 @@ class MemoryRun:
         """Find the newest whole generation, of `step` or of any step; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
-            return self._counts(generation) and step in (None, generation.step)
+            return self._is_current(generation) and step in (None, generation.step)
 
         with open_session("find in memory", f"{self._root} at {step}", **self._session) as comm:
             return find_newest(comm, self._folder, self._tier.topology, wanted, at_least, excluded, verify=verify)

@@ -146,10 +146,10 @@ def rank_colour(rank: int) -> str:
     return to_hex((red, green, blue))
 
 
-def on(fill: str) -> str:
+def text_colour_on(fill: str) -> str:
     """Choose a colour for text that is readable on this one.
 
-    >>> on("#ffffff"), on("#102030")
+    >>> text_colour_on("#ffffff"), text_colour_on("#102030")
     ('#1f2430', '#ffffff')
     """
     red, green, blue = to_rgb(fill)

@@ -35,10 +35,10 @@ from .canvas import (
     draw_boxes,
     fitted,
     new_figure,
-    on,
     rank_colour,
     set_ticks,
     styled,
+    text_colour_on,
     text_width,
     write_head,
     write_in,
@@ -268,9 +268,8 @@ def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], c
         (x, y, width, height), part = boxes[i].tolist(), int(parts[i])
         if words[part][0] not in labelled:
             labelled.add(words[part][0])
-            write_in(
-                axes, x + width / 2, y + height / 2, words[part], width * across, height * down, color=on(colours[part]), **style
-            )
+            centre, room = (x + width / 2, y + height / 2), (width * across, height * down)
+            write_in(axes, *centre, words[part], *room, color=text_colour_on(colours[part]), **style)
 
 
 def _wanted(catalog: Catalog, name: str, wanted: Sequence[WantedPart], mesh: Mesh) -> Wanted:
@@ -318,7 +317,7 @@ def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
     tips = [f"{to[i]} reads {size_text(size[i, j])} that rank {of[j]} wrote" for i, j, _ in cells]
     for (i, j, share), colour in zip(cells, colours, strict=True):
         words = [f"{share:.0%}\n{size_text(size[i, j])}", f"{share:.0%}"] if share else []
-        write_in(axes, j + 0.5, i + 0.5, words, across, down, size=8, color=on(colour))
+        write_in(axes, j + 0.5, i + 0.5, words, across, down, size=8, color=text_colour_on(colour))
     draw_boxes(axes, [(j, i, 1, 1) for i, j, _ in cells], colours, tips)
     labels = of_wanted.labels if rows == len(names) else to
     set_ticks(axes, [i + 0.5 for i in range(rows)], [fitted(text, 8, MAX_LABEL) for text in labels], vertical=True)

@@ -15,9 +15,9 @@ from .canvas import (
     draw_boxes,
     fitted,
     new_figure,
-    on,
     set_ticks,
     styled,
+    text_colour_on,
     text_width,
     write_head,
     write_in,
@@ -59,7 +59,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     draw_boxes(axes, boxes, [colour_of(step.name) for step in steps], [_tip(step, timeline) for step in steps], edge="none")
     for step, (x, y, width, height) in zip(steps, boxes, strict=True):
         room = width / seconds * (WIDTH - left - 24)
-        write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=on(colour_of(step.name)))
+        write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=text_colour_on(colour_of(step.name)))
     more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
     write_head(figure, f"{timeline_title(timeline)}{more}")
     # The legend has known steps in the order of a save, then unknown steps in the order of their first start.

@@ -33,7 +33,7 @@ from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
 from .parameters import Owners, optimizer_parameters
-from .targets import Below, Router, TreeTarget, ValueOrigin, ValueTarget
+from .targets import Prefixes, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import check_writable, memory_of
 from .walk import Tree, is_stateful, state_of, steps, walk
 
@@ -247,7 +247,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     paths = {v.name: decode_steps(v.path) for v in catalog.values_table}
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
-    below = Below((*catalog.names, *saved))
+    prefixes = Prefixes((*catalog.names, *saved))
     links = catalog.links()
     group = RankSet(tuple(range(size)), rank)
     mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
@@ -272,7 +272,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 if is_dtensor(entry.value):
                     dtensors.append((entry.name, entry.value))
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
-    parts += [TreeTarget(tree, saved, below, group, adds=adds) for tree in reversed(opened.trees)]
+    parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
     return Target(
         tuple(out.tensors),

@@ -242,10 +242,10 @@ class StateOfParts(MutableMapping[Any, dict[str, Any]]):
                 if not any(key in found for _, found in mine):
                     del entry[key]
             for key in dict.fromkeys(key for _, found in mine for key in found):
-                entry[key] = _together([(part, found[key]) for part, found in mine if key in found], entry.get(key), key)
+                entry[key] = _flat_state([(part, found[key]) for part, found in mine if key in found], entry.get(key), key)
 
 
-def _together(values: list[tuple[FlatPart, Any]], known: Any, key: str) -> Any:
+def _flat_state(values: list[tuple[FlatPart, Any]], known: Any, key: str) -> Any:
     """Return the state of a flat parameter, by the state of its parts; `known` is its state before the load."""
     part, value = values[0]
     assert part.shard is not None

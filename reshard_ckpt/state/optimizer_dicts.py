@@ -103,7 +103,7 @@ def is_flattened(value: Any) -> bool:
 class GroupOfEach(list[dict[str, Any]]):
     """One group for each parameter, as a flattened state dict has them; those with equal hyperparameters are saved as one."""
 
-    def together(self) -> list[dict[str, Any]]:
+    def merged_groups(self) -> list[dict[str, Any]]:
         """Merge parameters with equal hyperparameters into one group; return the new list of groups."""
         return grouped((fqn, group) for group in self for fqn in group["params"])
 
@@ -168,7 +168,7 @@ def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | Non
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of a state dict by FQN as they are saved."""
-    return groups.together() if isinstance(groups, GroupOfEach) else groups
+    return groups.merged_groups() if isinstance(groups, GroupOfEach) else groups
 
 
 class Flattened:

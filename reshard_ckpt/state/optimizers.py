@@ -30,7 +30,7 @@ from ..core.catalog.names import GROUPS, STATE, groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups, merge, named_group
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT
-from ..core.report import a
+from ..core.report import type_in_words
 from ..core.trees import leaves, map_tree
 from ..errors import UnsupportedError
 from ..format.columns import TORCH_DTYPES
@@ -118,7 +118,7 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
     """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
     if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
         raise UnsupportedError(
-            f"{name}: {a(type(value).__name__)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
+            f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
             "place; hold its tensors as entries of their own"
         )
 

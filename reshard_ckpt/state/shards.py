@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.specs import Ints, Replication
-from ..core.report import a
+from ..core.report import type_in_words
 from ..errors import LayoutError, UsageError
 from ..format.catalog_check import MAX_BYTES
 from .layouts import Layout, LocalBox
@@ -274,7 +274,7 @@ class Shards:
         self.parts: Final = tuple(parts)
         for part in self.parts:
             if not isinstance(part, LocalShard | FlatShard):
-                raise UsageError(f"Shards: wanted LocalShards and FlatShards, got {a(type(part).__name__)}")
+                raise UsageError(f"Shards: wanted LocalShards and FlatShards, got {type_in_words(part)}")
         shapes = list(dict.fromkeys(part.layout.shape for part in self.parts))
         if len(shapes) != 1:
             seen = f"global shapes {shapes[0]} and {shapes[1]}" if shapes else "no part at all"
@@ -323,7 +323,7 @@ class PerRank:
 
 def _takes_rank(combine: Callable[..., Any]) -> bool:
     if not callable(combine):
-        raise UsageError(f"PerRank: combine is {a(type(combine).__name__)}, which cannot be called")
+        raise UsageError(f"PerRank: combine is {type_in_words(combine)}, which cannot be called")
     try:
         signature = inspect.signature(combine)
     except ValueError:  # a builtin such as max: it tells nothing, and takes the values

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import LEAVES_OUT
-from ..core.report import a, plural
+from ..core.report import plural, type_in_words
 from ..core.trees import Path, name_of
 from ..errors import MismatchError, UsageError
 from .describe import Index, in_order, new_dict, own_key
@@ -101,8 +101,8 @@ class Router:
         return routed
 
 
-class Below:
-    """Tells whether a checkpoint has any name below a given name."""
+class Prefixes:
+    """Tells which names of a tree are above any of the saved names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = names
@@ -111,7 +111,8 @@ class Below:
     def _sorted(self) -> list[str]:
         return sorted(self._names)
 
-    def __call__(self, name: str) -> bool:
+    def include(self, name: str) -> bool:
+        """Tell whether any saved name lies below this one."""
         at = bisect_left(self._sorted, f"{name}.")
         return at < len(self._sorted) and self._sorted[at].startswith(f"{name}.")
 
@@ -173,7 +174,7 @@ class TreeTarget:
         node = self._root
         for key in path[len(self._tree.path) :]:
             if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-                raise UsageError(f"{name}: {a(type(node).__name__)} cannot take a loaded value; pass a dict")
+                raise UsageError(f"{name}: {type_in_words(node)} cannot take a loaded value; pass a dict")
             node = node[own_key(key)]
 
     def _check_kept(self, name: str, path: Path) -> None:
@@ -189,7 +190,7 @@ class TreeTarget:
             again = again[own_key(key)]
         if is_tensor_like(first) and is_tensor_like(again) and _address(first, name) != _address(again, name):
             raise UsageError(
-                f"{name}: {a(type(makers[0]).__name__)} that gives another tensor each time it is asked cannot be loaded into; "
+                f"{name}: {type_in_words(makers[0])} that gives another tensor each time it is asked cannot be loaded into; "
                 "pass a dict of the tensors themselves"
             )
 

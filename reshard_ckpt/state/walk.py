@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.catalog.names import unwrapped_keys
-from ..core.report import a, check_text
+from ..core.report import check_text, type_in_words
 from ..core.trees import Path, name_of
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
@@ -216,7 +216,7 @@ def _below(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int, ...]:
             f"{name_of(path[:MAX_SHOWN])}…: dicts and lists are nested deeper than {MAX_STEPS} levels here; flatten the state"
         )
     if id(value) in above:
-        raise UsageError(f"{name_of(path)}: {a(type(value).__name__)} that contains itself cannot be saved")
+        raise UsageError(f"{name_of(path)}: {type_in_words(value)} that contains itself cannot be saved")
     return (*above, id(value))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.report import a
+from ..core.report import type_in_words
 from ..errors import UnsupportedError
 from ..format.objects import Named
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
@@ -82,7 +82,7 @@ class _Parts:
             case np.dtype():
                 return _dtype(value)
         raise UnsupportedError(
-            f"{self.name}: {a(type(value).__name__)} has no place in a checkpoint of Megatron; leave it out with exclude=, or "
+            f"{self.name}: {type_in_words(value)} has no place in a checkpoint of Megatron; leave it out with exclude=, or "
             "save a plain value"
         )
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.report import a
+from ..core.report import type_in_words
 from ..errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64
@@ -314,7 +314,7 @@ def _extend(machine: _Machine, low: int) -> None:
 
 
 def _shown(value: Any) -> str:
-    return value.name if isinstance(value, StandInClass | StandInFunction) else a(type(value).__name__)
+    return value.name if isinstance(value, StandInClass | StandInFunction) else type_in_words(value)
 
 
 def _text(size: int) -> Callable[[_Machine], None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.report import MAX_NAME_BYTES, a, plural
+from reshard_ckpt.core.report import MAX_NAME_BYTES, plural, with_article
 from reshard_ckpt.errors import CheckpointError, UnsupportedError
 
 BAD = "\ud800"
@@ -64,7 +64,7 @@ def test_the_longest_names_can_be_read(tmp_path: Path):
 
 
 def test_words_agree_with_what_they_stand_by():
-    assert [a(noun) for noun in ("argparse.Namespace", "dict", "OrderedDict", "uint8", "int")] == [
+    assert [with_article(noun) for noun in ("argparse.Namespace", "dict", "OrderedDict", "uint8", "int")] == [
         "an argparse.Namespace",
         "a dict",
         "an OrderedDict",

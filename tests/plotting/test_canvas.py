@@ -19,11 +19,11 @@ from reshard_ckpt.plotting.canvas import (
     add_axes,
     draw_boxes,
     new_figure,
-    on,
     png_bytes,
     rank_colour,
     styled,
     svg_bytes,
+    text_colour_on,
     write_in,
 )
 from reshard_ckpt.plotting.page import rendered
@@ -85,7 +85,7 @@ def test_colours_of_ranks_can_be_told_apart_and_written_on():
     assert tuple(colours[:8]) == PALETTE
     assert len(set(colours[:64])) == 64
     assert len(set(colours)) >= 1000
-    assert all(re.fullmatch(r"#[0-9a-f]{6}", colour) and on(colour) != colour for colour in colours)
+    assert all(re.fullmatch(r"#[0-9a-f]{6}", colour) and text_colour_on(colour) != colour for colour in colours)
 
 
 def test_matplotlib_is_imported_only_when_something_is_drawn():

@@ -76,7 +76,7 @@ class SavedPlacements:
             return None
         return parameter
 
-    def on(self, name: str, axis: str) -> AxisPlacement | None:
+    def placement_on(self, name: str, axis: str) -> AxisPlacement | None:
         """Return the saved placement of a tensor on an axis, or None; state without its own takes that of its parameter."""
         saved = self.placements[name].get(axis)
         divided_on = self._divided.get(self.optimizer(name))

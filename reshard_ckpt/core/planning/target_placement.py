@@ -186,7 +186,7 @@ class _Placer:
             return self._cut_stack(name, axis, dim, size)
         if axis in self.by_name and name in self.by_name[axis]:
             return _resident(axis, self.by_name[axis][name], size)
-        saved = self.saved.on(name, axis)
+        saved = self.saved.placement_on(name, axis)
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
 
     def _stacked_dim(self, name: str, axis: str) -> int | None:
@@ -271,7 +271,7 @@ class _Placer:
         ruled = self._ruled(name, axis)
         if ruled is not None:
             return ruled.kind == "flat"
-        saved = self.saved.on(name, axis)
+        saved = self.saved.placement_on(name, axis)
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
     def _is_vector(self, members: Sequence[str], axis: str, at: int, placed: Mapping[str, TargetPlacement]) -> bool:

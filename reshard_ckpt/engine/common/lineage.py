@@ -122,7 +122,7 @@ class Lineage:
         Ids of saves in the store that no longer count.
 
     >>> line = Lineage().begun().begun(100).begun(50, ["s100"])
-    >>> line.attempt, line.counts(1, 50), line.counts(2, 60), line.counts(3, 60)
+    >>> line.attempt, line.is_current(1, 50), line.is_current(2, 60), line.is_current(3, 60)
     (3, True, False, True)
     """
 
@@ -145,7 +145,7 @@ class Lineage:
         """Whether this is a later state of the same run's lineage."""
         return self.run == other.run and self.attempt > other.attempt
 
-    def counts(self, attempt: int, step: int) -> bool:
+    def is_current(self, attempt: int, step: int) -> bool:
         """Whether the save of an attempt at a step counts: no later attempt began before that step."""
         return not any(later > attempt and step > start for later, start in self.starts)
 

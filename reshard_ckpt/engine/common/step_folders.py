@@ -130,14 +130,14 @@ def describe_run(root: Storage) -> str | None:
         return None
     if not committed:
         return f"saves began in {name_steps(begun)} there, but none was committed; check the path"
-    newest = f"{root.url}/{committed[_newest_that_counts(root, committed)]}"
+    newest = f"{root.url}/{committed[_newest_current(root, committed)]}"
     return (
         f"it holds those of a run: {name_steps(committed)}; load the newest as {newest!r}, or with "
         f"checkpoint.Manager({root.url!r}).load_latest(state); reshard-ckpt inspect {root.url} lists them"
     )
 
 
-def _newest_that_counts(root: Storage, committed: Mapping[int, str]) -> int:
+def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
     """Return the newest committed step that the run did not go back from; the newest of all if that cannot be read."""
     newest = max(committed)
     with suppress(CheckpointError):

@@ -77,7 +77,7 @@ class _Slot:
         if self.memory.numel() < num_bytes:
             self.memory, self.scratch = allocate(num_bytes, pinned=True), {}
 
-    def on(self, streams: DeviceStreams) -> torch.Tensor:
+    def scratch_on(self, streams: DeviceStreams) -> torch.Tensor:
         """Return the scratch buffer on a device, as large as the pinned one."""
         if streams.device not in self.scratch:
             self.scratch[streams.device] = torch.empty(self.memory.numel(), dtype=torch.uint8, device=streams.device)
@@ -130,9 +130,9 @@ class DeviceTargets:
                         part.take_from(slot.memory, non_blocking=True)
                 else:
                     used = slice(min(part.offset for part in aligned), max(part.end for part in aligned))
-                    slot.on(streams)[used].copy_(slot.memory[used], non_blocking=True)
+                    slot.scratch_on(streams)[used].copy_(slot.memory[used], non_blocking=True)
                     for part in aligned:
-                        part.take_from(slot.on(streams), non_blocking=True)
+                        part.take_from(slot.scratch_on(streams), non_blocking=True)
             slot.marks = self._copy_streams.record()
 
     def _place_unaligned(self, parts: Sequence[DevicePart]) -> None:

@@ -93,11 +93,11 @@ def vote(
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
         "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
-        "together": _together(options),
+        "options": _collective_options(options),
     }
 
     def merge(votes: list[Any]) -> dict[str, Any]:
-        _refuse_apart([one["together"] for one in votes])
+        _refuse_unequal_options([one["options"] for one in votes])
         return _merge(catalog, votes, wanted.prefixes)
 
     result = merge_of_all(comm, own_vote, merge)
@@ -112,16 +112,16 @@ def vote(
     return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
 
 
-def _together(options: LoadOptions) -> dict[str, bool]:
+def _collective_options(options: LoadOptions) -> dict[str, bool]:
     """Return the options that decide which collectives a rank enters; they must be equal on all ranks."""
     once = bool(options.read_once)
     return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
 
 
-def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
-    """Raise a `UsageError` if ranks differ in an option of `_together`; `together` has those of all ranks, by rank."""
-    for option, own in together[0].items():
-        others = [rank for rank, of_rank in enumerate(together) if of_rank[option] != own]
+def _refuse_unequal_options(by_rank: Sequence[Mapping[str, bool]]) -> None:
+    """Raise a `UsageError` if ranks differ in an option of `_collective_options`; `by_rank` has those of all ranks, by rank."""
+    for option, own in by_rank[0].items():
+        others = [rank for rank, of_rank in enumerate(by_rank) if of_rank[option] != own]
         if others:
             raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 

@@ -207,12 +207,12 @@ class EngineState:
             yield from self._entries_apart()
             return
         for fqn, key, shape, tensor, at, start, count in named_runs(flat):
-            if self._parallel.counts(fqn):
+            if self._parallel.saves(fqn):
                 yield Entry(fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start))
         # Scalars such as the step belong to the group: repeat them for each of its parameters with elements on this rank.
         for group in flat.groups:
             held = {group.params.names[i] for i in group.runs.param.tolist()}
-            for fqn in filter(self._parallel.counts, held):
+            for fqn in filter(self._parallel.saves, held):
                 for key, value in group.values.items():
                     yield Entry(fqn, key, value.clone() if isinstance(value, torch.Tensor) else value)
 
@@ -221,7 +221,7 @@ class EngineState:
         state = base_optimizer(self._engine).state
         for param, owner in self._apart():
             fqn = self.names[param]
-            if not self._parallel.counts(fqn):
+            if not self._parallel.saves(fqn):
                 continue
             if owner is not param:
                 yield Entry(fqn, MASTER, self._parallel.whole(fqn, owner.detach()))
@@ -244,7 +244,7 @@ class EngineState:
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
         for local, param in self._engine.module.named_parameters():
             fqn = self.name(local)
-            if fqn in skipped or not self._parallel.counts(fqn):
+            if fqn in skipped or not self._parallel.saves(fqn):
                 continue
             if hasattr(param, "ds_id"):
                 if (part := self._stripe(fqn, param)) is not None:

@@ -203,7 +203,7 @@ class ModelParallelParts:
         """Tell whether an earlier stage has a parameter."""
         return fqn in self._home
 
-    def counts(self, mp: int, fqn: str) -> bool:
+    def is_first_stage_of(self, mp: int, fqn: str) -> bool:
         """Tell whether a stage is the first that has a parameter: call it for the stages in order."""
         return self._home.setdefault(fqn, mp) == mp
 
@@ -212,7 +212,7 @@ class ModelParallelParts:
         if self._parallel is not None:
             return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
         return [
-            Shard.whole(shape) if self.counts(mp, fqn) else Shard(shape, ())
+            Shard.whole(shape) if self.is_first_stage_of(mp, fqn) else Shard(shape, ())
             for fqn, shape in zip(params.names, params.shapes, strict=True)
         ]
 
@@ -262,7 +262,7 @@ class Parallel:
             mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
             self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", mine, process_group=group)
 
-    def counts(self, fqn: str) -> bool:
+    def saves(self, fqn: str) -> bool:
         """Tell whether this rank saves its part of a parameter. For tied modules of a pipeline, the first stage does."""
         return fqn not in self._elsewhere
 

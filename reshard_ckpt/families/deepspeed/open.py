@@ -300,7 +300,7 @@ class _Tag:
             shard = self._parts.tensor_parallel_shard(mp, fqn)
             if shard.readable:
                 add_shard(self._builder, model, name, view, shard)
-        elif self._parts.counts(mp, fqn):
+        elif self._parts.is_first_stage_of(mp, fqn):
             add_whole(self._builder, model, name, view)
 
     def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:

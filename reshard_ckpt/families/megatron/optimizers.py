@@ -27,11 +27,11 @@ from .names import FULLY_RESHARDABLE, SHARDING
 from .places import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
-    Instead,
     Leaf,
     Loaded,
     Node,
     ObjectLeaf,
+    Replacement,
     child_of,
     children,
     common_of,
@@ -169,7 +169,7 @@ class DistributedLeaf(Leaf):
         return [] if _saved_parts(common) else [_lacking(at)]
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
-        return Instead(self.take(common, 0, 1))
+        return Replacement(self.take(common, 0, 1))
 
     def take(self, common: Any, number: int, num: int) -> dict[str, Any]:
         """Give the optimizer its loaded state and its common state. Return its part of the common state.
@@ -211,7 +211,7 @@ class ChainLeaf(Leaf):
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
         taken = [part.take(common, i, len(self.parts)) for i, part in enumerate(self.parts)]
-        return Instead(taken[0] if len(taken) == 1 else dict(enumerate(taken)))
+        return Replacement(taken[0] if len(taken) == 1 else dict(enumerate(taken)))
 
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:

@@ -251,7 +251,7 @@ def child_of(common: Any, key: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Instead:
+class Replacement:
     """A loaded value that replaces the common state at its place, instead of being merged into it."""
 
     value: Any
@@ -265,8 +265,8 @@ def merged(common: Any, loaded: Any, at: str = "") -> Any:
     MismatchError
         Two lists have different lengths.
     """
-    # `Instead` replaces, dicts and lists of equal form are merged, anything else replaces too.
-    if isinstance(loaded, Instead):
+    # `Replacement` replaces, dicts and lists of equal form are merged, anything else replaces too.
+    if isinstance(loaded, Replacement):
         return loaded.value
     if loaded is NOTHING:
         return common

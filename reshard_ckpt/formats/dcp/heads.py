@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from ...core.catalog.specs import Ints, is_row_major, row_major_strides
-from ...core.report import a
+from ...core.report import type_in_words
 from ...errors import CorruptError, UnsupportedError
 from ...torchfile.pickle_reader import read_pickle
 from ...torchfile.tensors import TENSOR_TABLE, PickledTensor, stored_at
@@ -150,7 +150,7 @@ def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
 def _read_view(pickled: bytes, name: str) -> PickledTensor:
     view = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
     if not isinstance(view, PickledTensor):
-        raise UnsupportedError(f"{name}: is saved as {a(type(view).__name__)} and not as a plain tensor; load it with torch")
+        raise UnsupportedError(f"{name}: is saved as {type_in_words(view)} and not as a plain tensor; load it with torch")
     return view
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.catalog.specs import Ints
-from ...core.report import a
+from ...core.report import with_article
 from ...core.trees import MAX_ALIKE, too_many_alike
 from ...errors import CorruptError
 from ...torchfile.pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
@@ -172,12 +172,11 @@ def read_metadata(data: bytes, *, name: str, classes: Classes | None = None) -> 
 
 def _fields(made: Any, kind: str) -> dict[str, Any]:
     if not isinstance(made, StandInObject) or made.kind.name != kind:
-        raise ValueError(
-            f"{a(made.kind.name if isinstance(made, StandInObject) else type(made).__name__)} where {a(kind)} belongs"
-        )
+        found = made.kind.name if isinstance(made, StandInObject) else type(made).__name__
+        raise ValueError(f"{with_article(found)} where {with_article(kind)} belongs")
     state = {} if made.state is None else made.state
     if not isinstance(state, dict):
-        raise ValueError(f"{a(kind)} without fields")
+        raise ValueError(f"{with_article(kind)} without fields")
     return state
 
 
