@@ -291,7 +291,7 @@ class StoreComm:
         if failed:
             self._store.append("near", "".join(f"{key} " for key in keys).encode())
         elif near[0] == self.rank:
-            self._store.together(lambda store: [store.delete_key(key) for key in keys])
+            self._store.on_worker(lambda store: [store.delete_key(key) for key in keys])
 
     def _farewell(self) -> float:
         return min(self._farewell_s, self._timeout_s)

@@ -160,7 +160,7 @@ class RankFolder:
                     path = (item, "state", names.get(number, str(number)), str(name))
                     self._add(path, value, file, plain_on_all=plain_on_all)
             own = [named_group(file.plain(g), (names.get(p, str(p)) for p in g["params"])) for g in groups]
-            groups_of.append((file.key, GroupOfEach(own).together() if is_flat else own))
+            groups_of.append((file.key, GroupOfEach(own).merged_groups() if is_flat else own))
         self.builder.value([item, "param_groups"], merge(groups_of, name=item), ValueKind.PARAM_GROUPS)
 
     def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:

@@ -19,8 +19,8 @@ from ..storage import Storage
 from ..storage.protocol import read_range
 from ..torchfile.pickle_reader import read_pickle
 from ..torchfile.tensors import PickledDTensor, PickledTensor
-from .source import Format, Source
 from .rank_files import MODEL, RankFolder
+from .source import Format, Source
 
 NAME = "torch_checkpointing"
 METADATA_KEY = "metadata.pkl"
