@@ -22,7 +22,7 @@ from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import PREFIX_LOCK, OutputFolder, new_file, new_folder
 from ..formats.huggingface import copy_side_files
-from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
+from ..formats.safetensors import finished_files, lay_out, write_safetensors
 from ..formats.source import Format, Path, Source, known_formats, locate, open_source, with_options
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked

@@ -32,8 +32,7 @@ from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
 from ..engine.resharding.delta import DeltaMover
 from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
-from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
-from ..engine.resharding.live_source import LiveSource, LiveValues, compare_live, open_live
+from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, find_overlaps, open_live
 from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import encode_metadata

@@ -15,8 +15,7 @@ from .options import AsJson
 
 if TYPE_CHECKING:
     from ..checkpoint import Diff
-    from ..checkpoint.comparing import Change
-    from ..checkpoint.value_changes import ValueChange
+    from ..checkpoint.comparing import Change, ValueChange
     from ..engine.checking.compare import TensorDifference
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]

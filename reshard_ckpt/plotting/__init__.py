@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from .cuts import draw_cuts
 from .feeds import WantedPart, wanted_on
-from .goodput import draw_goodput
 from .page import rendered, report_page
-from .times import draw_timeline, timeline_title
+from .times import draw_goodput, draw_timeline, timeline_title
 
 __all__ = ["WantedPart", "draw_cuts", "draw_goodput", "draw_timeline", "rendered", "report_page", "timeline_title", "wanted_on"]

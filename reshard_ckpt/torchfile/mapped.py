@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
-from .bounds import refuse_bombs
-from .hash_collisions import refuse_hash_collisions
+from .bounds import refuse_bombs, refuse_hash_collisions
 from .zip_records import ZipRecords
 
 _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"

@@ -95,7 +95,7 @@ def test_a_conversion_that_failed_leaves_nothing(url: str, monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reshard_ckpt.formats.safetensors_writer._index", fail)
+    monkeypatch.setattr("reshard_ckpt.formats.safetensors._index", fail)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors", max_shard_size=600)
     with open_storage(f"{url}/hf") as storage:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.value_changes import is_identical, value_changes
+from reshard_ckpt.checkpoint.comparing import is_identical, value_changes
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 from tests.damage import flip

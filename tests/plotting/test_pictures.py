@@ -28,9 +28,8 @@ from reshard_ckpt.plotting import times
 from reshard_ckpt.plotting.canvas import rank_colour
 from reshard_ckpt.plotting.cuts import draw_cuts
 from reshard_ckpt.plotting.feeds import WantedPart, feeds
-from reshard_ckpt.plotting.goodput import draw_goodput
 from reshard_ckpt.plotting.page import bytes_by_rank, report_page
-from reshard_ckpt.plotting.times import draw_timeline, timeline_words
+from reshard_ckpt.plotting.times import draw_goodput, draw_timeline, timeline_words
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.cli.states import save_trained
 from tests.jobs import save_job

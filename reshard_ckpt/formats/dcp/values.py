@@ -13,8 +13,7 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage, read_range
-from ...torchfile.bounds import refuse_bombs
-from ...torchfile.hash_collisions import SMALL_BYTES, refuse_hash_collisions
+from ...torchfile.bounds import UNCHECKED_BYTES, refuse_bombs, refuse_hash_collisions
 from ...torchfile.zip_records import ZipRecords
 from .chunks import FileSizes
 from .metadata import Extent
@@ -73,7 +72,7 @@ def _read_all(
 
 
 def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None) -> Any:
-    if len(data) > SMALL_BYTES:
+    if len(data) > UNCHECKED_BYTES:
         refuse_hash_collisions(ZipRecords(io.BytesIO(data), name).read_pickle(sys.byteorder), name)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -28,7 +28,7 @@ from ...format.columns import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
 from ...storage.protocol import ABSENT, Storage, Writer
-from ...torchfile.tensor_zip import write_tensor
+from ...torchfile.object_writer import write_tensor
 from ..source import BytesOf
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor

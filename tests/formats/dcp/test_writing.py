@@ -24,7 +24,7 @@ from reshard_ckpt.formats.dcp.write import write_dcp
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalWriter
-from reshard_ckpt.torchfile.tensor_zip import write_tensor
+from reshard_ckpt.torchfile.object_writer import write_tensor
 from tests.layouts import values_of
 from tests.warm_python import warm_python
 
