@@ -12,9 +12,7 @@ from .app import command, print_json, print_note, print_text, progress, refuse_r
 from .formatting import plural
 from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_pairs, refuse_memory
 
-Dst = Annotated[
-    str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.", show_default=False)
-]
+Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.")]
 To = Annotated[
     str,
     typer.Option("--to", metavar="FORMAT", help="safetensors (as Hugging Face lays it out), torch, dcp, megatron or reshard."),
@@ -25,7 +23,6 @@ Optimizer = Annotated[
         "--optimizer",
         metavar="FORM",
         help="For --to dcp: nested (by default) or flat. For --to megatron: fully_reshardable, which names buckets.",
-        show_default=False,
     ),
 ]
 Root = Annotated[
@@ -34,7 +31,6 @@ Root = Annotated[
         "--root",
         metavar="NAME",
         help="Take what is below this name, and leave the name out. By default 'model' for safetensors, else everything.",
-        show_default=False,
     ),
 ]
 

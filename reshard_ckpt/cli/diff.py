@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..checkpoint.comparing import Change, ValueChange
     from ..engine.checking.compare import TensorDifference
 
-A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
-B = Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout or format.", show_default=False)]
+A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")]
+B = Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout or format.")]
 
 
 @command("reshard-ckpt diff ckpt/step_100 ckpt/step_200", "reshard-ckpt diff ckpt/step_100 resharded/step_100 --values")

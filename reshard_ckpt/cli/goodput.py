@@ -15,34 +15,22 @@ from .options import AsJson
 
 @command("reshard-ckpt goodput --state-gb 2000 --write-gbps 20 --stall 5 --mtbf 3h --nodes 64 --copies 1 -o lost.svg")
 def goodput(
-    state_gb: Annotated[float, typer.Option("--state-gb", help="GB of a checkpoint, of all nodes together.")],
-    write_gbps: Annotated[float, typer.Option("--write-gbps", help="GB/s that the store takes, of all nodes together.")],
-    mtbf: Annotated[str, typer.Option("--mtbf", help="Mean time between failures of the whole job: 6h, 40min.")],
-    stall: Annotated[float, typer.Option("--stall", help="Seconds of training that one save loses.")] = 1.0,
-    read_gbps: Annotated[
-        float | None, typer.Option("--read-gbps", help="GB/s that the store gives; by default as it takes.", show_default=False)
-    ] = None,
-    copy_gbps: Annotated[float, typer.Option("--copy-gbps", help="GB/s from one node to another.")] = 5.0,
-    restart: Annotated[str, typer.Option("--restart", help="From a failure until new processes ask for the state.")] = "5min",
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the job.")] = 1,
+    state_gb: Annotated[float, typer.Option(help="GB of a checkpoint, of all nodes together.")],
+    write_gbps: Annotated[float, typer.Option(help="GB/s that the store takes, of all nodes together.")],
+    mtbf: Annotated[str, typer.Option(help="Mean time between failures of the whole job: 6h, 40min.")],
+    stall: Annotated[float, typer.Option(help="Seconds of training that one save loses.")] = 1.0,
+    read_gbps: Annotated[float | None, typer.Option(help="GB/s that the store gives; by default as it takes.")] = None,
+    copy_gbps: Annotated[float, typer.Option(help="GB/s from one node to another.")] = 5.0,
+    restart: Annotated[str, typer.Option(help="From a failure until new processes ask for the state.")] = "5min",
+    nodes: Annotated[int, typer.Option(help="Nodes of the job.")] = 1,
     copies: Annotated[
         int | None,
-        typer.Option(
-            "--copies", help="Other nodes that hold a node's checkpoints in memory; none: no memory.", show_default=False
-        ),
+        typer.Option(help="Other nodes that hold a node's checkpoints in memory; none: no memory."),
     ] = None,
-    node_share: Annotated[
-        float, typer.Option("--node-share", help="Share of the failures that take a node with its memory.")
-    ] = 1.0,
-    double_share: Annotated[
-        float, typer.Option("--double-share", help="Share of these that take a second node at the same time.")
-    ] = 0.0,
-    max_overhead: Annotated[
-        float, typer.Option("--max-overhead", help="Share of time that saves may cost at most.")
-    ] = MAX_OVERHEAD,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Draw it: .png, .svg or .html.", show_default=False)
-    ] = None,
+    node_share: Annotated[float, typer.Option(help="Share of the failures that take a node with its memory.")] = 1.0,
+    double_share: Annotated[float, typer.Option(help="Share of these that take a second node at the same time.")] = 0.0,
+    max_overhead: Annotated[float, typer.Option(help="Share of time that saves may cost at most.")] = MAX_OVERHEAD,
+    output: Annotated[str | None, typer.Option("-o", help="Draw it: .png, .svg or .html.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute how often to save, and the time that is lost to saves, repeated steps and restarts."""

@@ -28,9 +28,7 @@ MAX_SHARDS = 64
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="NAME", help="Tensors or values, what is above them, or patterns such as '*.bias'.", show_default=False
-    ),
+    typer.Argument(metavar="NAME", help="Tensors or values, what is above them, or patterns such as '*.bias'."),
 ]
 
 

@@ -32,9 +32,9 @@ class Action(str, Enum):
 @command("reshard-ckpt memory list", "reshard-ckpt memory persist ckpt/run", "reshard-ckpt memory drop ckpt/run")
 def memory(
     action: Annotated[Action, typer.Argument(help="list runs; persist a checkpoint to the store; drop all of a run.")],
-    root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="The root of a run.", show_default=False)] = None,
-    folder: Annotated[str, typer.Option("--folder", help="The folder of Memory(folder=…).")] = "/dev/shm",
-    step: Annotated[int | None, typer.Option("--step", help="persist: this step, not the newest.", show_default=False)] = None,
+    root: Annotated[str | None, typer.Argument(metavar="[ROOT]", help="The root of a run.")] = None,
+    folder: Annotated[str, typer.Option(help="The folder of Memory(folder=…).")] = "/dev/shm",
+    step: Annotated[int | None, typer.Option(help="persist: this step, not the newest.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """List the checkpoints in this node's memory; once a job has ended, write one to the store, or drop all of a run.

@@ -9,12 +9,8 @@ import typer
 from .app import command, print_json, print_note, refuse_ranks
 from .options import AsJson, Path, parse_mesh
 
-Name = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="A tensor; without one, the whole checkpoint.", show_default=False)
-]
-Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="FILE", help="The file to write: .html, .svg, .png or .json.", show_default=False)
-]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A tensor; without one, the whole checkpoint.")]
+Output = Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to write: .html, .svg, .png or .json.")]
 
 
 @command(
@@ -28,12 +24,7 @@ def plot(
     name: Name = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to",
-            metavar="AXES",
-            help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks.",
-            show_default=False,
-        ),
+        typer.Option(metavar="AXES", help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks."),
     ] = None,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Where the time of the save went; .json is for Perfetto and chrome://tracing.")

@@ -28,40 +28,29 @@ def reshard(
     src: Src,
     dst: Annotated[
         str,
-        typer.Argument(metavar="DST", help="Where to write; what is there is replaced in the last step.", show_default=False),
+        typer.Argument(metavar="DST", help="Where to write; what is there is replaced in the last step."),
     ],
     mesh: Annotated[
         str,
-        typer.Option(
-            "--mesh",
-            metavar="AXES",
-            help="Axes and sizes of the new topology, outermost first: dp=2,tp=4.",
-            show_default=False,
-        ),
+        typer.Option(metavar="AXES", help="Axes and sizes of the new topology, outermost first: dp=2,tp=4."),
     ],
-    rules: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A YAML file: name patterns with placements.", show_default=False)
-    ] = None,
+    rules: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file: name patterns with placements.")] = None,
     stages: Annotated[
         str | None,
-        typer.Option(
-            metavar="LAYERS",
-            help="The first layer of each pipeline stage but the first: 8,16,24. Evenly by default.",
-            show_default=False,
-        ),
+        typer.Option(metavar="LAYERS", help="The first layer of each pipeline stage but the first: 8,16,24. Evenly by default."),
     ] = None,
     select: Select = None,
     exclude: Exclude = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Leave a whole part out: optimizer.", show_default=False),
+        typer.Option(metavar="NAME", help="Leave a whole part out: optimizer."),
     ] = None,
     rename: Rename = None,
     cast: Cast = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
     verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")
+        float, typer.Option(metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")
     ] = 3600.0,
     as_json: AsJson = False,
 ) -> None:

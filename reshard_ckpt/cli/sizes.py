@@ -15,34 +15,30 @@ from .options import AsJson
 
 @command("reshard-ckpt sizes --parameters 7e9 --ranks 64 --nodes 8 --keep-last 3 --copies 1")
 def sizes(
-    parameters: Annotated[float, typer.Option("--parameters", help="How many parameters the model has: 7e9.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the parameters that are saved: float32, bfloat16.")] = "float32",
-    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, adam, lion, momentum, sgd or none.")] = "adamw",
+    parameters: Annotated[float, typer.Option(help="How many parameters the model has: 7e9.")],
+    dtype: Annotated[str, typer.Option(help="Dtype of the parameters that are saved: float32, bfloat16.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, lion, momentum, sgd or none.")] = "adamw",
     optimizer_dtype: Annotated[
         str | None,
-        typer.Option("--optimizer-dtype", help="Of its tensors; by default as the parameters.", show_default=False),
+        typer.Option(help="Of its tensors; by default as the parameters."),
     ] = None,
     masters: Annotated[bool, typer.Option("--masters", help="The optimizer holds float32 copies of the parameters.")] = False,
-    ranks: Annotated[int, typer.Option("--ranks", help="Processes of the job.")] = 1,
-    nodes: Annotated[int, typer.Option("--nodes", help="Machines that they are on.")] = 1,
-    keep_last: Annotated[int, typer.Option("--keep-last", help="As for Manager: the newest.")] = 1,
-    keep_every: Annotated[
-        int | None, typer.Option("--keep-every", help="As for Manager: multiples of a step.", show_default=False)
-    ] = None,
-    keep_best: Annotated[int, typer.Option("--keep-best", help="As for Manager: the best.")] = 0,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of the run, for --keep-every.", show_default=False)] = 0,
-    save_every: Annotated[int, typer.Option("--save-every", help="Steps between saves, likewise.", show_default=False)] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines that they are on.")] = 1,
+    keep_last: Annotated[int, typer.Option(help="As for Manager: the newest.")] = 1,
+    keep_every: Annotated[int | None, typer.Option(help="As for Manager: multiples of a step.")] = None,
+    keep_best: Annotated[int, typer.Option(help="As for Manager: the best.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the run, for --keep-every.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between saves, likewise.")] = 1,
     host_buffer_bytes: Annotated[
         int | None,
-        typer.Option("--host-buffer-bytes", help="The bound of async_save's memory on a rank.", show_default=False),
+        typer.Option(help="The bound of async_save's memory on a rank."),
     ] = None,
     copies: Annotated[
         int | None,
-        typer.Option(
-            "--copies", help="Other nodes that hold a node's checkpoints in memory; none: no memory.", show_default=False
-        ),
+        typer.Option(help="Other nodes that hold a node's checkpoints in memory; none: no memory."),
     ] = None,
-    generations: Annotated[int, typer.Option("--generations", help="Saves that the memory tier keeps.")] = 2,
+    generations: Annotated[int, typer.Option(help="Saves that the memory tier keeps.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Compute the disk space and host memory that the checkpoints of a job take."""
