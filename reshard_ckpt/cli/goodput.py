@@ -30,7 +30,7 @@ def goodput(
     node_share: Annotated[float, typer.Option(help="Share of the failures that take a node with its memory.")] = 1.0,
     double_share: Annotated[float, typer.Option(help="Share of these that take a second node at the same time.")] = 0.0,
     max_overhead: Annotated[float, typer.Option(help="Share of time that saves may cost at most.")] = MAX_OVERHEAD,
-    output: Annotated[str | None, typer.Option("-o", help="Draw it: .png, .svg or .html.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Draw it: .png, .svg or .html.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute how often to save, and the time that is lost to saves, repeated steps and restarts."""

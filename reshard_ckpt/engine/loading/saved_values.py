@@ -28,7 +28,7 @@ from ...format.columns import TORCH_DTYPES
 from ...format.files import Digests
 from ...format.values import decode_value
 from ...storage.protocol import MissingKey, Storage
-from ..common.tensor_bytes import LocalTensor, byte_blob, region
+from ..common.tensor_bytes import byte_blob, region
 from .load import Resolved, check_whole
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
@@ -104,7 +104,11 @@ def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify:
 
 
 def _read(
-    storage: Storage, catalog: Catalog, source: Sequence[int], wanted: Sequence[LocalTensor], blocks: Mapping[int, Digests]
+    storage: Storage,
+    catalog: Catalog,
+    source: Sequence[int],
+    wanted: Sequence[tuple[TensorSpec, torch.Tensor]],
+    blocks: Mapping[int, Digests],
 ) -> None:
     """Read the parts of tensors that the specs want into their memory; `source` are the tensors' indices in the catalog."""
     plan = plan_load(catalog, np.array(source), piece_columns([spec for spec, _ in wanted]), WINDOW_BYTES)
