@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...errors import UsageError
 from ...format.files import BLOCK_BYTES
 from ..common.host_memory import POOL
 from ..common.tensor_bytes import on_device
