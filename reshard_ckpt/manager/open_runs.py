@@ -10,6 +10,7 @@ from typing import Any
 
 from ..comm import open_session, value_of_first
 from ..errors import CorruptError
+from ..memory.node import real_root
 from ..memory.options import Memory
 from .manager import Manager
 
@@ -35,8 +36,8 @@ def open_run(path: str, interval_s: float, num_versions: int, memory: Memory | N
 
 def run_at(path: str) -> Manager | None:
     """Return the run at a storage path, if it is open."""
-    root = os.path.realpath(os.path.expanduser(path))
-    return next((run for run in RUNS if os.path.realpath(os.path.dirname(run.path(0))) == root), None)
+    root = real_root(path)
+    return next((run for run in RUNS if real_root(run.path(0).rpartition("/")[0]) == root), None)
 
 
 def tags_of(run: Manager) -> dict[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
@@ -14,6 +15,7 @@ from ..engine.common.step_folders import names_at
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
+from ..storage.protocol import at_once
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy
 from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
@@ -187,7 +189,8 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
         num_bytes = _write_absent(path, generation, own, storage, catalog)
         # The copies of other nodes' files come last: these nodes may have written their files meanwhile.
         num_bytes += _write_absent(path, generation, here, storage, catalog)
-        absent = [file.key for number, file in enumerate(catalog.files) if not _has_digests(storage, catalog, number)]
+        there = at_once(storage, *(partial(_has_digests, storage, catalog, number) for number in range(len(catalog.files))))
+        absent = [file.key for file, is_there in zip(catalog.files, there, strict=True) if not is_there]
         if not absent:
             publish(storage, generation)
     missing = sorted({generation.holders[key][0] for key in absent})

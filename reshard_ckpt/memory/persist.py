@@ -54,7 +54,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
         entry = catalog.files[index_of[key]]
         storage.delete([entry.key, entry.digests_key])  # leftovers of an attempt that was killed
         digests = open_files(source, catalog, [index_of[key]], [index_of[key]])[index_of[key]]
-        with storage.create(entry.key) as writer:
+        with storage.create(entry.key, entry.size) as writer:
             for at, part in read_parts(source, entry.key, entry.size, COPY_BYTES):
                 if wrong_blocks([part], at, digests.values, digests.block_bytes):
                     raise CorruptError(f"{images.url}: {entry.key} is damaged, so it is not written to {storage.url}")
@@ -78,7 +78,9 @@ def publish(storage: Storage, generation: Generation) -> None:
     wanted = [
         size for file in catalog.files for size in ((file.key, file.size), (file.digests_key, digests_file_bytes(file.size)))
     ]
-    absent = [key for key, size in wanted if storage.size(key) != size]
+    folders = sorted({key.partition("/")[0] for key, _ in wanted})
+    seen = dict(found for folder in folders for found in storage.list(folder))
+    absent = [key for key, size in wanted if seen.get(key) != size]
     if absent:
         raise StorageError(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
     before = look(storage)

@@ -22,7 +22,7 @@ from ..formats.parts import Part
 from ..formats.source import BytesOf, Format, RawValue, Source
 from ..state.dtensor import Objects
 from ..state.shards import FlatShard, LocalShard
-from ..storage import Storage, open_storage
+from ..storage import Storage, open_below, open_storage
 from ..storage.protocol import read_range
 from . import dcp, errors, groups, names, placements, runs, states, torchfile, trees
 
@@ -51,6 +51,7 @@ __all__ = [
     "is_plain",
     "load_wanted",
     "names",
+    "open_below",
     "open_storage",
     "placements",
     "read_range",

@@ -8,6 +8,7 @@ import re
 from urllib.parse import unquote
 
 from ..errors import CorruptError, UsageError
+from .listed import ListedStorage
 from .local import LocalStorage
 from .memory import MemoryStorage
 from .object_lease import holder_text
@@ -31,6 +32,7 @@ __all__ = [
     "Writer",
     "holder_text",
     "is_object_path",
+    "open_below",
     "open_beside",
     "open_storage",
     "path_text",
@@ -127,6 +129,12 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
         return LocalStorage(_file_path(text), timeout_s=timeout_s)
     schemes = ", ".join(f"{name}://bucket/prefix" for name in _OBJECTS)
     raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder, {schemes} and memory://name")
+
+
+def open_below(storage: Storage, folder: str) -> Storage:
+    """Open the store of a folder below another store. Names and sizes that a `ListedStorage` knows are not asked for again."""
+    below = open_storage(f"{storage.url}/{folder}")
+    return storage.below(folder, below) if isinstance(storage, ListedStorage) else below
 
 
 def open_beside(storage: Storage, relative: str, key: str) -> Storage:

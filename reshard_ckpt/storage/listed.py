@@ -38,6 +38,12 @@ class ListedStorage(FollowedStorage):
         self._documents: dict[str, bytes | None] = {}
         self._heads: dict[str, bytes] = {}
 
+    def below(self, folder: str, own: Storage) -> ListedStorage:
+        """Return the store of a folder of this one, `own`, of whose files the names and sizes are known."""
+        found = ListedStorage(own)
+        found._sizes = {key[len(folder) + 1 :]: size for key, size in self.list(folder)}
+        return found
+
     @property
     def own(self) -> Storage:
         """The store itself."""
@@ -64,8 +70,9 @@ class ListedStorage(FollowedStorage):
         return [self.size(key) for key in keys]
 
     def read(self, key: str, limit: int) -> bytes:
-        known = self._sizes is not None and key not in self._sizes
-        if key not in self._documents and not known:
+        # Once a file was missing, others will be: then the files are listed.
+        known = self._sizes is not None or None in self._documents.values()
+        if key not in self._documents and not (known and key not in self._files()):
             try:
                 data = self._own.read(key, limit)
             except MissingKey:

@@ -19,6 +19,7 @@ from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
 from tests.cli.running import run
+from tests.formats.test_conformance import CASES, Case
 from tests.launch import run_ranks
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.object_servers import KEYS, make_bucket, moto_server, set_endpoint
@@ -264,9 +265,25 @@ def test_round_trips_of_a_manager_are_few(proxy: FaultProxy, url: str) -> None:
         assert manager.steps() == [2, 3]
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
-def test_round_trips_of_opening_a_foreign_checkpoint_are_few(proxy: FaultProxy, url: str, to: str) -> None:
-    checkpoint.save(f"{url}/a", state())
-    size = {"max_shard_size": 600} if to == "safetensors" else {}
-    checkpoint.convert(f"{url}/a", f"{url}/made", to=to, **size)
+def upload(folder: Path, url: str) -> None:
+    """Copy a folder, or a file, to an object store."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else [folder]
+    with open_storage(url.rpartition("/")[0]) as storage:
+        for path in files:
+            storage.publish(f"{url.rpartition('/')[2]}/{path.relative_to(folder)}".removesuffix("/."), path.read_bytes())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.format != "npy"], ids=lambda case: case.format)
+def test_round_trips_of_opening_a_foreign_checkpoint_are_few(proxy: FaultProxy, url: str, tmp_path: Path, case: Case) -> None:
+    check = case.make(tmp_path / "made")
+    upload(tmp_path / "made", f"{url}/made")
     check_depth(proxy, 8, lambda: checkpoint.catalog(f"{url}/made"))
+    check(checkpoint.read(f"{url}/made"))
+
+
+def test_round_trips_of_opening_many_files_are_few(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "own", {"model": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(20))})
+    report = checkpoint.convert(tmp_path / "own", tmp_path / "hf", to="safetensors", max_shard_size=300)
+    assert len(report.files) > 20
+    upload(tmp_path / "hf", f"{url}/hf")
+    check_depth(proxy, 8, lambda: checkpoint.catalog(f"{url}/hf"))

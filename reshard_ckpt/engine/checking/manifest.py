@@ -76,7 +76,7 @@ def _hashes(
     storage: Storage, keys: Sequence[str], workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
     """Hash each file, in several threads; yields its key and SHA-256, or the error of reading it, in order."""
-    sizes = [storage.size(key) or 0 for key in keys]
+    sizes = [size or 0 for size in storage.stat(keys)]
     tally = Tally("sha256", sum(sizes), report)
 
     def one(key: str, size: int) -> bytes | CheckpointError:
@@ -85,7 +85,7 @@ def _hashes(
         except CheckpointError as error:
             return error
 
-    count = num_threads(len(keys)) if workers is None else workers
+    count = num_threads(len(keys), storage.hints) if workers is None else workers
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-sha256") as pool:
         yield from zip(keys, pool.map(one, keys, sizes), strict=True)
 

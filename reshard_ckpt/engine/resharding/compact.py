@@ -105,7 +105,7 @@ def compact(
     num_bytes = sum(catalog.files[index].size for index in borrowed)
     tally = Tally("compact", num_bytes, report)
     try:
-        count = num_threads(len(borrowed)) if workers is None else workers
+        count = num_threads(len(borrowed), storage.hints) if workers is None else workers
         with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-compact") as pool:
             copied = dict(
                 zip(borrowed, pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), borrowed), strict=True)
@@ -117,7 +117,7 @@ def compact(
         if storage.size(old := timeline_key(catalog.save_id)) is not None:
             write_file(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
         # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
-        storage.sync(key for key in made if storage.size(key) is not None)
+        storage.sync(key for key, size in zip(made, storage.stat(made), strict=True) if size is not None)
         open_files(storage, replace(catalog, files=files), borrowed)
         if before.catalog != encoded:
             raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
@@ -177,7 +177,7 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
     file = catalog.files[index]
     digests = open_files(storage, catalog, [], [index])[index]
     hasher = hashlib.sha256() if listed is not None else None
-    with storage.create(key) as writer:
+    with storage.create(key, file.size) as writer:
         for low, window in read_parts(storage, file.key, file.size, REQUEST_BYTES):
             for wrong in wrong_blocks([window], low, digests.values, digests.block_bytes):
                 raise CorruptError(

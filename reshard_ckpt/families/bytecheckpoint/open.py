@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from ...plugins import CatalogBuilder, Format, Source, Storage, open_storage
+from ...plugins import CatalogBuilder, Format, Source, Storage, open_below
 from ...plugins.dcp import add_parts, advice_on_numbers, is_written_by, read_part, renamed
 from .names import MODEL, NAME, OPTIMIZER, model_paths, optimizer_path
 from .places import flat_params, unflattened
@@ -31,7 +31,7 @@ def open_bytecheckpoint(storage: Storage, key: str | None = None) -> Source | No
     if is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
         return _source(storage)
     step = _latest(storage)
-    return None if step is None else open_bytecheckpoint(open_storage(f"{storage.url}/{step}"))
+    return None if step is None else open_bytecheckpoint(open_below(storage, step))
 
 
 def _latest(storage: Storage) -> str | None:

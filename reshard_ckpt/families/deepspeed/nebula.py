@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...plugins import checkpoint, values_of_all
+from ...plugins import checkpoint, open_storage, values_of_all
 from ...plugins.errors import CheckpointNotFound, CorruptError
 from ...plugins.runs import TAG, close_run, look_at, open_run, run_at, tags_of
 from .loading import Saved, find_saved, latest_of, saved_at
@@ -154,7 +154,10 @@ class NebulaRun:
     def _is_in_folder(self, load_dir: str, tag: str) -> bool:
         """Tell whether a folder has files of a tag; rank 0 looks for all ranks. A save to memory leaves an empty folder."""
         path = os.path.join(load_dir, tag)
-        own = dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))
+        own = False
+        if dist.get_rank() == 0:
+            with open_storage(path) as storage:
+                own = bool(storage.list())
         return bool(values_of_all("look for", path, own, timeout_s=self._timeout_s)[0])
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ...plugins import Catalog, CatalogBuilder, Format, Ints, RawValue, Source, Storage, open_storage
+from ...plugins import Catalog, CatalogBuilder, Format, Ints, RawValue, Source, Storage, open_below
 from ...plugins.dcp import (
     METADATA_KEY,
     Chunk,
@@ -69,8 +69,8 @@ def open_megatron(storage: Storage, key: str | None, *, as_saved: bool = False, 
         return None
     latest = _latest(storage)
     of_run = latest is not None
-    if of_run:
-        storage = open_storage(f"{storage.url}/{latest}")
+    if latest is not None:
+        storage = open_below(storage, latest)
     has_config, has_metadata = storage.size(CONFIG_FILE) is not None, storage.size(METADATA_KEY) is not None
     if of_run and has_metadata and not has_config and storage.size(COMMON_FILE) is None:
         return open_dcp(storage, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
