@@ -43,7 +43,7 @@ from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links
 from reshard_ckpt.core.planning.copies import copy_holders, survives
 from reshard_ckpt.format.files import BLOCK_BYTES
-from reshard_ckpt.memory.restore import PEER_WINDOWS
+from reshard_ckpt.memory.restore import PEER_BYTES
 
 from .ranks import Ranks, cpu_s, launch, save_json
 from .report import machine
@@ -107,11 +107,11 @@ class Worker:
     def restore_raw(self) -> None:
         """Do the bare work of a restore from the other node: rank 1 loads its own part, and sends another part to rank 0."""
         with self.timed("raw send and hash, beside a read"):
-            starts = range(0, len(self.into), PEER_WINDOWS << 20)
+            starts = range(0, len(self.into), PEER_BYTES)
             if self.ranks.rank:
                 with mmap.mmap(self.raw, len(self.into), access=mmap.ACCESS_COPY) as mapping:
                     sent = torch.frombuffer(mapping, dtype=torch.uint8)
-                    work = [dist.isend(sent[at : at + (PEER_WINDOWS << 20)], 0) for at in starts]
+                    work = [dist.isend(sent[at : at + PEER_BYTES], 0) for at in starts]
                     self.read_parts(hashes=True)
                     for one in work:
                         assert one is not None
@@ -119,7 +119,7 @@ class Worker:
                     del sent, work
             else:
                 flat = self.touched.flatten().view(torch.uint8)
-                for part in [flat[at : at + (PEER_WINDOWS << 20)] for at in starts]:
+                for part in [flat[at : at + PEER_BYTES] for at in starts]:
                     dist.recv(part, 1)
                     hash_blocks(memoryview(part.numpy()))
 

@@ -32,7 +32,7 @@ from reshard_ckpt.engine.saving.replicas import all_fingerprints
 from reshard_ckpt.engine.saving.write import HEADER_BYTES, chunks_in_place, write_files
 from reshard_ckpt.format.files import new_save_id
 from reshard_ckpt.storage.memory import MemoryStorage
-from reshard_ckpt.storage.protocol import Storage
+from reshard_ckpt.storage.protocol import DISK, Storage
 
 Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
 
@@ -86,12 +86,17 @@ def save_job(
 
 
 def load_job(
-    storage: Storage, tensors: Tensors, options: LoadOptions | None = None, saved: Catalog | None = None
+    storage: Storage,
+    tensors: Tensors,
+    options: LoadOptions | None = None,
+    saved: Catalog | None = None,
+    *,
+    window_bytes: int = DISK.read_bytes,
 ) -> tuple[Resolved, LoadReport]:
     """Load what one rank wants, from what another rank may have opened."""
     options = options or LoadOptions()
     saved = saved or open_catalog(storage)
-    resolved = resolve(saved, tensors, options)
+    resolved = resolve(saved, tensors, options, window_bytes=window_bytes)
     assert not any(resolved.problems.values()), resolved.problems
     bytes_read = fetch(storage, saved, resolved, options)
     return resolved, LoadReport().loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read)

@@ -240,7 +240,7 @@ def load_target(
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         if options.read_once == "auto":
             options = replace(options, read_once=comm.size > 1 and pays(storage))
-        resolved = resolve(saved, target.tensors, options, request_bytes=storage.hints.read_bytes)
+        resolved = resolve(saved, target.tensors, options, window_bytes=storage.hints.read_bytes)
         scales = scaled_targets(saved, resolved, block)
         resolved = replace(resolved, named=resolved.named.union(scales.values()))
         # A name below a wanted one is wanted too, because some ranks may have no tensor there.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -34,9 +34,8 @@ from .topology import Topology
 
 VERIFY_BYTES = 1 << 20
 
-PEER_WINDOWS = 32
-"""Most neighbouring windows that are requested from another node at once. They land in their targets, so no buffer is that
-large."""
+PEER_BYTES = 32 << 20
+"""Bytes that are requested from another node at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +256,6 @@ class JobImages:
     """The files of one generation on all nodes of the job, with the methods of `Storage` that a load needs."""
 
     url = "memory of the job's nodes"
-    hints = DISK
 
     def __init__(
         self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
@@ -271,9 +269,8 @@ class JobImages:
             ranks = owners[file.key]
             if rank not in ranks:  # spread readers and files over the owners
                 self._asked[file.key] = self._asked[file.digests_key] = ranks[(rank + number) % len(ranks)]
-        self.join_windows = PEER_WINDOWS if self._asked else 1
-        """Most windows to read at once: many for files of other nodes, as each request crosses the network three times. A read of
-        this node's memory has no latency, and a small window is hashed while it is in the processor's cache."""
+        # Large reads from other nodes, as each request crosses the network three times.
+        self.hints = replace(DISK, read_bytes=PEER_BYTES) if self._asked else DISK
 
     @property
     def asked(self) -> frozenset[str]:

@@ -35,7 +35,8 @@ class Hints:
     requests
         Requests that the store serves well at once.
     read_bytes, part_bytes
-        Bytes of one read, and of one part of a file that is being written.
+        Bytes of one read, and of one part of a file that is being written. Reads from a disk are small enough to be hashed and
+        copied while they are in the processor's cache. A multiple of all block sizes.
     near_bytes
         Two ranges of a file that lie nearer than this are read as one: about latency times bandwidth, divided by `requests`.
     has_locks
@@ -50,7 +51,7 @@ class Hints:
     """
 
     requests: int = 8
-    read_bytes: int = 8 << 20
+    read_bytes: int = 2 << 20
     part_bytes: int = 8 << 20
     near_bytes: int = 64 << 10
     has_locks: bool = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import CODES, Piece, Replication, TensorSpec
 from reshard_ckpt.engine.loading.load import LoadOptions
-from reshard_ckpt.engine.loading.read import WINDOW_BYTES
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
+from reshard_ckpt.storage.protocol import DISK
 from tests.jobs import load_job, save_job
 from tests.layouts import Layout, filled, flat_layouts, layouts, shapes, spec_of, values_of, whole_piece
 from tests.tries import examples
@@ -49,8 +48,7 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
             (spec_of(loaded, r, f"t{i}", dtype), torch.zeros(loaded.memory[r], dtype=whole[i].dtype))
             for i, (_, loaded, dtype) in enumerate(case)
         ]
-        with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", window or WINDOW_BYTES):
-            load_job(storage, wanted, LoadOptions(verify=not window), catalog)
+        load_job(storage, wanted, LoadOptions(verify=not window), catalog, window_bytes=window or DISK.read_bytes)
         for i, (_, loaded, _) in enumerate(case):
             expected = filled(loaded, r, whole[i])
             # Also what lies between the pieces must be as it was: zeros.

@@ -4,9 +4,7 @@
 2. If the blocks of a file are verified, ranges grow to whole blocks.
 3. An item whose bytes are in order in the file and in memory *lands*: it is read straight into its destination, without a copy.
    Items that follow each other on both sides land as one run. All other items are copied to their place from the window's buffer.
-4. Neighbouring windows are read together if nothing of them is copied. Bytes to copy are read in small parts, so that they are
-   still in the processor's cache when they are copied; bytes that land are read in large parts.
-5. Ranges of one window that meet, or nearly meet, merge into *extents*.
+4. Ranges of one window that meet, or nearly meet, merge into *extents*.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class ReadPlan:
     group: I64
     file: I64
     window: I64
-    """The window's number in the load plan; if several were joined, the first one's."""
+    """The window's number in the load plan."""
     extent_start: I64
     low: I64
     high: I64
@@ -93,9 +91,7 @@ def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
     return good
 
 
-def plan_reads(
-    plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask, group: I64 | None = None, *, join: int = 1
-) -> ReadPlan:
+def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask, group: I64 | None = None) -> ReadPlan:
     """Plan the requests for all items.
 
     Parameters
@@ -108,14 +104,12 @@ def plan_reads(
         Whether bytes may be read straight into this destination, which must be host memory of the same dtype.
     group : (items,), optional
         The group of each item. Items of different groups are never read together, because groups are loaded one after the other.
-    join
-        This many neighbouring windows are read as one if nothing of them is copied.
     """
     batch = np.zeros(len(plan.file), np.int64) if group is None else group
     # order: the items by group, file, window and position; lands, begins: for each item in this order.
     order = np.lexsort((plan.src, plan.window, plan.file, batch))
     lands = _lands(plan, order, may_land, is_new(batch[order], plan.file[order]))
-    begins = _window_begins(batch[order], plan.file[order], plan.window[order], lands, join)
+    begins = is_new(batch[order], plan.file[order], plan.window[order])
     # number: the window of each item in order; window_of: the same, in the items' original order.
     number = np.cumsum(begins) - 1
     first, count = order[begins], int(begins.sum())
@@ -143,20 +137,6 @@ def plan_reads(
 def _starts(window: I64, count: int) -> I64:
     """Find where the rows of each window begin among rows sorted by window; the last entry is their number."""
     return np.searchsorted(window, np.arange(count + 1))
-
-
-def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -> Mask:
-    """Mark the items, in order, at which a window begins, after neighbouring windows were joined."""
-    # copied[w]: some item of window w must be copied; at[w]: the first item of window w.
-    begins = is_new(group, file, window)
-    of_window = np.cumsum(begins) - 1
-    copied = np.bincount(of_window, weights=~lands) > 0
-    at = np.flatnonzero(begins)
-    # joins[w]: window w is read together with the one before it: both land whole, and a multiple of `join` is not between them.
-    joins = np.zeros(len(at), bool)
-    joins[1:] = (~copied[1:] & ~copied[:-1]) & ~is_new(group[at], file[at], window[at] // join)[1:]
-    begins[at[joins]] = False
-    return begins
 
 
 def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) -> tuple[I64, I64, I64]:

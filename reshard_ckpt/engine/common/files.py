@@ -18,13 +18,16 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...core.report import few
 from ...errors import CorruptError
 from ...format.files import Digests, decode_digests, digest128, digests_file_bytes
-from ...storage.protocol import MissingKey, Storage
+from ...storage.protocol import DISK, MissingKey, Storage
 
 MAX_REQUESTS = 16
 """Most requests under way at once to a disk."""
 
 SMALL = 2
 """How many requests with short answers take the place of one that reads `Hints.read_bytes`."""
+
+REQUESTS_OF_THREAD = 16
+"""Requests to a disk for which one more thread pays: they take less time than its start."""
 
 DIGESTS_BYTES = 32 << 20
 """Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
@@ -45,7 +48,9 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     with_digests = [index for index in wanted if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
-    answers = _request_all([*sizes, *digests], max(MAX_REQUESTS, SMALL * storage.hints.requests))[len(sizes) :]
+    at_once = storage.hints.requests
+    threads = SMALL * at_once if at_once > DISK.requests else min(MAX_REQUESTS, (len(sizes) + len(digests)) // REQUESTS_OF_THREAD)
+    answers = _request_all([*sizes, *digests], threads)[len(sizes) :]
     return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
 
@@ -94,7 +99,7 @@ def _num_bytes(digests: Digests | None) -> int:
 
 def _request_all(requests: Sequence[Callable[[], Digests | None]], threads: int) -> list[Digests | None]:
     """Send all requests and return their answers, in order. If several fail, raise the error of the first in order."""
-    if len(requests) <= 1:
+    if min(threads, len(requests)) <= 1:
         return [request() for request in requests]
     with ThreadPoolExecutor(min(threads, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
         return list(pool.map(lambda request: request(), requests))

@@ -35,12 +35,12 @@ from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.columns import TORCH_DTYPES
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, digest128
 from ...storage import open_storage, resolved_path
-from ...storage.protocol import MissingKey, Storage
+from ...storage.protocol import DISK, MissingKey, Storage
 from ..common.files import open_files
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run, find_steps, name_steps
 from ..common.tensor_bytes import has_streams
-from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
+from .read import REQUEST_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, TiedTarget, conflicts, find_ties
 
 T = TypeVar("T")
@@ -248,14 +248,14 @@ def resolve(
     tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
     options: LoadOptions,
     *,
-    request_bytes: int = REQUEST_BYTES,
+    window_bytes: int = DISK.read_bytes,
 ) -> Resolved:
     """Match wanted tensors with saved ones, and plan the reads. Mismatches are collected in the result, not raised.
 
     Parameters
     ----------
-    request_bytes
-        Bytes of one read that suit the store, as in its `Hints`.
+    window_bytes
+        Size of a window: the bytes of one read that suit the store, as in its `Hints`.
 
     Raises
     ------
@@ -279,10 +279,11 @@ def resolve(
     kept = tuple(member.spec for member in members)
     source = np.array([member.source for member in members], np.int64)
     wanted = piece_columns(kept)
-    # Large windows in two cases: windows that ranks exchange are not joined, so each is one request to storage; and windows for
-    # a device cross the link one at a time. Else small windows, which stay in the processor's cache.
+    # Windows that ranks exchange, and windows for a device, which cross the link one at a time, gain nothing from being in the
+    # processor's cache.
     devices = {member.target.tensor.device for member in members}
-    window_bytes = max(REQUEST_BYTES, request_bytes) if options.read_once or any(map(has_streams, devices)) else WINDOW_BYTES
+    if options.read_once or any(map(has_streams, devices)):
+        window_bytes = max(REQUEST_BYTES, window_bytes)
     plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:

@@ -38,15 +38,8 @@ from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
-WINDOW_BYTES = 1 << 20
-"""Size of a window whose bytes are copied from a buffer: small enough to be copied from the processor's cache. A multiple of all
-block sizes."""
-
 REQUEST_BYTES = 8 << 20
-"""Size of a request whose bytes land without a copy. This size times the number of threads bounds the memory in use."""
-
-JOIN_WINDOWS = REQUEST_BYTES // WINDOW_BYTES
-"""Most neighbouring windows that are joined into one request if all their bytes land."""
+"""Size of a read whose bytes are neither hashed nor copied while they are in the processor's cache."""
 
 MAX_THREADS = 8
 """Most threads that read at once on one rank."""
@@ -112,9 +105,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     CorruptError
         A block is damaged; the message names it, the tensors that need it, and the tensors that already have new values.
     """
-    # Windows that are hashed right after the read are kept small, so that they are still in the processor's cache.
-    join = getattr(task.storage, "join_windows", JOIN_WINDOWS) if task.blocks else JOIN_WINDOWS
-    reads = reads_of(task, join=join)
+    reads = reads_of(task)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
     try:
         in_threads(reader.read_window, range(reads.num_windows), hints=task.storage.hints)
@@ -126,7 +117,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     return reads.num_bytes
 
 
-def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> ReadPlan:
+def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
     """Plan the requests for all items of a plan (see `plan_reads`). Files with digests are read in whole blocks."""
     # block_bytes[file]: size of the blocks that a file is verified by; 0 if it is not verified
     block_bytes = np.zeros(len(task.catalog.files), np.int64)
@@ -134,7 +125,7 @@ def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> Read
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in task.catalog.files], np.int64)
     may_land = np.array([task.copy and target.may_land for target in task.targets], bool)
-    return plan_reads(task.plan, block_bytes, sizes, may_land, group, join=join)
+    return plan_reads(task.plan, block_bytes, sizes, may_land, group)
 
 
 def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
@@ -157,13 +148,13 @@ def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
 def num_threads(tasks: int, hints: Hints = DISK) -> int:
     """Return how many threads read `tasks` windows.
 
-    Two threads for each core that this rank has, but at least 2 and at most `MAX_THREADS`: more would push each other's buffers
-    out of the caches. From a store with slow round trips, as many threads read as it serves well.
+    One thread for each core that this rank has, but at most `MAX_THREADS`: more would push each other's buffers out of the
+    caches. From a store with slow round trips, as many threads read as it serves well.
     """
     if hints.requests > DISK.requests:
         return max(min(hints.requests, tasks), 1)
     cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(min(MAX_THREADS, tasks, max(2, round(2 * cores))), 1)
+    return max(min(MAX_THREADS, tasks, round(cores)), 1)
 
 
 def in_threads(

@@ -30,7 +30,7 @@ from ...format.values import decode_value
 from ...storage.protocol import MissingKey, Storage
 from ..common.tensor_bytes import byte_blob, region
 from .load import Resolved, check_whole
-from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
+from .read import ReadTarget, ReadTask, execute
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _read(
     blocks: Mapping[int, Digests],
 ) -> None:
     """Read the parts of tensors that the specs want into their memory; `source` are the tensors' indices in the catalog."""
-    plan = plan_load(catalog, np.array(source), piece_columns([spec for spec, _ in wanted]), WINDOW_BYTES)
+    plan = plan_load(catalog, np.array(source), piece_columns([spec for spec, _ in wanted]), storage.hints.read_bytes)
     targets = [ReadTarget(spec.name, memory, memory.dtype, is_buffer=True) for spec, memory in wanted]
     execute(ReadTask(storage, catalog, plan, targets, blocks))
 

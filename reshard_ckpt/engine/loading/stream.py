@@ -32,8 +32,7 @@ from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.progress import Tally, silent
-from .read import JOIN_WINDOWS, Damage, Reader, ReadTarget, ReadTask, reads_of
-from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
+from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 
 WINDOW_BYTES = 4 << 20
 """Size of a window: two windows and the file bytes that go into them fit into the cache that cores share."""
@@ -191,14 +190,14 @@ class RunReader:
         runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
         source = np.array([run.tensor for run in runs], np.int64)
-        plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
+        plan = plan_load(self._catalog, source, wanted, self._storage.hints.read_bytes)
         assert np.array_equal(plan.covered, wanted.count), "the rows were checked to cover every tensor"
         blocks = self._digests.of(np.unique(plan.file).tolist())
         task = ReadTask(self._storage, self._catalog, plan, list(chain.from_iterable(targets)), blocks)
         # group[i]: window of plan item i. Requests are not joined across groups, so that each window can be read by itself.
         sizes = [len(of_window) for of_window in windows]
         group = np.repeat(np.arange(len(windows)), sizes)[plan.dest]
-        reads = reads_of(task, group=group, join=JOIN_WINDOWS)
+        reads = reads_of(task, group=group)
         reader = Reader(task, reads, Tally("read", reads.num_bytes, silent))
         self.bytes_read += reads.num_bytes
         # The reader's windows (requests) from first[i] to first[i + 1] fill window i of this batch.

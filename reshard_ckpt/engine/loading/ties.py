@@ -30,7 +30,7 @@ from ...core.planning.load_plan import LoadPlan, plan_load
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.tensor_bytes import region
-from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
+from .read import ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20
 """Bytes of memory that are checked at a time; a multiple of every element size."""
@@ -137,7 +137,8 @@ class _TieChecker:
         dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
         spec = replace(member.spec, pieces=tuple(pieces))
-        plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec]), WINDOW_BYTES)
+        wanted, window_bytes = piece_columns([spec]), self._storage.hints.read_bytes
+        plan = plan_load(self._catalog, np.array([member.source]), wanted, window_bytes)
         target = ReadTarget(member.spec.name, out.view(dtype), member.target.dtype, is_buffer=True)
         execute(ReadTask(self._storage, self._catalog, plan, [target], self._digests.of(np.unique(plan.file).tolist())))
         return plan

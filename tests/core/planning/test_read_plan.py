@@ -35,10 +35,10 @@ def plan_for(catalog: Catalog, specs: list[TensorSpec], window: int = WINDOW) ->
     return plan_load(catalog, source, piece_columns(specs), window)
 
 
-def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int, join: int = 1) -> ReadPlan:
+def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int) -> ReadPlan:
     sizes = np.array([f.size for f in catalog.files])
     land = np.ones(int(plan.dest.max(initial=0)) + 1, bool)
-    return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land, join=join)
+    return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land)
 
 
 def begins(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
@@ -103,17 +103,15 @@ def extents_of(reads: ReadPlan, window: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@given(
-    cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 8, 512])
-)
+@given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 8, 512]))
 @examples(400)
 def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
-    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int, land: int
+    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, land: int
 ) -> None:
     catalog, specs = case
     plan = plan_for(catalog, specs, window)
     with patch.object(reads_module, "LAND_BYTES", land):
-        reads = reads_for(catalog, plan, block_bytes, join)
+        reads = reads_for(catalog, plan, block_bytes)
     landing, copying = landing_bytes(reads), item_bytes(plan, reads.items.tolist())
     landed = places(landing)  # these are not in the buffer that others are copied from
     assert len(np.unique(landed)) == len(landed)
@@ -135,20 +133,6 @@ def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
         assert np.isin(wanted[wanted[:, 0] == file, 1], read).all()
         if block_bytes:
             assert all(low % block_bytes == 0 for low, _ in taken)
-
-
-def test_windows_join_only_where_nothing_is_copied() -> None:
-    """Of 16 rows of 1 KiB, the first 8 are wanted whole, of the others the first quarters, which have to be copied."""
-    catalog = one_matrix(16, 256, 256)
-    specs = [wanted_box((16, 256), (0, 0), (8, 256)), wanted_box((16, 256), (8, 0), (8, 64))]
-    plan = plan_for(catalog, specs, 2 << 10)
-    begin = int(plan.src.min())  # behind the header of the file
-    alone, joined = reads_for(catalog, plan, 0), reads_for(catalog, plan, 0, 4)
-    assert alone.window.tolist() == list(range(8))
-    assert alone.run_bytes.tolist() == [2048 - begin, 2048, 2048, 2048, begin]
-    assert joined.window.tolist() == [0, 4, 5, 6, 7]
-    assert joined.run_bytes.tolist() == [8192 - begin, begin]
-    assert joined.items.tolist() == alone.items.tolist()
 
 
 @given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.data())

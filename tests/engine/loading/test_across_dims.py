@@ -112,8 +112,8 @@ def load_into(storage: LocalStorage, case: Case, *, verify: bool) -> tuple[torch
     memory = torch.full((num + 3,), 255 if dtype == torch.uint8 else -1, dtype=dtype)
     piece = Piece(*case.wanted, 0, prod(case.wanted.lengths), 2, case.strides)
     options = LoadOptions(verify=verify, cast=True)
-    with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", WINDOW_BYTES):
-        resolved, _ = load_job(storage, [(TensorSpec("t", case.dtypes[1], case.shape, (piece,)), memory)], options)
+    wanted = TensorSpec("t", case.dtypes[1], case.shape, (piece,))
+    resolved, _ = load_job(storage, [(wanted, memory)], options, window_bytes=WINDOW_BYTES)
     return memory, resolved.plan
 
 

@@ -13,6 +13,8 @@ import torch
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.loading import read as read_module
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, NameCollisionError, UsageError
+from reshard_ckpt.storage.local import LocalStorage
+from reshard_ckpt.storage.protocol import Hints
 
 
 def files_of(path: Path) -> list[Path]:
@@ -115,7 +117,7 @@ def test_tied_weights_are_stored_once_and_load_into_untied_ones_and_back(tmp_pat
     assert torch.equal(two, weight)
     checkpoint.save(tmp_path / "untied", {"a": one, "b": two})
     shared = torch.zeros(3, 4)
-    with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", 16):
+    with patch.object(LocalStorage, "hints", Hints(read_bytes=16)):
         checkpoint.load(tmp_path / "untied", {"a": shared, "b": shared})
     assert torch.equal(shared, weight)
     two[2, 3] += 1
