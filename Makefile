@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-torchtitan compat-verl fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -111,6 +111,21 @@ compat-megatron: $(STAMP)
 	  $$venv/bin/python -m pip install --quiet --no-deps -c constraints.txt psutil; \
 	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/megatron/test_compat.py tests/families/megatron/test_live_calls.py; \
+	done
+
+# Megatron-Bridge on the CPU. transformer_engine and modelopt, which need CUDA, have stand-ins in the test.
+COMPAT_MEGATRON_BRIDGE ?= 0.3.1
+
+compat-megatron-bridge: $(STAMP)
+	@set -e; for v in $(COMPAT_MEGATRON_BRIDGE); do \
+	  echo "Megatron-Bridge $$v"; venv=$(COMPAT_VENVS)/megatron-bridge-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > "$$($$venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"; \
+	  $$venv/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1 "megatron-bridge==$$v" absl-py accelerate \
+	    antlr4-python3-runtime==4.9.3 datasets dill einops grpcio markdown multiprocess omegaconf pandas protobuf psutil pyarrow \
+	    tensorboard tensorboard-data-server typeguard tyro wandb werkzeug xxhash; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/megatron/test_bridge.py; \
 	done
 
 # The tests that need DeepSpeed, in a venv of its own: its folders and its engine, on the CPU. DeepSpeed is built without its operators.

@@ -84,6 +84,7 @@ ELSEWHERE = {
 """Pages whose blocks another test runs."""
 NOT_RUN = {
     "accelerate.md": "needs accelerate and a model; tests/families/accelerate has its calls",
+    "megatron-bridge.md": "needs GPUs; tests/families/megatron/test_bridge.py has its calls",
     "megatron.md": "needs Megatron and its checkpoints; tests/families/megatron has its calls",
     "plugins.md": "shows a part of a pyproject.toml",
     "trainer-deepspeed.md": "needs DeepSpeed and a model; tests/families/deepspeed/test_trainer.py has its calls",

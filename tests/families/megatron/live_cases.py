@@ -12,8 +12,6 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from reshard_ckpt import checkpoint, megatron  # noqa: E402
 from tests.families.megatron import jobs  # noqa: E402
 from tests.families.megatron.folders import unpack  # noqa: E402
-from tests.families.megatron.live_model import Grid, Job  # noqa: E402
+from tests.families.megatron.live_model import Grid, Job, steps_left_alone  # noqa: E402
 
 CAN_RESHARD = "fully_reshardable" in getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
 METADATA = {
@@ -120,21 +118,6 @@ def trees(root: str) -> list[str]:
             new.optimizer.load_state_dict(out["optimizer"])
         wrong += [f"made of own {saved} -> {loaded}: {line}" for line in new.wrong()]
     return wrong
-
-
-@contextmanager
-def steps_left_alone() -> Iterator[None]:
-    """Have Megatron's optimizer load what it saved: torch's Adam has a step in its state, which it would look for there."""
-    own = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def take(self: Any, param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        own(self, param, {**tensors, "step": self._get_main_param_and_optimizer_states(param)["step"]})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = take
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = own
 
 
 def strategies(root: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -16,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -199,6 +201,21 @@ class Job:
         return bad
 
 
+@contextmanager
+def steps_left_alone() -> Iterator[None]:
+    """Have Megatron's optimizer load what it saved: torch's Adam has a step in its state, which it would look for there."""
+    own = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def take(self: Any, param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        own(self, param, {**tensors, "step": self._get_main_param_and_optimizer_states(param)["step"]})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = take
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = own
+
+
 def _built(tree: Any) -> Any:
     if isinstance(tree, ShardedTensorFactory):
         return _built(tree.build())
@@ -225,4 +242,4 @@ def expected(shard: ShardedTensor, vocabulary: int | None = None) -> torch.Tenso
     return full[shard.global_slice()].view(shard.local_shape)
 
 
-__all__ = ["Grid", "Job", "ShardedObject", "expected", "whole"]
+__all__ = ["Grid", "Job", "ShardedObject", "expected", "steps_left_alone", "whole"]
