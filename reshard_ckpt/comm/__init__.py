@@ -11,13 +11,14 @@ from .bounded import BoundedStore
 from .calls import call_of
 from .exchange import Exchange, open_exchange
 from .group import Group, Missed, SessionCounter, current_group, launched_group
+from .node import NodeComm
 from .peers import Ended
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
 from .turns import CHANGED, FAILED, Meeting, Turn
 
-AnyComm = TypeVar("AnyComm", bound=StoreComm)
+AnyComm = TypeVar("AnyComm", bound=NodeComm)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,7 +119,7 @@ def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = N
 def _opened(
     group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
 ) -> AbstractContextManager[Comm]:
-    return _session(_comm_of(group, prefix, kind, subject, timeout_s, StoreComm), sessions, sessions.take(), kind, subject)
+    return _session(_comm_of(group, prefix, kind, subject, timeout_s, NodeComm), sessions, sessions.take(), kind, subject)
 
 
 def _comm_of(
@@ -127,17 +128,9 @@ def _comm_of(
     title = f"{kind} {subject!r}"
 
     def comm_of(number: int) -> AnyComm:
-        store, near = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
-        return made(
-            store,
-            group.rank,
-            group.size,
-            title=title,
-            timeout_s=timeout_s,
-            ended=near.ended,
-            ranks_near=near.ranks,
-            hosts=True,
-        )
+        name = f"{prefix}{number}"
+        store, near = group.home.session(name, title=title, timeout_s=timeout_s)
+        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name, hosts=True)
 
     return comm_of
 

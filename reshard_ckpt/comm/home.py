@@ -23,7 +23,8 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .bounded import BoundedStore, Line, bounded, held, named_failure
 from .calls import did_not_arrive
-from .peers import Neighbours, Peers
+from .node import Neighbours, Node
+from .peers import Peers
 
 REPLY_S = 120.0
 """Torch's own limit for a reply. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
@@ -54,13 +55,13 @@ class SettledHome:
 
     def __init__(self, line: Line, rank: int, size: int, timeout_s: float) -> None:
         self._line = line
-        self._peers = Peers(rank, size)
-        self._peers.arrive(line.open(timeout_s).below("home"))
+        self._node = Node(Peers(rank, size))
+        self._node.peers.arrive(line.open(timeout_s).below("home"))
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
         with named_failure(f"{title}: the job's key-value store does not answer"):
             root = self._line.open(timeout_s).below("home")
-        return root.below(name), Neighbours(self._peers, root)
+        return root.below(name), Neighbours(self._node, root)
 
 
 class HostedHome:
@@ -79,7 +80,7 @@ class HostedHome:
         self._lock = threading.Lock()
         self._line, self._record = Line(self._connect), b""
         self._started: tuple[Any, bytes] | None = None
-        self._peers = Peers(rank, size)
+        self._node = Node(Peers(rank, size))
         self._has_met = False
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
@@ -89,7 +90,7 @@ class HostedHome:
                     self._meet(title, timeout_s)
                     self._has_met = True
             root = self._line.open(timeout_s).below(self._nonce())
-        return root.below(name), Neighbours(self._peers, root)
+        return root.below(name), Neighbours(self._node, root)
 
     def _nonce(self) -> str:
         return self._record.partition(b" ")[0].decode()
@@ -110,11 +111,11 @@ class HostedHome:
         else:
             client, record = self._find(meeting, title, timeout_s)
         if record != self._record:
-            self._record, self._peers = record, Peers(self._rank, self._size)
+            self._record, self._node = record, Node(Peers(self._rank, self._size))
         self._line = Line(self._connect, client)
         root = self._line.open(timeout_s).below(self._nonce())
         root.allow(timeout_s)
-        num_here = self._peers.arrive(root)
+        num_here = self._node.peers.arrive(root)
         if self._rank == 0:
             meeting.set(self._key, self._record)
         elif num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:

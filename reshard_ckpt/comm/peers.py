@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from .payloads import KeyValueStore
@@ -54,22 +53,6 @@ class Peers:
         if not self._is_complete:
             self._is_complete = store.add("here", 0) >= self._size
             self._processes = [line.split(":") for line in store.get(self._key).decode().split()]
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """The ranks of this machine, over one connection to the group's keys."""
-
-    peers: Peers
-    store: KeyValueStore
-
-    def ended(self) -> frozenset[int]:
-        """Return the ranks whose processes are known to have ended."""
-        return self.peers.ended(self.store)
-
-    def ranks(self) -> tuple[int, ...]:
-        """Return the ranks, ascending. The ranks must have met in a session before."""
-        return self.peers.ranks(self.store)
 
 
 def _machine() -> str:

@@ -47,7 +47,7 @@ _INLINE_BYTES = 64 << 10
 _GIVEN_UP = b"refused"
 """In place of a message to the ranks of one machine, which begins with `_INLINE`."""
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
+_FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.05
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
@@ -89,7 +89,7 @@ class StoreComm:
         self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
         # A server answers some 50,000 requests a second: polls of all ranks together must leave it most of its time.
-        self._pauses_s = max(_FIRST_PAUSE_S, size * 20e-6), max(_LAST_PAUSE_S, size * 100e-6)
+        self._pauses_s = max(_FIRST_PAUSE_S, size * 20e-6), max(LAST_PAUSE_S, size * 100e-6)
         self._step, self._look_at = 0, 0.0
         self._given_up_before = _given_up
         self._refusal: Refusal | None = None
@@ -116,7 +116,7 @@ class StoreComm:
             key = self._key("all")
             if self.rank:
                 inline = self._await_decision("broadcast")
-                return self._payloads.load(key) if inline is None else inline
+                return self._payload_of_all(key) if inline is None else inline
             assert payload is not None
             if len(payload) > _INLINE_BYTES:
                 self._payloads.save({key: payload})
@@ -145,35 +145,45 @@ class StoreComm:
     def broadcast_near(self, payload: bytes | None) -> bytes:
         with self._reachable():
             self._stop_if_over()
-            first, *others = self._ranks_near()
-            key = _near_key(first, self._num_near)
-            if first != self.rank:
-                payload = self._payload_near(key, first)
-            elif others:
-                assert payload is not None
-                if self._store.compare_set(key, b"", _INLINE + payload) == _GIVEN_UP:
-                    self._find_refusal()
-            assert payload is not None
+            value = self._value_near(payload)
+            if value == _GIVEN_UP:
+                self._find_refusal()
             self._num_near += 1
-            return bytes(payload)
+            return value.removeprefix(_INLINE)
 
-    def _payload_near(self, key: str, first: int) -> bytes:
-        """Wait for the message of the first rank of this machine. A rank that gives up writes `_GIVEN_UP` in its place."""
+    def _value_near(self, payload: bytes | None) -> bytes:
+        """Write the next message to the ranks of this machine, or wait for it."""
+        first, *others = self._ranks_near()
+        key, store = _near_key(first, self._num_near), self._shared_store()
+        if first != self.rank:
+            return self._get_from(first, key, store)
+        assert payload is not None
+        value = _INLINE + payload
+        return store.compare_set(key, b"", value) if others else value
+
+    def _shared_store(self) -> BoundedStore:
+        """Return the store for messages among the ranks of this machine."""
+        return self._store
+
+    def _get_from(self, rank: int, key: str, store: BoundedStore) -> bytes:
+        """Wait for a key that another rank writes."""
+
+        gone = False
 
         def has_ended() -> bool:
-            return self._may_look() and first in self._ended()
+            nonlocal gone
+            gone = self._may_look() and rank in self._ended()
+            return gone
 
-        came, value = self._wait_for(key, self._timeout_s, has_ended)
-        if value is None and not self._store.check([key]):
+        # Other machines wait for this rank in the next step: it must name the late rank before they name this one.
+        patience_s = self._timeout_s * 3 / 4
+        came, value = self._wait_for(key, patience_s, has_ended, store=store)
+        if value is None and (gone or not came):
             self._stop_if_given_up()
-            late = expired(self._title, (first,), self._timeout_s)
-            self._refuse_undecided(processes_ended(self._title, (first,)) if came else late)
+            late = expired(self._title, (rank,), patience_s)
+            self._refuse_undecided(processes_ended(self._title, (rank,)) if gone else late)
             self._stop_if_over()
-        if value is None:
-            value = self._store.get(key)
-        if value == _GIVEN_UP:
-            self._find_refusal()
-        return value.removeprefix(_INLINE)
+        return store.get(key) if value is None else value
 
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
@@ -276,17 +286,24 @@ class StoreComm:
                         self._store.set("gone", b"")
                 else:
                     self._wait(partial(self._have_left, frozenset(self._refusal.absent)), self._farewell())
-            num_left = self._store.add("left", 1)
+            number = self._num_leaving()
+            num_left = self._store.add("left", number) if number else 0
             if num_left == self.size:
                 self._store.on_worker(self._delete_all)
             elif num_left == self.size - 1 and self.rank and self._refusal is None:
                 self._store.set("gone", b"")  # rank 0 waits for it
+
+    def _num_leaving(self) -> int:
+        """Return the number of ranks that this one counts out."""
+        return 1
 
     def _leave_near(self) -> None:
         """Delete the messages to the ranks of this machine. After a refusal some may be unread: list them for the last rank."""
         failed = self._refusal is not None
         if not self._step or not (self._num_near or failed) or len(near := self._ranks_near()) == 1:
             return
+        if self._shared_store() is not self._store:
+            return  # the machine's first rank deletes all keys there
         keys = [_near_key(near[0], number) for number in range(self._num_near + failed)]
         if failed:
             self._store.append("near", "".join(f"{key} " for key in keys).encode())
@@ -327,11 +344,19 @@ class StoreComm:
             self._payloads.save({self._key("from", self.rank): payload})
         # Rank 0 keeps its own payload. Its frame shows the others that it has arrived; with `shown`, also its call.
         is_empty = separate or (self.rank == 0 and not shown)
-        frame = encode_frame(Frame(self.rank, separate, b"" if is_empty else bytes(payload)))
+        frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
+        self._post(frame)
+
+    def _post(self, frame: Frame) -> None:
+        """Send this rank's message of a step on its way to rank 0."""
+        self._send(frame)
+
+    def _send(self, *frames: Frame) -> None:
+        inbox = b"".join(map(encode_frame, frames))
 
         def arrive(store: KeyValueStore) -> None:
-            store.append(self._key("in"), frame)
-            if store.add(self._key("arrived"), 1) == self.size:
+            store.append(self._key("in"), inbox)
+            if store.add(self._key("arrived"), len(frames)) == self.size:
                 store.set(self._key("bell"), b"")
 
         self._store.on_worker(arrive)
@@ -355,13 +380,19 @@ class StoreComm:
 
     def _await_decision(self, call: str) -> bytes | None:
         """Wait for the step's decision, apply it, and return its payload, or None. Called on the ranks above 0."""
-        key = self._key("decision")
-        decision = self._await(key, self._refuse_without_ended)
-        if decision is None:
-            decision = self._store.get(key)
+        decision = self._decision(call)
         self._apply(decision, call)
         _, has_payload, payload = decision.partition(_INLINE)
         return payload if has_payload else None
+
+    def _decision(self, call: str) -> bytes:
+        """Wait for the step's decision, and return it."""
+        key = self._key("decision")
+        decision = self._await(key, self._refuse_without_ended)
+        return self._store.get(key) if decision is None else decision
+
+    def _payload_of_all(self, key: str) -> bytes:
+        return self._payloads.load(key)
 
     def _apply(self, decision: bytes, call: str) -> None:
         """Go on to the next step, or raise the error if the decision is a refusal."""
@@ -388,15 +419,20 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step. Return the refusal that was first, perhaps another rank's; None if rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
+        if not _passed(decision):
+            self._store.set(self._key("bell"), b"")
+        self._wake_near(decision)
         if _passed(decision):
             return None
-        self._store.set(self._key("bell"), b"")
-        if self._step:  # else the ranks of this machine may not be known
-            first, *others = self._ranks_near()
-            if others:
-                self._store.compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
         self._refusal = Refusal.decode(decision)
         return self._refusal
+
+    def _wake_near(self, decision: bytes) -> None:
+        """Wake the ranks of this machine that wait for another one of it, if the step is refused."""
+        if self._step and not _passed(decision):  # at step 0 the ranks of this machine may not be known
+            first, *others = self._ranks_near()
+            if others:
+                self._shared_store().compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
 
     def _refuse_undecided(self, refusal: Refusal) -> None:
         """Refuse the first step that is not decided yet: rank 0 may have let this one pass."""
@@ -414,18 +450,21 @@ class StoreComm:
             self._expire()
         return value
 
-    def _wait_for(self, key: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[bool, bytes | None]:
+    def _wait_for(
+        self, key: str, timeout_s: float, stop: Callable[[], bool] = lambda: False, *, store: BoundedStore | None = None
+    ) -> tuple[bool, bytes | None]:
         """Wait for a key, or until `stop` returns True. Return as `_wait` does, and the key's value if the server sent it."""
-        waiting = self._store.begin_get(key, timeout_s)
+        store = store or self._store
+        waiting = store.begin_get(key, timeout_s)
 
         def came() -> bool:
-            return (self._store.check([key]) if waiting is None else waiting.ends(0)) or stop()
+            return (store.check([key]) if waiting is None else waiting.ends(0)) or stop()
 
         def pause(seconds: float) -> None:
             if waiting is None:
                 time.sleep(seconds)
             else:
-                waiting.ends(max(seconds, _LAST_PAUSE_S))
+                waiting.ends(max(seconds, LAST_PAUSE_S))
 
         in_time = self._wait(came, timeout_s, pause)
         return in_time, waiting.outcome() if waiting is not None and waiting.ends(0) else None

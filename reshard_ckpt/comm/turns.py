@@ -16,9 +16,9 @@ from torch.distributed import DistError
 
 from ..errors import PeerError
 from .calls import did_not_arrive
+from .node import NodeComm
 from .payloads import KeyValueStore
 from .protocol import Comm
-from .store import StoreComm
 from .wire import Refusal, name_ranks, refusal_of
 
 FAILED, CHANGED = 1, 2
@@ -29,7 +29,7 @@ _LIMIT = 1 << _BITS
 """The counter is three numbers of `_BITS` bits: the ranks that have come, and those of them with each flag."""
 
 
-class Meeting(StoreComm):
+class Meeting(NodeComm):
     """The step in which ranks meet before, or instead of, opening the session."""
 
     def meet(self, flags: int, look: Callable[[], None]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.comm import StoreComm, payloads
+from reshard_ckpt.comm import node as node_module
 from reshard_ckpt.comm import store as store_module
+from reshard_ckpt.comm.node import Node
 from reshard_ckpt.comm.wire import Refusal
 from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
 from reshard_ckpt.storage import MissingKey
 from tests.comm.contract import CommContract, Run
-from tests.comm.threads import Server, run_session
-from tests.deadlines import Clock, over_when
+from tests.comm.threads import Server, nodes_of, run_session
+from tests.deadlines import Clock, over_when, over_when_here_are_all_but
 from tests.tries import examples
 
 
@@ -37,12 +40,20 @@ class TestStoreComm(CommContract):
         return lambda body: run_session(server, size, body)
 
 
-class TestStoreCommOfMachines(CommContract):
-    """Ranks 0 to 2 are on one machine, ranks 3 and 4 on another."""
+@pytest.mark.parametrize("joined", [False, True], ids=["first session", "later session"])
+class TestNodeComm(CommContract):
+    """Ranks 0 and 1 are on one machine, ranks 2 to 4 on another, and rank 5 is alone."""
 
     @pytest.fixture
-    def run(self, server: Server) -> Run:
-        return lambda body: run_session(server, 5, body, near=lambda rank: (0, 1, 2) if rank < 3 else (3, 4))
+    def run(self, server: Server, joined: bool) -> Run:
+        nodes = nodes_of((0, 1), (2, 3, 4), (5,))
+        if joined:
+            run_session(server, 6, lambda comm: None, name="before", nodes=nodes)
+            assert [node.line is not None for node in nodes] == [rank in (2, 3, 4) for rank in range(6)]
+        yield lambda body: run_session(server, 6, body, nodes=nodes)
+        server.store.delete_key("node/2")
+        for node in nodes[2:5]:  # each deletes the session's keys; the machine's store is empty again
+            assert node.line.open(10).together(lambda store: store.num_keys()) == 0
 
 
 def test_a_session_of_one_rank_works_too(server: Server):
@@ -86,10 +97,25 @@ def program(comm: StoreComm, at: Callable[[int], None]) -> str:
     return "done"
 
 
+MACHINES = ([(0, 1, 2)], [(0,), (1, 2)])
+
+
+def joined(server: Server, machines: Sequence[Sequence[int]]) -> list[Node]:
+    """Return the nodes of these machines after a first session."""
+    nodes = nodes_of(*machines)
+    run_session(server, len(nodes), lambda comm: None, name="before", nodes=nodes)
+    for node in nodes:
+        server.store.delete_key(f"node/{node.peers.ranks(server.store)[0]}")
+    return nodes
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("step", range(6))
 @pytest.mark.parametrize("failing", range(3))
-def test_an_error_on_one_rank_is_raised_on_all(server: Server, failing: int, step: int):
+@pytest.mark.parametrize("machines", MACHINES, ids=["one machine", "two machines"])
+def test_an_error_on_one_rank_is_raised_on_all(server: Server, failing: int, step: int, machines: Any):
+    nodes = joined(server, machines)
+
     def body(comm: StoreComm) -> str:
         def at(now: int) -> None:
             if (comm.rank, now) == (failing, step):
@@ -97,7 +123,7 @@ def test_an_error_on_one_rank_is_raised_on_all(server: Server, failing: int, ste
 
         return program(comm, at)
 
-    outcomes = run_session(server, 3, body)
+    outcomes = run_session(server, 3, body, nodes=nodes)
     for rank, error in enumerate(outcomes):
         assert type(error) is LayoutError
         assert str(error) == ("tensor w: overlaps" if rank == failing else f"rank {failing}: tensor w: overlaps")
@@ -236,6 +262,19 @@ def test_two_sessions_at_a_time_do_not_meet(server: Server):
 @given(data=st.data(), size=st.integers(1, 4), calls=st.lists(st.sampled_from("gbs"), max_size=5))
 @examples(150)
 def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, calls: list[str]):
+    check_program(data, size, calls, Server())
+
+
+@given(data=st.data(), calls=st.lists(st.sampled_from("gbsn"), max_size=5))
+@examples(40)
+def test_all_ranks_of_machines_go_on_or_all_raise_the_same(data: st.DataObject, calls: list[str]):
+    server = Server("tcp")
+    check_program(data, 4, calls, server, joined(server, [(0,), (1, 2, 3)]))
+
+
+def check_program(
+    data: st.DataObject, size: int, calls: list[str], server: Server, nodes: Sequence[Node | None] = (None,) * 4
+) -> None:
     """Any program, and any ranks that fail anywhere in it, several at once too."""
     failures = data.draw(st.dictionaries(st.integers(0, size - 1), st.integers(0, len(calls)), max_size=2), label="failures")
 
@@ -247,12 +286,14 @@ def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, c
                 assert comm.gather(b"%d" % comm.rank) == ([b"%d" % r for r in range(size)] if comm.rank == 0 else None)
             elif call == "b":
                 assert comm.broadcast(b"%d" % i if comm.rank == 0 else None) == b"%d" % i
+            elif call == "n":
+                first = comm.neighbours()[0]
+                assert comm.broadcast_near(b"%d" % i if comm.rank == first else None) == b"%d" % i
             elif call == "s":
                 assert comm.scatter([b"%d" % r for r in range(size)] if comm.rank == 0 else None) == b"%d" % comm.rank
         return "done"
 
-    server = Server()
-    outcomes = run_session(server, size, body)
+    outcomes = run_session(server, size, body, nodes=nodes)
     assert server.num_keys() == 0
     if not failures:
         assert outcomes == ["done"] * size
@@ -263,6 +304,47 @@ def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, c
     told = {str(outcome) for rank, outcome in enumerate(outcomes) if rank not in originals}
     assert len(told) <= 1
     assert told <= {f"rank {rank}: ValueError: boom {rank}" for rank in originals}
+
+
+def test_only_the_leader_of_a_machine_speaks_with_rank_0s_store():
+    server = Server("tcp")
+    nodes = joined(server, [(0,), (1, 2, 3)])
+    calls: list[list[str]] = [[] for _ in nodes]
+
+    def body(comm: StoreComm) -> None:
+        comm.gather(b"%d" % comm.rank)
+        comm.broadcast(bytes(9 << 20) if comm.rank == 0 else None)
+        comm.broadcast_near(b"near" if comm.rank < 2 else None)
+
+    def noting(store: Any, rank: int) -> Any:
+        return Noting(store, calls[rank], threading.Event())
+
+    assert run_session(server, 4, body, nodes=nodes, wrap=noting) == [None] * 4
+    assert calls[2] == calls[3] == []
+    # Three gathers and a broadcast are a wait each; a gather is an append and a count besides, and leaving is a count.
+    of_leader = {"append": 3, "add": 4, "set_timeout": 4, "get": 4 + 5, "check": 1}
+    assert {name: number for name, number in Counter(calls[1]).items() if name != "set"} == of_leader
+
+
+@pytest.mark.parametrize("absent", [1, 3], ids=["leader", "another"])
+def test_only_the_absent_rank_of_a_machine_is_named(monkeypatch: pytest.MonkeyPatch, absent: int):
+    monkeypatch.setattr(node_module, "_MEETING_S", 0.0)
+    server = Server("tcp")
+    nodes, here = joined(server, [(0,), (1, 2, 3)]), {0, 1, 2, 3} - {absent}
+    with over_when_here_are_all_but(absent):
+        outcomes = run_session(server, 4, lambda comm: None, nodes=nodes, only=here)
+    for rank in here:
+        assert outcomes[rank].ranks == (absent,)
+
+
+def test_ranks_that_do_not_wait_for_their_leader_send_each_message_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_module, "_MEETING_S", 0.0)
+    server = Server("tcp")
+    nodes = joined(server, [(0,), (1, 2, 3)])
+    for name in ("a", "b", "c"):
+        outcomes = run_session(server, 4, lambda comm: comm.gather(b"%d" % comm.rank), nodes=nodes, name=name)
+        assert outcomes == [[b"0", b"1", b"2", b"3"], None, None, None]
+    assert server.num_keys() == 0
 
 
 class Noting:

@@ -9,13 +9,34 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard_ckpt.comm import StoreComm, _session
+from reshard_ckpt.comm.bounded import BoundedStore
 from reshard_ckpt.comm.group import SessionCounter
+from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
 
 Body = Callable[[StoreComm], Any]
 
 
+class FakePeers:
+    """The ranks of one machine, which do not end."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+
+    def ranks(self, store: Any) -> tuple[int, ...]:
+        return self._ranks
+
+    def ended(self, store: Any) -> frozenset[int]:
+        return frozenset()
+
+
+def nodes_of(*machines: Sequence[int]) -> list[Node]:
+    """Return the node of each rank, given the ranks of each machine."""
+    by_rank = {rank: Node(FakePeers(ranks)) for ranks in machines for rank in ranks}  # type: ignore[arg-type]
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
 class Server:
-    """A store for all ranks: they share one connection, as no call of a `StoreComm` waits in the store."""
+    """A store for all ranks: they share one connection, beside those in which they wait."""
 
     def __init__(self, kind: str = "hash") -> None:
         tcp = kind == "tcp"
@@ -35,7 +56,7 @@ def run_session(
     call: Callable[[int], tuple[str, str]] = lambda rank: ("save", "/ckpt"),
     only: Collection[int] | None = None,
     wrap: Callable[[Any, int], Any] = lambda store, rank: store,
-    near: Callable[[int], Sequence[int]] = lambda rank: (rank,),
+    nodes: Sequence[Node | None] = (None,) * 99,
 ) -> list[Any]:
     """What `body` returns or raises on each rank; None on those that do not take part (not in `only`)."""
     outcomes: list[Any] = [None] * size
@@ -45,8 +66,8 @@ def run_session(
     def run(rank: int) -> None:
         def comm_of(number: int) -> StoreComm:
             store = wrap(dist.PrefixStore(f"{name}+{number}" if number else name, server.store), rank)
-            options = {"title": "save '/ckpt'", "timeout_s": timeout_s, "ranks_near": lambda: near(rank)}
-            return StoreComm(store, rank, size, **options)
+            near = None if nodes[rank] is None else Neighbours(nodes[rank], BoundedStore.of(server.store, timeout_s))
+            return NodeComm(store, rank, size, title="save '/ckpt'", timeout_s=timeout_s, near=near, name=f"{name}+{number}")
 
         start.wait()
         try:

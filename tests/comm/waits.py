@@ -1,7 +1,7 @@
-"""The table of all that waits for another rank, and pairs of processes of which one is killed or stopped there.
+"""The table of all that waits for another rank, and jobs of a few processes of which one is killed or stopped there.
 
-A pair is forked for each row: both join a process group whose store rank 0 hosts, so that rank 0 takes the job's store with it,
-as it does outside of torchrun. The row's victim sends itself the signal. The other one says what it got.
+A job is forked for each row: its ranks join a process group whose store rank 0 hosts, so that rank 0 takes the job's store with
+it, as it does outside of torchrun. The row's victim sends itself the signal. The others say what they got.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,13 +32,17 @@ from reshard_ckpt.comm import (
     exchange,
     group,
     home,
+    node,
     open_session,
     open_stop,
     open_turn,
+    peers,
     shared_store,
     values_of_all,
 )
 from reshard_ckpt.comm.links import Links, serving
+from reshard_ckpt.comm.node import NodeComm
+from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.memory.node import run_folder, run_path
 from reshard_ckpt.memory.options import Memory
 from reshard_ckpt.memory.pool import SlotPool
@@ -48,7 +53,7 @@ SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
 
 _AT_ONCE = 16
-"""How many pairs run at a time: most of them wait."""
+"""How many jobs run at a time: most of them wait."""
 
 Die = Callable[[], None]
 
@@ -73,6 +78,10 @@ class Row:
         Whether the ranks have met in a session before.
     joins
         Whether they have joined a process group.
+    machines
+        The machine of each rank; ranks of one machine know each other's processes.
+    stops
+        Whether the victim is also stopped there, not only killed.
     """
 
     call: Callable[[int, float, Path, Die], object]
@@ -83,6 +92,8 @@ class Row:
     names: tuple[int, ...] = (0, 1)
     meets: bool = True
     joins: bool = True
+    machines: tuple[int, ...] = (0, 0)
+    stops: bool = True
 
 
 def session(body: Callable[[Any, Die], object]) -> Callable[[int, float, Path, Die], None]:
@@ -234,6 +245,45 @@ def save(rank: int, seconds: float, folder: Path, die: Die, *, in_background: bo
             checkpoint.save(folder / "ckpt", state, timeout_s=seconds)
 
 
+PHASES = (
+    *(("save", call, number) for call, number in (("gather", 1), ("broadcast", 1), ("write", 1), ("gather", 2), ("gather", 3))),
+    *(("load", "broadcast", 1), ("load", "near", 1), ("load", "gather", 1), ("load", "broadcast", 2), ("load", "gather", 2)),
+    ("load", "gather", 3),
+)
+"""The n-th time that a rank makes a call in a save after the first of a layout, or in a load, once the session is open."""
+
+
+def at_phase(what: str, phase: str, number: int) -> Callable[[int, float, Path, Die], None]:
+    """Save or load as three ranks on two machines, and die at a phase of it."""
+
+    def call(rank: int, seconds: float, folder: Path, die: Die) -> None:
+        state = {"w": LocalShard(torch.full((4,), float(rank)), (12,), (4 * rank,))}
+        checkpoint.save(folder / "ckpt", state)
+        owner, name = {"write": (LocalWriter, "write"), "near": (NodeComm, "broadcast_near")}.get(phase, (NodeComm, phase))
+        made, times = getattr(owner, name), count(1)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            if next(times) == number:
+                die()
+            return made(*args, **options)
+
+        with mock.patch.object(owner, name, counted):
+            getattr(checkpoint, what)(folder / "ckpt", state, timeout_s=seconds)
+
+    return call
+
+
+def join_machine(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    serve = node._serve
+
+    def dying() -> Any:
+        die()
+        return serve()
+
+    with mock.patch.object(node, "_serve", dying), open_session("test", "/x", timeout_s=seconds):
+        pass
+
+
 def locked(path: Callable[[Path], Path], wait: Callable[[Path, float], object]) -> Callable[[int, float, Path, Die], None]:
     """Make the victim, rank 1, die with the lock of a path, for which rank 0 waits in `wait`."""
 
@@ -313,6 +363,21 @@ TABLE = {
 }
 
 
+# Rank 1 speaks for the second machine.
+TABLE["joining a machine"] = Row(join_machine, (1,), says=SAYS, stopped_s=8 * SOON, meets=False, machines=(0, 1, 1))
+TABLE |= {
+    f"{what} on machines, {phase} {number}": Row(
+        at_phase(what, phase, number),
+        (1, 2) if phase == "near" else (0, 1, 2),
+        says=f"{SAYS}|does not answer any more",
+        stopped_s=8 * SOON,
+        machines=(0, 1, 1),
+        stops=phase in ("write", "near"),
+    )
+    for what, phase, number in PHASES
+}
+
+
 def nothing() -> None:
     pass
 
@@ -326,8 +391,11 @@ def die_by(number: signal.Signals, rank: int, victim: int) -> Die:
 
 
 def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int], folder: Path) -> None:
-    """Be one rank of a pair, and leave what was raised in a file; never returns."""
+    """Be one rank of a job, and leave what was raised in a file; never returns."""
     row = TABLE[name]
+    size = len(row.machines)
+    machine = peers._machine
+    peers._machine = lambda: f"{machine()} {row.machines[rank]}"
     said: list[Any] = ["", "", []]
     try:
         # A wait of the store itself, or for one, would be longer than this test.
@@ -338,18 +406,18 @@ def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int],
         home.REPLY_S = home._PROBE_S = group.REPLY_S = 1e5
         if rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
-            os.write(ports[1], b"%d\n" % store.port)
+            os.write(ports[1], b"%9d" % store.port * (size - 1))
             port = store.port
         else:
-            port = int(os.read(ports[0], 99))
+            port = int(os.read(ports[0], 9))
         if rank and row.joins:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(days=1))
         if row.joins:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=1))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
             dist.barrier()
         else:
             env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            os.environ.update(env, WORLD_SIZE="2", RANK=str(rank))
+            os.environ.update(env, WORLD_SIZE=str(size), RANK=str(rank))
         if row.meets:
             with open_session("test", "/before"):
                 pass
@@ -358,17 +426,18 @@ def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int],
         row.call(rank, seconds, folder, die_by(signal.SIGKILL if how == "killed" else signal.SIGSTOP, rank, victim))
     except BaseException as error:
         said = [[base.__name__ for base in type(error).__mro__], str(error), list(getattr(error, "ranks", []))]
-        if not isinstance(error, Exception):
+        if not isinstance(error, CheckpointError):
             said[1] += traceback.format_exc()
-    (folder / f"said-{rank}").write_text(json.dumps(said))
+    (folder / f"saying-{rank}").write_text(json.dumps(said))
+    (folder / f"saying-{rank}").rename(folder / f"said-{rank}")
     os._exit(0)
 
 
-def begin_pair(name: str, how: str, victim: int, at: Path) -> list[int]:
-    """Fork both ranks; their process numbers."""
+def begin_job(name: str, how: str, victim: int, at: Path) -> list[int]:
+    """Fork all ranks; their process numbers."""
     ports = os.pipe()
     children = []
-    for rank in range(2):
+    for rank in range(len(TABLE[name].machines)):
         child = os.fork()
         if not child:
             be_rank(name, how, victim, rank, ports, at)
@@ -378,30 +447,34 @@ def begin_pair(name: str, how: str, victim: int, at: Path) -> list[int]:
     return children
 
 
-def run_pairs(pairs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
-    """Return by pair the names of classes, the message and the ranks of what the other rank raised."""
+def run_jobs(jobs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
+    """Return by job, for each rank but the victim, the names of classes, the message and the ranks of what it raised."""
     # Torch asks for the name of each address that connects; where nobody knows it, that took 5 s now and then.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-    left, running, said = list(enumerate(pairs)), {}, {}
+    left, running, said = list(enumerate(jobs)), {}, {}
     try:
         while left or running:
             while left and len(running) < _AT_ONCE:
-                number, pair = left.pop()
+                number, job = left.pop()
                 at = Path(folder, str(number))
                 at.mkdir()
-                children = begin_pair(*pair, at)
-                running[children[1 - pair[2]]] = number, pair[2], at, children
+                running[number] = begin_job(*job, at), at
             ended, _ = os.wait()
-            if ended in running:  # else it was killed
-                number, victim, at, children = running.pop(ended)
-                with suppress(ProcessLookupError):
-                    os.kill(children[victim], signal.SIGKILL)
-                lives = at / f"said-{victim}"
-                assert not lives.exists(), (pairs[number], lives.read_text())
-                said[number] = json.loads((at / f"said-{1 - victim}").read_text())
+            for number, (children, at) in list(running.items()):
+                victim = jobs[number][2]
+                if ended not in children or ended == children[victim]:
+                    continue
+                others = [rank for rank in range(len(children)) if rank != victim]
+                if all((at / f"said-{rank}").exists() for rank in others):
+                    del running[number]
+                    with suppress(ProcessLookupError):
+                        os.kill(children[victim], signal.SIGKILL)
+                    lives = at / f"said-{victim}"
+                    assert not lives.exists(), (jobs[number], lives.read_text())
+                    said[number] = [json.loads((at / f"said-{rank}").read_text()) for rank in others]
     finally:
-        for *_, children in running.values():
+        for children, _ in running.values():
             for child in children:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-    return [said[number] for number in range(len(pairs))]
+    return [said[number] for number in range(len(jobs))]

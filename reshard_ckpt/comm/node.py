@@ -1,0 +1,316 @@
+"""Node leaders: the first rank of each machine speaks with rank 0's store for all ranks of the machine.
+
+So that store serves one rank a machine. Each leader hosts a store for its machine. The steps stay those of `StoreComm`, with two
+differences on a machine of several ranks that does not have rank 0:
+
+1. *To rank 0*: a rank leaves its message in the machine's store. Once all of the machine are there, the leader appends them
+   together to the step's inbox.
+2. *Decision*: the leader waits for it and copies it into the machine's store, where the others wait.
+
+Failures go the direct way. Each rank writes refusals into rank 0's store itself. A rank whose message the leader leaves lying for
+long appends it to the inbox itself, and waits for the decision there; a claim in the machine's store keeps a message from being
+sent twice. So an error names the absent ranks alone, and not all ranks of their machine. If the leader's process ends, its store
+does not answer any more; then the others refuse the step and name the leader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import DistError
+
+from .bounded import BoundedStore, Line, bounded
+from .payloads import KeyValueStore, Payloads
+from .peers import Peers
+from .store import LAST_PAUSE_S, StoreComm
+from .wire import Frame, Refusal, decode_frames, encode_frame
+
+_STORES: Any = dist  # the stubs of torch.distributed leave out its stores
+
+_REPLY_S = 120.0
+_MEETING_S = 2.0
+"""Seconds that a rank leaves its message to its leader in the first step of a session, in which ranks may call other things; in
+other steps it is half of the time limit."""
+
+_DIRECT, _LED = 1 << 20, 1 << 40
+"""In the number of ranks of a machine that have left: one that has counted itself in rank 0's store, and the leader."""
+
+
+@dataclass(slots=True)
+class Node:
+    """This rank's machine: its ranks, and the connection to its store once this rank has joined it."""
+
+    peers: Peers
+    line: Line | None = None
+    is_known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The ranks of this machine, over one connection to the group's keys in rank 0's store."""
+
+    node: Node
+    store: BoundedStore
+
+    def ended(self) -> frozenset[int]:
+        """Return the ranks whose processes are known to have ended."""
+        return self.node.peers.ended(self.store)
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks, ascending. The ranks must have met in a session before."""
+        return self.node.peers.ranks(self.store)
+
+
+def _serve() -> Any:
+    return _STORES.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S))
+
+
+def _connect(port: int) -> Any:
+    return _STORES.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S))
+
+
+def _lost(timeout_s: float) -> Any:
+    raise DistError("it has not replied before")
+
+
+class NodeComm(StoreComm):
+    """The `Comm` of one session on one rank.
+
+    Parameters
+    ----------
+    near
+        The machine of this rank; without it, ranks speak with rank 0's store alone. If this rank has joined the machine's store
+        before, the session uses that from the first step on, else from the second.
+    name
+        The session's name, which no other session of the group may have.
+    """
+
+    def __init__(
+        self, store: KeyValueStore, rank: int, size: int, *, near: Neighbours | None = None, name: str = "", **options: Any
+    ) -> None:
+        if near is not None:
+            options |= {"ended": near.ended, "ranks_near": near.ranks}
+        super().__init__(store, rank, size, **options)
+        self._neighbours, self._name = near, name
+        self._near: BoundedStore | None = None
+        self._frame: Frame | None = None
+        self._use_node()
+
+    def _use_node(self) -> None:
+        if self._neighbours is not None and (line := self._neighbours.node.line) is not None:
+            # A part of the time, so that a leader that hangs is named before others miss this rank too.
+            self._near = line.open(self._timeout_s / 4).below(self._name)
+            self._leader, *self._others = self._ranks_near()
+
+    def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
+        if not super().open(kind, subject, before=before):
+            return False
+        if self._neighbours is not None and not self._neighbours.node.is_known:
+            with self._reachable():
+                self._join(self._neighbours.node, self._neighbours.store)
+        return True
+
+    def _join(self, node: Node, root: BoundedStore) -> None:
+        """Start the store of this machine or connect to it, if the machine has several ranks but not rank 0."""
+        first, *others = self._ranks_near()
+        if first and others and hasattr(_STORES.TCPStore, "clone"):
+            key = f"node/{first}"
+            if self.rank == first:
+                client = bounded(_serve, self._timeout_s, f"{self._title}: rank {first} did not start the store of its machine")
+                root.set(key, b"%d" % client.port)
+            else:
+                port = int(self._get_from(first, key, root))
+                client = bounded(partial(_connect, port), self._timeout_s, f"{self._title}: rank {first} did not answer")
+            node.line = Line(_lost, client)
+        node.is_known = True
+        self._use_node()
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        if self._near is not None:
+            self._near.allow(self._timeout_s / 2)
+        with super()._reachable():
+            yield
+
+    @contextmanager
+    def _leader_answers(self) -> Iterator[None]:
+        """If the store of this machine is lost, refuse the step, unless it is decided."""
+        try:
+            yield
+        except DistError as error:
+            if self._near is None:
+                raise
+            self._near = None
+            self._refuse(self._leader_lost(str(error)))
+            self._stop_if_over()
+
+    def _leader_lost(self, why: str) -> Refusal:
+        what = f"rank {self._leader}, which speaks for the ranks of its machine, does not answer any more"
+        return Refusal(
+            "PeerError", f"{self._title}: {what} ({why}): its own log says why", (self._leader,), absent=(self._leader,)
+        )
+
+    # --- to rank 0 ---
+
+    def _post(self, frame: Frame) -> None:
+        self._frame = frame
+        if self._near is None:
+            self._send(frame)
+            return
+
+        def arrive(store: KeyValueStore) -> None:
+            store.append(self._key("in"), encode_frame(frame))
+            if store.add(self._key("arrived"), 1) == 1 + len(self._others):
+                store.set(self._key("bell"), b"")
+
+        with self._leader_answers():
+            self._near.together(arrive)
+
+    def _send_for(self, frames: Sequence[Frame]) -> None:
+        """Send messages of this machine that no rank has sent yet."""
+        if self._near is None:
+            return
+
+        def claim(store: KeyValueStore) -> list[Frame]:
+            return [frame for frame in frames if store.add(self._key("sent", frame.rank), 1) == 1]
+
+        with self._leader_answers():
+            if unsent := self._near.together(claim):
+                self._send(*unsent)
+
+    # --- from rank 0 ---
+
+    def _decision(self, call: str) -> bytes:
+        if self._near is None:
+            return super()._decision(call)
+        decision = b""
+        with self._leader_answers():
+            decision = self._decision_near(call)
+        return decision or self._store.get(self._key("decision"))
+
+    def _decision_near(self, call: str) -> bytes:
+        """Wait for the decision, on the leader for the messages of its machine before; "" if this rank has refused the step.
+
+        A message that the leader has not taken in time is sent by its own rank, which waits for rank 0 itself from then on.
+        """
+        assert self._near is not None
+        near, key, began = self._near, self._key("decision"), time.monotonic()
+        leads, unsent = self.rank == self._leader, self._frame if call == "gather" else None
+        patience_s = min(self._timeout_s / 2, self._timeout_s if self._step else _MEETING_S)
+        awaited = near.begin_get(self._key("bell") if leads else key, self._timeout_s) if unsent or not leads else None
+        decided = self._store.begin_get(key, self._timeout_s) if leads or awaited is None else None
+        if decided is None and (leads or awaited is None):  # too many open files for another connection
+            self._send_for([] if unsent is None else [unsent])
+            decision = super()._decision(call)
+            self._pass_on(decision, has_payload=leads and call == "broadcast")
+            return decision
+
+        def is_decided() -> bool:
+            nonlocal decided, awaited, unsent
+            if awaited is not None and awaited.ends(0):
+                if not leads:
+                    return True
+                awaited.outcome()
+                awaited = unsent = None
+                self._send_for(list(decode_frames(near.get(self._key("in")))))
+            elif unsent is not None and time.monotonic() - began > patience_s:
+                self._send_for([unsent])
+                unsent = None
+                decided = decided or self._store.begin_get(key, self._timeout_s)
+            return (decided is not None and decided.ends(0)) or self._refuse_without_ended()
+
+        def pause(seconds: float) -> None:
+            first = decided if awaited is None or (unsent is None and not leads) else awaited
+            if first is None:
+                time.sleep(seconds)
+            else:
+                first.ends(max(seconds, LAST_PAUSE_S))
+
+        if not self._wait(is_decided, self._timeout_s, pause):
+            self._stop_if_given_up()
+            self._expire()
+        if awaited is not None and not leads and awaited.ends(0):
+            return awaited.outcome()
+        if decided is None or not decided.ends(0):
+            return b""
+        decision = decided.outcome()
+        self._pass_on(decision, has_payload=leads and call == "broadcast")
+        return decision
+
+    def _pass_on(self, decision: bytes, *, has_payload: bool = False) -> None:
+        """Copy a decision into the machine's store, and before it the payload that rank 0 has put beside it, if it has one."""
+        if self._near is None:
+            return  # it is lost, but rank 0 had let the step pass
+        key = self._key("all")
+        if has_payload and self._store.check([f"{key}/0"]):
+            Payloads(self._near).save({key: self._payloads.load(key)})
+        self._near.set(self._key("decision"), decision)
+
+    def _payload_of_all(self, key: str) -> bytes:
+        if self._near is not None and self._near.check([f"{key}/0"]):
+            return Payloads(self._near).load(key)
+        return super()._payload_of_all(key)
+
+    def _wake_near(self, decision: bytes) -> None:
+        if self._near is None:
+            super()._wake_near(decision)
+            return
+        with suppress(DistError):  # the loss of the machine's store wakes them too
+            super()._wake_near(decision)
+            self._pass_on(decision)
+            self._near.set(self._key("bell"), b"")
+
+    # --- on this machine, and leaving ---
+
+    def _value_near(self, payload: bytes | None) -> bytes:
+        values = []
+        with self._leader_answers():
+            values.append(super()._value_near(payload))
+        if not values:  # the store is lost, and rank 0 has let this step pass
+            self._refuse_undecided(self._leader_lost("its store is lost"))
+            self._stop_if_over()
+        return values[0]
+
+    def _shared_store(self) -> BoundedStore:
+        return self._store if self._near is None else self._near
+
+    def _num_leaving(self) -> int:
+        if self._near is None:
+            return 1
+        near, failed = self._near, self._refusal is not None
+        near.allow(self._farewell())
+        try:
+            if self.rank != self._leader:
+                total = near.add("left", 1 + _DIRECT * failed)
+                if total % _DIRECT == len(self._others):
+                    near.set("gone", b"")
+                return int(failed or total >= _LED)
+            if not failed and not self._wait_for("gone", self._farewell(), store=near)[0]:
+                near.set("gone", b"")
+            direct, left = divmod(near.add("left", _LED) - _LED, _DIRECT)
+            if left == len(self._others):
+                near.together(self._delete_near)
+            return 1 + left - direct
+        except DistError:
+            return 1
+
+    def _delete_near(self, store: KeyValueStore) -> None:
+        """Delete the session's keys in the machine's store, once no rank uses them any more."""
+        payloads = Payloads(store)
+        for step in range(self._step + 1):
+            payloads.drop(f"{step}/all")
+            for rank in (self._leader, *self._others):
+                store.delete_key(f"{step}/sent/{rank}")
+            for name in ("in", "arrived", "bell", "decision"):
+                store.delete_key(f"{step}/{name}")
+        for number in range(self._num_near + 1):
+            store.delete_key(f"near/{self._leader}/{number}")
+        for name in ("left", "gone"):
+            store.delete_key(name)
