@@ -160,13 +160,19 @@ def load_plan(catalog: Catalog, job: Job, rank: int) -> Callable[[], int]:
     return run
 
 
-def merge_timeline(num_ranks: int) -> Callable[[], bytes]:
-    """Return what rank 0 does with the records that came with the receipts of all ranks."""
+def timeline_of() -> Recorder:
+    """Return the recorder of a rank after a save: 8 steps and 4 messages."""
     recorder = Recorder()
     began = recorder.began
     for i, name in enumerate(STEP_NAMES[:8]):
         recorder._steps.append((name, "caller", began + 0.3 * i, began + 0.3 * i + 0.29, 1 << 30 if name == "write" else 0))
     recorder.calls = [CommCall(i != 1, began + 0.6 * i, began + 0.6 * i + 0.1) for i in range(4)]
+    return recorder
+
+
+def merge_timeline(num_ranks: int) -> Callable[[], bytes]:
+    """Return what rank 0 does with the records that came with the receipts of all ranks."""
+    recorder = timeline_of()
     records = [recorder.sealed()] * num_ranks
     return lambda: merged(recorder, records, recorder.now(), save_id="s", mesh=None)
 
