@@ -60,7 +60,7 @@ def server_cpu_s() -> float:
 def count_requests() -> Counter[str]:
     """Count from now on the calls of this process to stores, by method."""
     counted: Counter[str] = Counter()
-    together = BoundedStore.together
+    on_worker = BoundedStore.on_worker
 
     class Counting:
         def __init__(self, store: Any) -> None:
@@ -74,7 +74,7 @@ def count_requests() -> Counter[str]:
         return store._line._connect is node._lost
 
     def counting(self: BoundedStore, requests: Callable[[Any], Any]) -> Any:
-        return together(self, requests if is_of_machine(self) else lambda store: requests(Counting(store)))
+        return on_worker(self, requests if is_of_machine(self) else lambda store: requests(Counting(store)))
 
     begin_get = BoundedStore.begin_get
 
@@ -83,7 +83,7 @@ def count_requests() -> Counter[str]:
         counted["get"] += begun is not None and not is_of_machine(self)
         return begun
 
-    BoundedStore.together, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
+    BoundedStore.on_worker, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
     return counted
 
 

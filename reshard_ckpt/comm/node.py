@@ -171,7 +171,7 @@ class NodeComm(StoreComm):
                 store.set(self._key("bell"), b"")
 
         with self._leader_answers():
-            self._near.together(arrive)
+            self._near.on_worker(arrive)
 
     def _send_for(self, frames: Sequence[Frame]) -> None:
         """Send messages of this machine that no rank has sent yet."""
@@ -182,7 +182,7 @@ class NodeComm(StoreComm):
             return [frame for frame in frames if store.add(self._key("sent", frame.rank), 1) == 1]
 
         with self._leader_answers():
-            if unsent := self._near.together(claim):
+            if unsent := self._near.on_worker(claim):
                 self._send(*unsent)
 
     # --- from rank 0 ---
@@ -296,7 +296,7 @@ class NodeComm(StoreComm):
                 near.set("gone", b"")
             direct, left = divmod(near.add("left", _LED) - _LED, _DIRECT)
             if left == len(self._others):
-                near.together(self._delete_near)
+                near.on_worker(self._delete_near)
             return 1 + left - direct
         except DistError:
             return 1

@@ -53,7 +53,7 @@ class TestNodeComm(CommContract):
         yield lambda body: run_session(server, 6, body, nodes=nodes)
         server.store.delete_key("node/2")
         for node in nodes[2:5]:  # each deletes the session's keys; the machine's store is empty again
-            assert node.line.open(10).together(lambda store: store.num_keys()) == 0
+            assert node.line.open(10).on_worker(lambda store: store.num_keys()) == 0
 
 
 def test_a_session_of_one_rank_works_too(server: Server):
