@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-torchtitan compat-verl fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -173,6 +173,12 @@ compat-verl:
 	  $$venv/bin/python -m pip install --quiet --no-deps "verl==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/verl; \
 	done
+
+# Ray Train in a venv of its own, on a cluster of this machine with 4 CPUs.
+compat-ray:
+	test -x $(COMPAT_VENVS)/ray/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/ray
+	$(COMPAT_VENVS)/ray/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	$(COMPAT_VENVS)/ray/bin/python -m pytest -q -p no:cacheprovider tests/families/ray
 
 # The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
 BCP := $(COMPAT_VENVS)/bytecheckpoint

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "verl.md": "tests/families/verl/test_docs.py",
     "cookbook.md": "tests/examples/test_cookbook.py",
     "deepspeed.md": "tests/families/deepspeed/test_docs.py",
+    "ray.md": "tests/families/ray/test_train.py",
     "lightning.md": "tests/families/lightning/test_docs.py",
 }
 """Pages whose blocks another test runs."""

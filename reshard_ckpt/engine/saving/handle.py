@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
+from ...storage import resolved_path
 from ..common.host_memory import POOL
 from ..common.progress import LOGGER
 from .agreement import PLANS
@@ -154,6 +155,19 @@ class RunningSave:
 
 _RUNNING: WeakSet[RunningSave] = WeakSet()
 """The saves of this process; a forked child ends all of them."""
+
+
+def saves_to(path: str) -> list[SaveHandle]:
+    """Return the saves of this process to a path that are under way, or whose error nobody has asked for.
+
+    Parameters
+    ----------
+    path
+        As the save was given it, or an absolute path of the same folder.
+    """
+    wanted = resolved_path(path)
+    saves = [save for save in _RUNNING if resolved_path(save.path) == wanted]
+    return [SaveHandle(save) for save in saves if not save.committed.done() or save.has_unseen_error]
 
 
 class SaveHandle:

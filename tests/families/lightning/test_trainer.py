@@ -68,7 +68,9 @@ def module(seed: int, losses: list[float], drops: bool) -> Any:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(SAMPLES, batch_size=BATCH // dist.get_world_size())
+            mesh = getattr(self, "device_mesh", None)
+            num = dist.get_world_size() if mesh is None else mesh["data_parallel"].size()
+            return torch.utils.data.DataLoader(SAMPLES, batch_size=BATCH // num)
 
     made = Small()
     made.strict_loading = False  # the frozen part is not saved

@@ -1,0 +1,1 @@
+"""Ray Train: its reports of checkpoints that this library saves."""
