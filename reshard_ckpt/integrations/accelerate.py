@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..families.accelerate.background import background_saves
 from ..families.accelerate.calls import install, uninstall
 
-__all__ = ["install", "uninstall"]
+__all__ = ["background_saves", "install", "uninstall"]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ...plugins import checkpoint
 from ...plugins.errors import UsageError
 from ...plugins.names import unwrapped
+from .background import BACKGROUND
 
 _OWNER = "accelerate.utils.fsdp_utils"
 _MODULES = (_OWNER, "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
@@ -91,7 +92,7 @@ def save_fsdp_model(
 ) -> None:
     """Save a module as ``pytorch_model_fsdp_<index>``; with `adapter_only` without its frozen parameters."""
     frozen = _frozen(model) if adapter_only else []
-    checkpoint.save(_folder(output_dir, "pytorch_model_fsdp", model_index), {"model": model}, exclude=frozen)
+    BACKGROUND.save(_folder(output_dir, "pytorch_model_fsdp", model_index), {"model": model}, exclude=frozen)
 
 
 @_unless_full
@@ -105,6 +106,7 @@ def load_fsdp_model(
     use_dcp: bool = True,
 ) -> LoadResult:
     """Load a module, on any number of ranks."""
+    BACKGROUND.wait()
     frozen = _frozen(model) if adapter_only else []
     checkpoint.load(_folder(input_dir, "pytorch_model_fsdp", model_index), {"model": model}, allow_missing=frozen)
     return LoadResult([], [])
@@ -121,7 +123,7 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Save an optimizer as ``optimizer_<index>``, under the names of its parameters."""
-    checkpoint.save(_folder(output_dir, "optimizer", optimizer_index), _state(model, optimizer), exclude=["model"])
+    BACKGROUND.save(_folder(output_dir, "optimizer", optimizer_index), _state(model, optimizer), exclude=["model"])
 
 
 @_unless_full
@@ -136,6 +138,7 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Load an optimizer, which may never have stepped, on any number of ranks."""
+    BACKGROUND.wait()
     checkpoint.load(_folder(input_dir, "optimizer", optimizer_index), _state(model, optimizer), ignore=["model"])
 
 

@@ -78,6 +78,16 @@ def save(folder: str, version: int) -> list[float]:
     return found
 
 
+def save_by_accelerate(folder: str, version: int) -> list[float]:
+    from reshard_ckpt.integrations import accelerate as ours
+
+    accelerator, net, optimizer = prepared(version, 0)
+    ours.uninstall()
+    losses(accelerator, net, optimizer, 2)
+    accelerator.save_state(folder)
+    return losses(accelerator, net, optimizer, 3)
+
+
 def load(folder: str, version: int) -> list[float]:
     accelerator, net, optimizer = prepared(version, 5)
     accelerator.load_state(folder)
@@ -94,6 +104,16 @@ def test_save_state_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(v
     for num, its in ((1, version), (3, version), (2, other)):
         for found in run_ranks(load, num, str(tmp_path / "state"), its, timeout_s=120):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_folders_that_accelerate_wrote_by_dcp_go_on_at_other_numbers_of_ranks(version: int, tmp_path: Path) -> None:
+    (expected, *_) = run_ranks(save_by_accelerate, 2, str(tmp_path / "state"), version, timeout_s=120)
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert checkpoint.inspect(tmp_path / "state" / part).format == "dcp"
+    for num, its in ((1, version), (3, 3 - version)):
+        for found in run_ranks(load, num, str(tmp_path / "state"), its, timeout_s=120):
+            assert found == pytest.approx(expected, rel=1e-5), (num, its)
 
 
 def test_install_binds_all_that_call_and_uninstall_gives_them_back() -> None:

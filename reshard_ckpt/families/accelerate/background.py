@@ -1,0 +1,99 @@
+"""Saves of the ``Trainer`` of transformers in the background: `background_saves`, a callback.
+
+1. While ``train`` runs, the functions of `calls` begin a save and return once the state may change. One save runs at a time: the
+   optimizer's waits for the model's, and the next model's for both.
+2. The ``Trainer`` removes old folders right after it has begun a save. With ``save_total_limit=2`` or more, the folder of before,
+   which is committed by then, stays; a limit of 1 is refused.
+3. ``train`` returns when the last save is committed, or raises its error.
+4. ``get_last_checkpoint``, and so ``resume_from_checkpoint=True``, passes over folders whose save was killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...plugins import CATALOG_KEY, checkpoint
+from ...plugins.errors import UsageError
+
+_OF_DCP = ".metadata"
+
+
+class Background:
+    """Whether saves run in the background, and the ones that do."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._saves: list[checkpoint.SaveHandle] = []
+
+    def save(self, path: str, state: dict[str, Any], **options: Any) -> None:
+        """Save, or begin to save."""
+        if self.is_on:
+            self._saves.append(checkpoint.async_save(path, state, **options))
+        else:
+            checkpoint.save(path, state, **options)
+
+    def wait(self) -> None:
+        """Wait for the saves, and raise the error of the first that failed."""
+        while self._saves:
+            self._saves.pop(0).result()
+
+
+BACKGROUND = Background()
+
+
+def background_saves() -> Any:
+    """Make a callback of the ``Trainer``, by which its FSDP checkpoints are saved in the background.
+
+    Raises
+    ------
+    UsageError
+        transformers is not installed.
+    """
+    return _callback_class()()
+
+
+@cache
+def _callback_class() -> type:
+    names = ("trainer", "trainer_utils", "trainer_callback")
+    try:
+        modules: list[Any] = [importlib.import_module(f"transformers.{name}") for name in names]
+    except ImportError as error:
+        raise UsageError(f"transformers cannot be used here ({error}); pip install transformers") from error
+    trainer, utils, callbacks = modules
+
+    def get_last_checkpoint(folder: Any) -> str | None:
+        """Return the newest whole checkpoint of a folder; None without one."""
+        steps = [path for path in Path(folder).iterdir() if utils._re_checkpoint.search(path.name) and path.is_dir()]
+        whole = {int(path.name.rpartition("-")[2]): path for path in steps if is_whole(path)}
+        return str(whole[max(whole)]) if whole else None
+
+    for module in (trainer, utils):
+        module.get_last_checkpoint = get_last_checkpoint
+
+    class BackgroundSaves(callbacks.TrainerCallback):  # type: ignore[misc, name-defined]
+        """Saves FSDP checkpoints of the Trainer in the background."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            if args.save_total_limit == 1:
+                raise UsageError(
+                    "save_total_limit=1: the Trainer would remove the last committed checkpoint while the next is being written; "
+                    "pass 2 or more, or leave background_saves() out"
+                )
+            BACKGROUND.is_on = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            BACKGROUND.is_on = False
+            BACKGROUND.wait()
+
+    return BackgroundSaves
+
+
+def is_whole(folder: Path) -> bool:
+    """Tell whether the Trainer can resume from a folder: its own state is there, and each checkpoint in it is committed."""
+    parts = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
+    return (folder / "trainer_state.json").exists() and all(
+        not part.is_dir() or (part / CATALOG_KEY).exists() or (part / _OF_DCP).exists() for part in parts
+    )

@@ -1,0 +1,98 @@
+"""The Trainer of transformers with FSDP1 and FSDP2, a real one: saves in the background, resumes on other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard_ckpt.errors import UsageError
+from tests.launch import RanksFailed, run_ranks
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+STEPS, BATCH, SAVED = 6, 6, 4
+
+
+def fit(
+    root: str, version: int, resume: bool = False, killed: bool = False, limit: int = 2, kind: str = "SHARDED_STATE_DICT"
+) -> Any:
+    """Train a tiny Llama on fixed samples; return the losses by step, and the newest whole checkpoint."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, trainer
+
+    from reshard_ckpt.engine.saving import commit
+    from reshard_ckpt.integrations import accelerate
+
+    warnings.simplefilter("ignore")
+    accelerate.install()
+
+    class OnCpu(Trainer):
+        """The Trainer, which by itself ignores FSDP on a CPU."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=version, state_dict_type=kind, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+            )
+            fsdp = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin, "device": torch.device("cpu")}
+            self.accelerator.state._shared_state.update(fsdp)
+            PartialState._shared_state.update(fsdp)
+            self.is_fsdp_enabled = True
+
+    arguments = TrainingArguments(
+        root, per_device_train_batch_size=BATCH // dist.get_world_size(), max_steps=STEPS, learning_rate=1e-2, logging_steps=1,
+        lr_scheduler_type="linear", seed=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=2,
+        save_total_limit=limit,
+    )  # fmt: skip
+    torch.manual_seed(5 if resume else 0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 31}
+    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **shape))
+    tokens = torch.randint(0, 31, (STEPS * BATCH, 8), generator=torch.Generator().manual_seed(3))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    made = OnCpu(model, arguments, train_dataset=samples, callbacks=[accelerate.background_saves()])
+    publish = commit.publish
+
+    def killing(storage: Any, *arguments: Any, **options: Any) -> Any:
+        if f"checkpoint-{STEPS}/optimizer_0" in storage.url:
+            os._exit(9)
+        return publish(storage, *arguments, **options)
+
+    with mock.patch.object(commit, "publish", killing) if killed else mock.MagicMock():
+        made.train(resume_from_checkpoint=resume)
+    wrapped: Any = made.model_wrapped
+    assert isinstance(wrapped, FullyShardedDataParallel) if version == 1 else isinstance(next(wrapped.parameters()), DTensor)
+    losses = {line["step"]: line["loss"] for line in made.state.log_history if "loss" in line}
+    return losses, trainer.get_last_checkpoint(root)
+
+
+def test_a_killed_run_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path: Path) -> None:
+    (whole, newest), *_ = run_ranks(fit, 2, str(tmp_path / "whole"), 2)
+    assert newest == str(tmp_path / "whole" / f"checkpoint-{STEPS}")
+    with pytest.raises(RanksFailed):
+        run_ranks(fit, 2, str(tmp_path / "killed"), 2, False, True)
+    assert {path.name for path in (tmp_path / "killed").iterdir()} == {f"checkpoint-{step}" for step in (SAVED, STEPS)}
+    for num, version in ((1, 2), (3, 1)):
+        shutil.copytree(tmp_path / "killed", tmp_path / f"on-{num}")
+        (losses, _), *_ = run_ranks(fit, num, str(tmp_path / f"on-{num}"), version, True)  # on from the newest whole one
+        assert [losses[step] for step in (5, 6)] == pytest.approx([whole[step] for step in (5, 6)], rel=1e-5)
+
+
+def refused(root: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        fit(root, 2, limit=1)
+    return str(caught.value)
+
+
+def test_a_limit_of_one_is_refused(tmp_path: Path) -> None:
+    assert "save_total_limit=1" in run_ranks(refused, 1, str(tmp_path))[0]
