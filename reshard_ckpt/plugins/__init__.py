@@ -13,7 +13,6 @@ from ..checkpoint.saving import begin_captured, save_captured
 from ..comm import values_of_all
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints, ValueKind
-from ..engine.saving.handle import saves_to
 from ..format.columns import TORCH_DTYPES
 from ..format.files import CATALOG_KEY
 from ..format.values import is_plain
@@ -58,7 +57,6 @@ __all__ = [
     "read_range",
     "runs",
     "save_captured",
-    "saves_to",
     "serve_state",
     "states",
     "torchfile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..checkpoint.reading import read_values
 from ..comm import Comm, open_session
 from ..comm.protocol import merge_of_all
+from ..engine.saving.handle import saves_to
 from ..state.capture import Captured, Target
 from ..state.layouts import group_of
 from ..state.state_builder import StateBuilder, zero_outside
@@ -18,5 +19,6 @@ __all__ = [
     "merge_of_all",
     "open_session",
     "read_values",
+    "saves_to",
     "zero_outside",
 ]

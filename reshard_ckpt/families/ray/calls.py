@@ -11,8 +11,9 @@ import os
 import tempfile
 from typing import Any
 
-from ...plugins import CATALOG_KEY, open_storage, saves_to
+from ...plugins import CATALOG_KEY, open_storage
 from ...plugins.errors import CheckpointNotFound, UsageError
+from ...plugins.states import saves_to
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
 """By the type of a file system of pyarrow: how its paths begin here."""
