@@ -37,7 +37,7 @@ def upload(reported: Any, name: str) -> Any:
     Parameters
     ----------
     reported
-        A ``ray.train.Checkpoint`` at the path of a save of all workers, which may be under way.
+        A ``Checkpoint`` of Ray at the path of a save of all workers, which may be under way.
     name
         The name of its folder in the storage of the run, if it has to be copied there.
 
