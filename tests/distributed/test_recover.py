@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import loading
@@ -372,6 +375,79 @@ def test_replicas_that_are_lost_together_come_from_memory_then_the_store_then_an
             assert used == ({tier} if at == 4 else {"self", "rank", tier})
         assert "there is no checkpoint of step 5" in older[0].went_back
         assert memory[0].went_back == store[0].went_back == ""
+
+
+def other_node_job(folder: str) -> Any:
+    """Two replicas of each other are lost, one of them with its node: its part is in the memory of the other node alone."""
+    rank = dist.get_rank()
+    node = Path(folder, f"node{rank // 2}")
+    memory = checkpoint.Memory(copies=1, folder=str(node))
+    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+        old = Training((2, 2))
+        old.train(2)
+        wanted = old.whole()
+        manager.async_save(2, old.state).result()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(node)
+    dist.barrier()
+    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+        new = Training((2, 2))
+        report = checkpoint.recover(new.state, alive=False if rank in (0, 2) else old.state, manager=manager)
+    return report, same(new.whole(), wanted)
+
+
+def test_part_whose_node_is_gone_comes_from_the_memory_of_another_node(tmp_path: Path):
+    for report, is_right in run_ranks(other_node_job, SIZE, str(tmp_path)):
+        assert (is_right, report.step, report.went_back) == (True, 2, "")
+        # Ranks 0 and 2 want the same part, which the copy on the other node alone has: none of it is in the store.
+        assert report.bytes_from["peer"] > 0 == report.bytes_from["store"]
+
+
+def zero_job(folder: str, dead: tuple[int, ...]) -> Any:
+    """ZeroRedundancyOptimizer: the state of each parameter is on one rank alone, and a dead rank's comes from the checkpoint."""
+    rank = dist.get_rank()
+
+    def made() -> tuple[dict[str, Any], Callable[[int, int], None], ZeroRedundancyOptimizer]:
+        torch.manual_seed(7)
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+
+        def train(begin: int, end: int) -> None:
+            for step in range(begin, end):
+                batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).tensor_split(SIZE)[rank]
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state["step"] = step + 1
+
+        return state, train, optimizer
+
+    def values(state: dict[str, Any], optimizer: ZeroRedundancyOptimizer) -> list[torch.Tensor]:
+        own = [value.clone() for held in optimizer.optim.state.values() for _, value in sorted(held.items())]
+        return [*(parameter.detach().clone() for parameter in state["model"].parameters()), *own]
+
+    state, train, optimizer = made()
+    train(0, 2)
+    checkpoint.save(f"{folder}/saved", state)
+    old, wanted = state, values(state, optimizer)
+    own_bytes = sum(value.nbytes for held in optimizer.optim.state.values() for value in held.values())
+    state, train, optimizer = made()
+    report = checkpoint.recover(state, alive=False if rank in dead else old, path=f"{folder}/saved")
+    found = values(state, optimizer)
+    is_right = len(found) == len(wanted) > 8 and all(map(torch.equal, found, wanted))
+    train(2, 3)  # it goes on
+    return report, is_right, own_bytes if rank in dead else 0
+
+
+@pytest.mark.parametrize("dead", [(3,), (2, 3)], ids=["one dead", "a node dead"])
+def test_state_that_zero_redundancy_optimizer_has_on_one_rank_comes_from_the_checkpoint(tmp_path: Path, dead: tuple[int, ...]):
+    answers = run_ranks(zero_job, SIZE, str(tmp_path), dead)
+    lost = sum(own_bytes for *_, own_bytes in answers)
+    for report, is_right, _ in answers:
+        assert (is_right, report.step, report.went_back) == (True, 2, "")
+        assert report.bytes_from["store"] == lost > 0
 
 
 def own_values_job() -> list[Any]:
