@@ -32,7 +32,7 @@ LATER = {"compiled_ema": "import torch._dynamo, torch._functorch.aot_autograd"}
 
 
 def test_every_example_is_run():
-    others = {"hf_llama", "npy_format", "preemption"}  # in tests of their own
+    others = {"hf_llama", "npy_format", "preemption", "spare_ranks"}  # in tests of their own
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(NUM_PROCESSES) | others
 
 
@@ -46,6 +46,15 @@ def test_example_loads_another_layout_bit_for_bit(name: str, tmp_path: Path):
         ranks = run_ranks(run_script_here, NUM_PROCESSES[name], str(ROOT), str(script), arguments, init=False, imports=imports)
         output = "".join(ranks)
     assert "bit for bit" in output
+
+
+def test_spare_rank_takes_the_place_of_a_failed_one_and_three_go_on_after_the_second():
+    script = ROOT / "examples" / "spare_ranks.py"
+    imports = imports_of(script.read_text())
+    output = "".join(run_ranks(run_script_here, 5, str(ROOT), str(script), [], init=False, imports=imports))
+    assert "4 ranks go on at step 3, bytes from {'self': 76656, 'rank': 25552}" in output
+    assert "3 ranks go on at step 6, bytes from {'self': 76656}" in output
+    assert output.count("alike bit for bit") == 2
 
 
 @pytest.mark.parametrize("name", NUM_PROCESSES)
