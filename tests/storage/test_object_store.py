@@ -8,10 +8,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import obstore
 import pytest
+import torch
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CorruptError, StorageError, UsageError
 from reshard_ckpt.storage import (
     ABSENT,
@@ -26,6 +31,7 @@ from reshard_ckpt.storage import (
     resolved_path,
 )
 from reshard_ckpt.storage.object_lease import LeaseLost, ObjectLease, content
+from reshard_ckpt.storage.object_store import PARTS_IN_FLIGHT
 from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.storage.contract import StorageContract, put
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
@@ -280,6 +286,69 @@ def test_references_stay_below_the_prefix_of_the_run(url: str):
 
 
 # --- errors ---
+
+
+def test_a_writer_holds_a_bounded_number_of_parts(proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch):
+    """Parts that the writer has taken, less those that the store may have: never more than are sent at once, and one."""
+    part_bytes, num_parts = 5 << 20, 16  # the smallest that the stores take
+    monkeypatch.setattr(object_store, "HINTS", replace(object_store.HINTS, part_bytes=part_bytes))
+    gate = threading.Condition()
+    waiting = passed = taken = most_waiting = most_held = 0
+
+    def hold(method: str, path: str) -> str:
+        """Hold each part back until as many wait as are sent at once, or until the writer has given its last."""
+        nonlocal waiting, passed, most_waiting
+        if "partNumber" in path:
+            with gate:
+                waiting += 1
+                most_waiting = max(most_waiting, waiting)
+                gate.notify_all()
+                assert gate.wait_for(lambda: waiting >= PARTS_IN_FLIGHT or taken + 1 >= num_parts, timeout=60)
+                waiting, passed = waiting - 1, passed + 1
+                gate.notify_all()
+        return ""
+
+    data = [bytes([number]) * part_bytes for number in range(num_parts)]
+    with open_storage(url) as storage:
+        proxy.fault = hold
+        with storage.create("f") as writer:
+            for part in data:
+                writer.write(part)
+                with gate:
+                    taken += 1
+                    most_held = max(most_held, taken - passed)
+                    gate.notify_all()
+        proxy.fault = lambda method, path: ""
+        assert storage.read("f", 1 << 30) == b"".join(data)
+    assert most_waiting == PARTS_IN_FLIGHT
+    assert most_held <= PARTS_IN_FLIGHT + 1
+
+
+def test_a_load_holds_a_bounded_number_of_bytes(proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch):
+    """Bytes that the store was asked for at any time: never more than reads at once, each of a request's size."""
+    saved = {"w": torch.arange(12 << 20, dtype=torch.int32)}
+    checkpoint.save(f"{url}/a", saved)
+    monkeypatch.setattr(object_store, "HINTS", replace(object_store.HINTS, requests=9))
+    asked, now, most = threading.Lock(), 0, 0
+    get_range = obstore.get_range
+
+    def counted(client: object, path: str, *, start: int, length: int) -> Any:
+        nonlocal now, most
+        with asked:
+            now += length
+            most = max(most, now)
+        try:
+            return get_range(client, path, start=start, length=length)
+        finally:
+            with asked:
+                now -= length
+
+    monkeypatch.setattr(obstore, "get_range", counted)
+    loaded = {"w": torch.zeros_like(saved["w"])}
+    monkeypatch.setattr("reshard_ckpt.engine.loading.read.JOIN_WINDOWS", 2)
+    checkpoint.load(f"{url}/a", loaded)
+    assert torch.equal(loaded["w"], saved["w"])
+    assert 2 << 20 < most <= 9 * (2 << 20)
 
 
 def test_errors_name_the_place_and_no_secret(servers: tuple[str, FaultProxy], monkeypatch: pytest.MonkeyPatch):

