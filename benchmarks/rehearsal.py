@@ -47,7 +47,7 @@ from reshard_ckpt.engine.common.progress import merged
 from reshard_ckpt.engine.common.rounds import pack_table
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
 from reshard_ckpt.engine.loading.read_once import ROUND_BYTES, groups_of, wants_of
-from reshard_ckpt.engine.loading.vote import _merge, _together
+from reshard_ckpt.engine.loading.vote import _collective_options, _merge
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.commit import _see_files, catalog_of
 from reshard_ckpt.engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
@@ -277,7 +277,7 @@ def wants_of_rank(catalog: Catalog, specs: Sequence[TensorSpec]) -> Wants:
     """Return what a rank reads that wants these tensors."""
     block_bytes, sizes = np.full(len(catalog.files), BLOCK_BYTES), np.array([file.size for file in catalog.files], np.int64)
     wanted = [(spec, torch.empty(0)) for spec in specs]
-    resolved = resolve(catalog, wanted, LoadOptions(read_once=True), request_bytes=WINDOW_BYTES)
+    resolved = resolve(catalog, wanted, LoadOptions(read_once=True), window_bytes=WINDOW_BYTES)
     assert not any(resolved.problems.values()), resolved.problems
     return wants_of(plan_reads(resolved.plan, block_bytes, sizes, np.ones(len(specs), bool)), resolved.plan)
 
@@ -302,7 +302,9 @@ def votes_of(catalog: Catalog, layout: Job) -> list[bytes]:
     votes = []
     for rank in range(0, layout.mesh.size, layout.tp):  # ranks that differ in tp alone want the same names
         named = sorted(catalog.index(spec.name) for spec in layout.specs(rank))
-        votes += [msgpack.packb({**empty, "named": named, "together": _together(LoadOptions(read_once=True))})] * layout.tp
+        votes += [
+            msgpack.packb({**empty, "named": named, "together": _collective_options(LoadOptions(read_once=True))})
+        ] * layout.tp
     return votes
 
 
