@@ -58,10 +58,11 @@ from reshard_ckpt.format.files import BLOCK_BYTES, digest128
 
 from .control import MESSAGES, server_cpu_s
 from .planning import Ranks, carried_out, timeline_of
-from .planning_job import Job
+from .planning_job import Job, sized_job
 
 NODE = 8
-BUCKET = 300_000_000
+ROWS = 73
+"""Rows of the catalog for each rank: 1.2 million at 16,384 ranks."""
 WINDOW_BYTES = 16 << 20
 
 
@@ -406,7 +407,7 @@ def flat(args: Sequence[Any]) -> Iterator[bytes]:
 
 
 def rehearse(num_ranks: int) -> dict[str, Any]:
-    layout = Job(16, num_ranks // 128, 8, BUCKET)
+    layout = sized_job(num_ranks, ROWS * num_ranks)
     ranks, cache, job = Ranks(layout), PlanCache(), Job0(num_ranks)
     first, _ = measured(job, lambda: save(job, ranks, cache, "first"))
     ranks.change_values(2)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..comm import ALONE, open_session
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.specs import TensorSpec, box_piece, row_major_strides
 from ..core.report import summarize
@@ -22,7 +23,7 @@ from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.columns import TORCH_DTYPES
 from ..format.files import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
-from ..formats.source import NATIVE, Path, Source, open_source
+from ..formats.source import NATIVE, Path, Source, open_shared_source, open_source
 from .selecting import match_names
 
 
@@ -55,8 +56,16 @@ def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dic
         return source.catalog, {name: values[name].plain for name in names}
 
 
-def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
-    """Read a whole checkpoint and verify every byte of it, in one process; nothing is loaded into a state.
+def verify(
+    path: Path,
+    *,
+    sha256: bool = False,
+    workers: int | None = None,
+    progress: bool | OnProgress = False,
+    process_group: Any = ALONE,
+    timeout_s: float = 600.0,
+) -> VerifyReport:
+    """Read a whole checkpoint and verify every byte of it, in one process or together; nothing is loaded into a state.
 
     Parameters
     ----------
@@ -69,6 +78,11 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
         Threads that read and hash, with 8 MiB of memory each; by default as many as a load uses.
     progress
         As for `load`; the step is "verify", and then "sha256".
+    process_group
+        The ranks that share the reading: each verifies as many bytes, and all get the same report. None stands for all ranks. By
+        default this process is on its own.
+    timeout_s
+        Seconds to wait for the other ranks.
 
     Returns
     -------
@@ -79,33 +93,41 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
     ------
     CheckpointNotFound
         The path has no catalog.
+    PeerError
+        Another rank failed or did not arrive.
+    UsageError
+        Several ranks were asked for the SHA-256.
     """
     check_workers(workers)
+    session = open_session("verify", str(path), process_group=process_group, timeout_s=timeout_s)
     try:
-        return _verified(path, sha256, workers, reporter(progress))
+        with session as comm, open_shared_source(comm, path) as source:
+            if sha256 and comm.size > 1:
+                raise UsageError("sha256=True is the work of one process; verify without it on many ranks, and with it on one")
+            report = reporter(progress if comm.rank == 0 else False)
+            if not sha256:
+                return verify_all(source.storage, source.catalog, workers=workers, report=report, comm=comm)
+            return _verified_with_sha256(source, workers, report)
     except CorruptError as error:  # the catalog is damaged; its message gives the next step
         return VerifyReport((str(error),), 0, 0)
 
 
-def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress) -> VerifyReport:
-    with open_source(path) as source:
-        storage, saved = source.storage, source.catalog
-        if sha256 and not source.sha256:  # some foreign formats list the SHA-256 of their files
-            _refuse_foreign(source)
-        verified = verify_all(storage, saved, workers=workers, report=report)
-        if not sha256:
-            return verified
-        unlisted = [file for file in saved.files if file.key not in source.sha256] if source.sha256 else []
-        lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
-        try:
-            if source.sha256:
-                changed = list(check_listed(storage, source.sha256, workers=workers, report=report))
-            else:
-                changed = list(check_manifest(storage, saved, workers=workers, report=report))
-        except CorruptError as error:  # the manifest is missing or damaged; the findings so far stay
-            changed = [str(error)]
-        unverified = sum(file.size for file in unlisted) if source.sha256 else verified.bytes_unverified
-        return replace(verified, problems=(*verified.problems, *changed, *lines), bytes_unverified=unverified)
+def _verified_with_sha256(source: Source, workers: int | None, report: OnProgress) -> VerifyReport:
+    storage, saved = source.storage, source.catalog
+    if not source.sha256:  # some foreign formats list the SHA-256 of their files
+        _refuse_foreign(source)
+    verified = verify_all(storage, saved, workers=workers, report=report)
+    unlisted = [file for file in saved.files if file.key not in source.sha256] if source.sha256 else []
+    lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
+    try:
+        if source.sha256:
+            changed = list(check_listed(storage, source.sha256, workers=workers, report=report))
+        else:
+            changed = list(check_manifest(storage, saved, workers=workers, report=report))
+    except CorruptError as error:  # the manifest is missing or damaged; the findings so far stay
+        changed = [str(error)]
+    unverified = sum(file.size for file in unlisted) if source.sha256 else verified.bytes_unverified
+    return replace(verified, problems=(*verified.problems, *changed, *lines), bytes_unverified=unverified)
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:

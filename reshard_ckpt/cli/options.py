@@ -14,6 +14,7 @@ Path = Annotated[
     typer.Argument(metavar="PATH", help="A checkpoint: a folder, or what another format keeps as one."),
 ]
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format that can be opened.")]
+TimeoutS = Annotated[float, typer.Option(metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 

@@ -10,7 +10,7 @@ from ..engine.common.progress import size_text
 from .app import as_plain, command, print_json, print_note, print_text, progress
 from .columns import Columns
 from .formatting import placement, plural
-from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_mesh, parse_numbers, parse_pairs, refuse_memory
+from .options import AsJson, Cast, Exclude, Rename, Select, Src, TimeoutS, parse_mesh, parse_numbers, parse_pairs, refuse_memory
 
 if TYPE_CHECKING:
     from ..checkpoint import ReshardReport
@@ -49,9 +49,7 @@ def reshard(
     cast: Cast = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
     verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
-    timeout_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")
-    ] = 3600.0,
+    timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a job of another topology would have saved it. If it was killed, run it again to continue.

@@ -9,7 +9,7 @@ import typer
 from ..engine.common.progress import size_text
 from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, progress
 from .formatting import plural
-from .options import AsJson, Path, Workers
+from .options import AsJson, Path, TimeoutS, Workers
 
 
 @command("reshard-ckpt verify ckpt/step_100")
@@ -17,13 +17,20 @@ def verify(
     path: Path,
     sha256: Annotated[bool, typer.Option("--sha256", help="Also hold every file against the SHA-256 manifest.")] = False,
     workers: Workers = None,
+    timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> int:
-    """Read a whole checkpoint and verify every byte of it. The exit code is 1 if anything is wrong."""
-    from ..checkpoint import verify as verify_checkpoint
+    """Read a whole checkpoint and verify every byte of it. The exit code is 1 if anything is wrong.
 
-    with progress() as on_progress:
-        report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)
+    Under torchrun all processes share the work.
+    """
+    from ..checkpoint import verify as verify_checkpoint
+    from ..comm import launched_group
+
+    with launched_group(), progress() as on_progress:
+        report = verify_checkpoint(
+            path, sha256=sha256, workers=workers, progress=on_progress, process_group=None, timeout_s=timeout_s
+        )
     if as_json:
         print_json({"ok": report.ok, **as_plain(report)})
     else:

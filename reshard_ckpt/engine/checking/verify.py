@@ -1,6 +1,7 @@
 """Verification of a checkpoint: read all files, hash their blocks, and name the damaged parts.
 
-1. The rows of every tensor must tile it, and every file must exist with its size.
+1. The rows of every tensor must tile it, and every file must exist with its size. Several ranks divide the windows of all files
+   evenly; rank 0 checks the rows.
 2. Several threads read and hash windows of the files. Only a few windows are under way at any time, and digests are opened one
    file at a time, or from an object store of as many files as are read at once, so memory does not grow with the checkpoint.
 3. Damaged blocks that are neighbours are one problem, named with the tensors and values in them.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import numpy as np
 
+from ...comm.protocol import Comm, SoloComm, merge_of_all
 from ...core.catalog.model import Catalog
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
@@ -52,29 +54,62 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> VerifyReport:
+def verify_all(
+    storage: Storage,
+    catalog: Catalog,
+    *,
+    workers: int | None = None,
+    report: OnProgress = silent,
+    comm: Comm | None = None,
+) -> VerifyReport:
     """Read every byte that the catalog refers to.
+
+    Collective if `comm` has several ranks: a gather of the problems and a broadcast of them all.
 
     Parameters
     ----------
+    comm
+        The ranks that share the reading; by default this process is on its own.
     workers
         Threads that read and hash, each with a buffer of `REQUEST_BYTES`; by default as many as in a load.
     """
-    check = _Check(storage, catalog, Tally("verify", catalog.file_bytes, report))
-    faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
-    check.found += [fault_text(catalog, fault) for fault in faults]
-    check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
+    comm = comm or SoloComm()
+    share = _share(catalog, comm.rank, comm.size)
+    own_bytes = sum(len(part) for _, part in share)
+    check = _Check(storage, catalog, share, Tally("verify", own_bytes, report))
+    if comm.rank == 0:
+        faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
+        check.found += [fault_text(catalog, fault) for fault in faults]
+        check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
     if workers is None:
-        workers = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files), storage.hints)
+        workers = num_threads(sum(-(-len(part) // REQUEST_BYTES) for _, part in share), storage.hints)
     with ThreadPoolExecutor(workers, thread_name_prefix="reshard-ckpt-verify") as pool:
         for found in _in_order(pool, check.window, check.windows(), 2 * workers):
             check.add(found)
+    if comm.size > 1:
+        by_rank = merge_of_all(comm, [item if isinstance(item, str) else astuple(item) for item in check.found])
+        check.found = []
+        check.add(item if isinstance(item, str) else _Damage(*item) for found in by_rank for item in found)
     return VerifyReport(
         problems=tuple(check.problems()),
         num_files=len(catalog.files),
         num_bytes=catalog.file_bytes,
         bytes_unverified=sum(entry.size for entry in catalog.files if not entry.digests_key),
     )
+
+
+def _share(catalog: Catalog, rank: int, size: int) -> list[tuple[int, range]]:
+    """Return the files that a rank verifies, each with the bytes of its windows. All ranks get about as many bytes."""
+    total, begin = catalog.file_bytes, 0
+    low, high = rank * total // size, (rank + 1) * total // size
+    share = []
+    for index, file in enumerate(catalog.files):
+        # The windows that begin between `low` and `high`, counted over all files end to end.
+        first, last = (min(max(-(-(at - begin) // REQUEST_BYTES) * REQUEST_BYTES, 0), file.size) for at in (low, high))
+        if first < last or (not file.size and rank == 0):
+            share.append((index, range(first, last)))
+        begin += file.size
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +131,24 @@ class _Damage:
 class _Check:
     """One verification, with its findings so far in order of the files: damaged ranges, and messages of other problems."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, tally: Tally) -> None:
-        self.storage, self.catalog, self.tally = storage, catalog, tally
+    def __init__(self, storage: Storage, catalog: Catalog, share: Sequence[tuple[int, range]], tally: Tally) -> None:
+        self.storage, self.catalog, self.share, self.tally = storage, catalog, share, tally
         self.found: list[str | _Damage] = []
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
-        """Yield the windows to read of each file that exists; a missing file becomes a problem here."""
-        hints, files = self.storage.hints, self.catalog.files
+        """Yield the windows to read of each file that exists; a missing file becomes a problem where its first byte is."""
+        hints = self.storage.hints
         step = hints.requests if hints.requests > DISK.requests else 1  # the digests of so many files are in memory
-        for first in range(0, len(files), step):
-            some = range(first, min(first + step, len(files)))
-            for index, digests in zip(some, at_once(self.storage, *(partial(self._open, i) for i in some)), strict=True):
+        for first in range(0, len(self.share), step):
+            some = self.share[first : first + step]
+            opened = at_once(self.storage, *(partial(self._open, index) for index, _ in some))
+            for (index, part), digests in zip(some, opened, strict=True):
                 if not isinstance(digests, Digests):
-                    self.found += [digests] if digests else []
-                    self.tally.add(files[index].size)
+                    self.found += [digests] if digests and part.start == 0 else []
+                    self.tally.add(len(part))
                     continue
-                for low in range(0, files[index].size, REQUEST_BYTES):
+                for low in part[::REQUEST_BYTES]:
                     yield _Window(index, low, digests)
 
     def _open(self, index: int) -> Digests | str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound
+from reshard_ckpt.storage import LocalStorage
+from tests.launch import run_ranks
 
 
 def save_some(path: Path) -> Path:
@@ -59,3 +63,36 @@ def test_lost_and_cut_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "catalog.msgpack").unlink()
     with pytest.raises(CheckpointNotFound):
         checkpoint.verify(tmp_path)
+
+
+def verify_together(path: str) -> tuple[tuple[str, ...], int, int]:
+    reads: list[int] = []
+    read_into = LocalStorage.read_into
+
+    def noting(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
+        reads.append(sum(map(len, buffers)))
+        read_into(self, key, offset, buffers)
+
+    with mock.patch.object(LocalStorage, "read_into", noting):
+        report = checkpoint.verify(path, process_group=None)
+    return report.problems, report.num_bytes, sum(reads)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_share_the_bytes_and_all_get_the_report_of_one_process(tmp_path: Path, damaged: bool) -> None:
+    state = {f"w{i}": torch.arange(3_000_000, dtype=torch.float32) * (i + 1) for i in range(8)}
+    checkpoint.save(tmp_path, {"t": state, "empty": torch.zeros(0)})
+    (file,) = tmp_path.glob("*/*.safetensors")
+    if damaged:  # also on both sides of the border between two shares
+        data, at = bytearray(file.read_bytes()), -(-file.stat().st_size // 3 // (8 << 20)) * (8 << 20)
+        data[5_000] ^= 1
+        data[at - 200_000 : at + 200_000] = bytes(400_000)
+        file.write_bytes(data)
+    alone = checkpoint.verify(tmp_path)
+    assert len(alone.problems) == (2 if damaged else 0)
+    answers = run_ranks(verify_together, 3, str(tmp_path))
+    assert {problems for problems, _, _ in answers} == {alone.problems}
+    assert {num_bytes for _, num_bytes, _ in answers} == {alone.num_bytes}
+    read = [num_bytes for *_, num_bytes in answers]
+    assert max(read) - min(read) <= 8 << 20
+    assert sum(read) == alone.num_bytes
