@@ -14,13 +14,12 @@ from itertools import islice
 from math import isfinite, prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.geometry.columns import columns_of
-from ..core.geometry.runs import I64
+from ..core.geometry.runs import I64, Mask
 from ..core.report import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 
@@ -88,7 +87,7 @@ def _is_safe_checkpoint(path: str) -> bool:
     return path == "" or is_safe_key(path)
 
 
-def _first(mask: NDArray[np.bool_] | np.bool_) -> list[int]:
+def _first(mask: Mask | np.bool_) -> list[int]:
     """List the index of the first True in a mask; an empty list if there is none."""
     return [int(mask.argmax())] if mask.any() else []
 

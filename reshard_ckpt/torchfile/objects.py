@@ -92,24 +92,26 @@ def _a_dict(*arguments: Any) -> dict[Any, Any]:
     return {}
 
 
+_BUILTINS, _MULTIARRAY = ("builtins", "__builtin__"), ("numpy.core.multiarray", "numpy._core.multiarray")
+_KEPT = [
+    ("set", "set", _BUILTINS),
+    ("frozenset", "frozenset", _BUILTINS),
+    ("complex", "complex", _BUILTINS),
+    ("deque", "deque", ["collections"]),
+    ("numpy.dtype", "dtype", ["numpy"]),
+    ("numpy.ndarray", "ndarray", ["numpy"]),
+    ("numpy.ndarray", "_reconstruct", _MULTIARRAY),
+    ("numpy.scalar", "scalar", _MULTIARRAY),
+    ("torch.device", "device", ["torch"]),
+]
+"""Calls whose arguments are kept: the kind of the stand-in, the name that a pickle calls, and the modules that may have it."""
+
 _CALLED: Mapping[tuple[str, str], Any] = {
     ("_codecs", "encode"): ENCODED,
-    **{(module, "set"): StandInFunction("set", _instance("set")) for module in ("builtins", "__builtin__")},
-    **{(module, "frozenset"): StandInFunction("frozenset", _instance("frozenset")) for module in ("builtins", "__builtin__")},
-    **{(module, "complex"): StandInFunction("complex", _instance("complex")) for module in ("builtins", "__builtin__")},
     ("collections", "defaultdict"): StandInFunction("defaultdict", _a_dict),
-    ("collections", "deque"): StandInFunction("deque", _instance("deque")),
-    ("numpy", "dtype"): StandInFunction("numpy.dtype", _instance("numpy.dtype")),
-    ("numpy", "ndarray"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
     ("torch", "Size"): StandInFunction("torch.Size", lambda *values: torch.Size(SIZE.make(*values))),
-    ("torch", "device"): StandInFunction("torch.device", _instance("torch.device")),
+    **{(module, name): StandInFunction(kind, _instance(kind)) for kind, name, modules in _KEPT for module in modules},
 }
-for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _CALLED = {
-        **_CALLED,
-        (_module, "_reconstruct"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
-        (_module, "scalar"): StandInFunction("numpy.scalar", _instance("numpy.scalar")),
-    }
 _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 
 

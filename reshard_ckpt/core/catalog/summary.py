@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..geometry.runs import I64, volumes
+from ..geometry.runs import I64, Mask, volumes
 from .model import Catalog, TensorKind
 from .specs import CODES, Mesh, item_bytes_of
 
@@ -78,7 +77,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
     # own[t]: entry t is a tensor with bytes of its own, not a blob and not an alias.
     own = is_tensor & (table.alias < 0)
 
-    def share(chosen: NDArray[np.bool_]) -> Portion:
+    def share(chosen: Mask) -> Portion:
         held = chosen & own
         return Portion(int(chosen.sum()), int(elements[held].sum()), int(sizes[held].sum()))
 

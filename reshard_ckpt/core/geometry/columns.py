@@ -15,9 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .runs import I64
+from .runs import I64, Mask
 
 Table = TypeVar("Table", bound="ColumnTable")
 
@@ -102,7 +101,7 @@ def group_ids(columns: I64) -> tuple[I64, I64]:
     return ids, order[new]
 
 
-def is_new(*columns: I64) -> NDArray[np.bool_]:
+def is_new(*columns: I64) -> Mask:
     """Mark each row that differs from the one before it.
 
     >>> is_new(np.array([3, 3, 4])).tolist()
@@ -116,7 +115,7 @@ def is_new(*columns: I64) -> NDArray[np.bool_]:
     return new
 
 
-def running_max(values: I64, first: NDArray[np.bool_]) -> I64:
+def running_max(values: I64, first: Mask) -> I64:
     """Return the largest value so far within each group; `first` marks the first row of each group. No value is negative.
 
     >>> running_max(np.array([3, 1, 2, 1, 5]), np.array([True, False, True, False, False])).tolist()
@@ -173,7 +172,7 @@ def _dense_pair(key: I64, bits: int, part: I64, width: int) -> tuple[I64, int]:
     return _places(order, is_new(key[order], part[order]))
 
 
-def _places(order: I64, new: NDArray[np.bool_]) -> tuple[I64, int]:
+def _places(order: I64, new: Mask) -> tuple[I64, int]:
     """Return the rank of each row from its sorted order, and the bits that the largest takes."""
     # place[i]: the rank of the i-th row in sorted order; dense[i]: the rank of row i.
     place = np.cumsum(new) - 1

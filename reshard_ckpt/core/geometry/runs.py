@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 def pad_left(rows: I64, width: int, fill: int) -> I64:
@@ -142,7 +143,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     offsets: list[I64] = []
     sizes: list[I64] = []
 
-    def emit(mask: NDArray[np.bool_], dim: int, digits: I64, low: I64, high: I64) -> None:
+    def emit(mask: Mask, dim: int, digits: I64, low: I64, high: I64) -> None:
         """Add a box for each masked run: one index on the dims before `dim`, ``low … high`` along it, all of the dims after."""
         rows = np.flatnonzero(mask & (high > low))
         offset = digits[rows].copy()

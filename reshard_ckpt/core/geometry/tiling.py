@@ -24,11 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import UnsupportedError
 from .columns import ColumnTable, batches, is_new, lex_order, running_max
-from .runs import I64, bounds, decompose, ranges, volumes
+from .runs import I64, Mask, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 20
 """The most pairs compared in one step; bounds memory without changing the result."""
@@ -93,9 +92,7 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
     return np.concatenate([empty, *left]), np.concatenate([empty, *met])
 
 
-def _swept(
-    one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: NDArray[np.bool_]
-) -> tuple[I64, I64, I64]:
+def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: Mask) -> tuple[I64, I64, I64]:
     """Sort the boxes of crowded tensors along a dim, and narrow the range of candidates of each box of `one`."""
     # place: positions in right of boxes of crowded tensors; low, high: their bounds along the dim of their tensor.
     place = np.flatnonzero(crowded[other.tensor[right]])
@@ -336,7 +333,7 @@ class CutRuns(ColumnTable):
     count: I64
 
 
-def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray[np.bool_]) -> CutRuns | None:
+def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: Mask) -> CutRuns | None:
     """Cut runs of one box that overlap without being equal.
 
     Parameters

@@ -49,12 +49,12 @@ class RankRuns(ColumnTable):
     rank: I64
     local: I64
     tensor: I64
-    offsets: I64
-    lengths: I64
     start: I64
     count: I64
     dtype: I64
     device: I64
+    offsets: I64
+    lengths: I64
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..catalog.specs import PieceColumns, item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
+from ..geometry.runs import I64, Mask, bounds, decompose, pad_left, ranges, strides_of, volumes
 from ..geometry.tiling import TensorBoxes, meet
 
 MAX_WINDOWS = 1 << 20
@@ -218,7 +217,7 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
 
-def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> NDArray[np.bool_]:
+def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> Mask:
     """Mark the pairs whose part of the row has bounds that meet the wanted box."""
     low, high = bounds(offsets, lengths, pairs.start, pairs.count)
     want_low = boxes.offsets[pairs.box]

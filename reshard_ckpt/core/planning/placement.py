@@ -26,12 +26,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..catalog.placements import cut_ranges
 from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement
 from ..geometry.columns import group_ids, is_new, lex_order
-from ..geometry.runs import I64, Range
+from ..geometry.runs import I64, Mask, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,10 @@ class _AxisColumns:
     the first dim on which coordinates differ. ``present[t, c]``: coordinate c holds pieces of tensor t.
     """
 
-    same: NDArray[np.bool_]
-    flat: NDArray[np.bool_]
+    same: Mask
+    flat: Mask
     dim: I64
-    present: NDArray[np.bool_]
+    present: Mask
 
 
 def derive(
@@ -143,7 +142,7 @@ def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
     return np.bincount(tensor[order][is_new(tensor[order], number[order])], minlength=num_tensors)
 
 
-def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> NDArray[np.bool_]:
+def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> Mask:
     """Tell for each tensor whether every coordinate of an axis that holds a part of it holds the same parts.
 
     Entry i of the columns says that ``coordinate[i]`` holds the part ``number[i]`` (a run, or an offset) of ``tensor[i]``. All
@@ -155,7 +154,7 @@ def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> 
     tensor, coordinate, number = tensor[order], coordinate[order], number[order]
     pairs = np.bincount(tensor[is_new(tensor, coordinate, number)], minlength=num_tensors)
     coordinates = np.bincount(tensor[is_new(tensor, coordinate)], minlength=num_tensors)
-    alike: NDArray[np.bool_] = pairs == coordinates * _count_distinct(tensor, number, num_tensors)
+    alike: Mask = pairs == coordinates * _count_distinct(tensor, number, num_tensors)
     return alike
 
 
@@ -256,8 +255,8 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 
 
 def _inner_first_fits(
-    mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: _HeldBounds, coordinates: I64
-) -> NDArray[np.bool_]:
+    mesh: Mesh, table: PlacementTable, asked: Mask, shape: I64, ndim: I64, held: _HeldBounds, coordinates: I64
+) -> Mask:
     """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
     # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.
     dims = np.full((len(table.placements), len(mesh.axes)), -1, np.int64)

@@ -12,13 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..geometry.columns import ColumnTable, is_new, running_max
-from ..geometry.runs import I64, ranges, volumes
+from ..geometry.runs import I64, Mask, ranges, volumes
 from .load_plan import LoadPlan
-
-Mask = NDArray[np.bool_]
 
 NEAR_BYTES = 64 << 10
 """Byte runs closer together than this are read as one, because reading such a gap costs less than another request."""

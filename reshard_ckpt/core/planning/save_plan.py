@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import LayoutError
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
 from ..geometry.columns import group_ids, is_new, lex_order
-from ..geometry.runs import I64, as_boxes, strides_of
+from ..geometry.runs import I64, Mask, as_boxes, strides_of
 from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
 from .balance import Assigned, ReplicaGroup, assign
@@ -234,7 +233,7 @@ def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num
     )
 
 
-def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: NDArray[np.bool_]) -> list[ReplicaGroup]:
+def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) -> list[ReplicaGroup]:
     """Group the shared runs by the set of ranks that hold them."""
     ranks = rows.rank[runs.holder]
     # The ranks of one run are consecutive bytes of raw, and these bytes are the key of its group.
@@ -288,7 +287,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
     return f"{name}: no rank holds {region} ({plural(fault.missing, 'element')} in all), global shape {shape}"
 
 
-def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = True) -> Checks:
+def _checks(rows: MergedRows, runs: _Runs, chosen: Mask | bool = True) -> Checks:
     """List the rows of all chosen runs that more than one row holds."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
     members = several[runs.of_row]

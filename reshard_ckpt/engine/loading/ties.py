@@ -20,12 +20,11 @@ from math import prod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Piece, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.columns import is_new, running_max
-from ...core.geometry.runs import I64, decompose
+from ...core.geometry.runs import I64, Mask, decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
@@ -254,7 +253,7 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
     return out
 
 
-def _meeting(device: I64, low: I64, high: I64) -> NDArray[np.bool_]:
+def _meeting(device: I64, low: I64, high: I64) -> Mask:
     """Mark the ranges, sorted by device and address, that begin behind the ends of all ranges before them."""
     fresh = is_new(device)
     fresh[1:] |= low[1:] >= running_max(high, fresh)[:-1]

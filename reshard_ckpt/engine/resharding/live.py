@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
 
@@ -19,8 +19,8 @@ import torch
 
 from ...comm.protocol import Comm
 from ...core.catalog.specs import CODES, Ints, piece_columns
-from ...core.geometry.columns import is_new, lex_order
-from ...core.geometry.runs import I64, pad_left
+from ...core.geometry.columns import ColumnTable, Table, columns_of, concatenated, is_new, lex_order
+from ...core.geometry.runs import I64, Mask, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...format.columns import TORCH_DTYPES
 from ..common.rounds import pack_table, unpack_table
@@ -86,9 +86,9 @@ def plan_moves(
     round_bytes
         About how many bytes a rank sends, or receives, in one round.
     """
-    columns = _wanted_columns(wanted, devices)
-    # Message of a rank: length of the node's name (4 bytes), the name, its wanted rows as a table.
-    gathered = comm.gather(len(node).to_bytes(4, "little") + node + pack_table(columns))
+    # Message of a rank: length of the node's name (4 bytes), the name, its wanted runs as a table.
+    runs = _runs_of(wanted, devices, comm.rank)
+    gathered = comm.gather(len(node).to_bytes(4, "little") + node + _packed(runs))
     messages = None
     if gathered is not None:
         assert held is not None
@@ -96,51 +96,46 @@ def plan_moves(
         cuts = [4 + int.from_bytes(data[:4], "little") for data in gathered]
         number = {name: i for i, name in enumerate(dict.fromkeys(data[4:cut] for data, cut in zip(gathered, cuts, strict=True)))}
         nodes = [number[data[4:cut]] for data, cut in zip(gathered, cuts, strict=True)]
-        all_wanted = _joined([unpack_table(data[cut:]) for data, cut in zip(gathered, cuts, strict=True)])
+        of_ranks = [_unpacked(RankRuns, data[cut:]) for data, cut in zip(gathered, cuts, strict=True)]
+        # Tables are as wide as the most dims on their rank; shorter boxes get leading dims of offset 0 and length 1.
+        width = max(table.offsets.shape[1] for table in of_ranks)
+        all_wanted = concatenated(
+            [replace(t, offsets=pad_left(t.offsets, width, 0), lengths=pad_left(t.lengths, width, 1)) for t in of_ranks]
+        )
         parts = plan_exchange(held, all_wanted, nodes, round_bytes)
         # Rounds are numbered from 0, and `OWN` is -1, so an exchange of own parts alone has 0 rounds.
         num_rounds = [int(parts.round[parts.device == device].max(initial=OWN)) + 1 for device in (0, 1)]
-        head = _ROUNDS.pack(*num_rounds)
-        messages = [head + pack_table(_columns_of(parts.of_rank(rank))) for rank in range(comm.size)]
+        messages = [_ROUNDS.pack(*num_rounds) + _packed(parts.of_rank(rank)) for rank in range(comm.size)]
     data = comm.scatter(messages)
-    # One row of the table for each part: the seven scalar columns of `Parts`, then offsets and lengths of `width` dims each.
-    table = unpack_table(data[_ROUNDS.size :])
-    width = (table.shape[1] - 7) // 2
-    device, number, owner, owner_row, taker, taker_row, wire = table[:, :7].T
-    offsets, lengths = table[:, 7 : 7 + width], table[:, 7 + width :]
-    own = Parts(device, number, owner, owner_row, taker, taker_row, wire, offsets, lengths)
-    return Moves(own, _ROUNDS.unpack_from(data))
+    return Moves(_unpacked(Parts, data[_ROUNDS.size :]), _ROUNDS.unpack_from(data))
 
 
-def _wanted_columns(wanted: WantedRows, devices: Sequence[bool]) -> I64:
-    """Return a table of one row for each wanted row: row of `local`, tensor of the catalog, start, count, dtype, device, box."""
+def _runs_of(wanted: WantedRows, devices: Sequence[bool], rank: int) -> RankRuns:
+    """Return the runs that this rank wants, of tensors of the catalog."""
     columns, rows = wanted.local.local_metadata.rows, wanted.rows
     box = columns.box[rows]
-    flat = [
-        rows,
-        wanted.source,
-        columns.start[rows],
-        columns.count[rows],
-        wanted.local.local_metadata.tensors.dtype[columns.tensor[rows]].astype(np.int64),
-        np.array(devices, np.int64)[rows],
-    ]
-    return np.column_stack([*flat, columns.box_offsets[box], columns.box_lengths[box]])
+    return RankRuns(
+        rank=np.full(len(rows), rank),
+        local=rows,
+        tensor=wanted.source,
+        start=columns.start[rows],
+        count=columns.count[rows],
+        dtype=wanted.local.local_metadata.tensors.dtype[columns.tensor[rows]].astype(np.int64),
+        device=np.array(devices, np.int64)[rows],
+        offsets=columns.box_offsets[box],
+        lengths=columns.box_lengths[box],
+    )
 
 
-def _joined(tables: Sequence[I64]) -> RankRuns:
-    """Join the tables of all ranks (by rank, from `_wanted_columns`) into one."""
-    width = max((table.shape[1] - 6) // 2 for table in tables)
-    # Tables are as wide as the most dims on their rank; shorter boxes get leading dims of offset 0 and length 1.
-    offsets = [pad_left(table[:, 6 : 6 + (table.shape[1] - 6) // 2], width, 0) for table in tables]
-    lengths = [pad_left(table[:, 6 + (table.shape[1] - 6) // 2 :], width, 1) for table in tables]
-    local, tensor, start, count, dtype, device = np.vstack([table[:, :6] for table in tables]).T
-    rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    return RankRuns(rank, local, tensor, np.vstack(offsets), np.vstack(lengths), start, count, dtype, device)
+def _packed(table: ColumnTable) -> bytes:
+    """Pack the columns of a table, side by side."""
+    return pack_table(np.column_stack(columns_of(table)))
 
 
-def _columns_of(parts: Parts) -> I64:
-    """Return the columns of the parts side by side, as one table."""
-    return np.column_stack([getattr(parts, field.name) for field in fields(parts)])
+def _unpacked(kind: type[Table], data: bytes) -> Table:
+    """Unpack a table whose last two columns are the offsets and lengths of boxes, of as many dims as there are."""
+    table, num = unpack_table(data), len(fields(kind)) - 2
+    return kind(*table[:, :num].T, *np.split(table[:, num:], 2, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +355,7 @@ def _begins(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
 class _Schedule:
     """The chosen parts, sorted by round, then by the rank at the other end (`peer`), then by their order in the message."""
 
-    def __init__(self, parts: Parts, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]], peer: I64) -> None:
+    def __init__(self, parts: Parts, chosen: Mask, peer: I64) -> None:
         rows = np.flatnonzero(chosen)
         rows = rows[lex_order(parts.round[rows], peer[rows])] if len(rows) else rows
         self._rows, self._peer, self._round = rows, peer[rows], parts.round[rows]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.specs import Replication
-from ...core.geometry.runs import I64
+from ...core.geometry.runs import I64, Mask
 from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
@@ -250,9 +250,9 @@ def with_kind(fingerprints: U64, *, summed: bool) -> U64:
     return out
 
 
-def may_be_alike(ones: U64, others: U64) -> NDArray[np.bool_]:
+def may_be_alike(ones: U64, others: U64) -> Mask:
     """Return, for each pair of fingerprints, whether they are equal or cannot be compared: one is a sum, the other a hash."""
-    out: NDArray[np.bool_] = (ones == others) | ((ones ^ others) & np.uint64(1) == 1)
+    out: Mask = (ones == others) | ((ones ^ others) & np.uint64(1) == 1)
     return out
 
 

@@ -146,7 +146,7 @@ def test_holders_of_the_same_share_the_sending():
     zero = np.zeros(4, np.int64)
 
     def runs(ranks: list[int]) -> RankRuns:
-        return RankRuns(np.array(ranks), zero, zero, *whole, zero, zero + 4096 * 4096, zero + F32, zero)
+        return RankRuns(np.array(ranks), zero, zero, zero, zero + 4096 * 4096, zero + F32, zero, *whole)
 
     parts = plan_exchange(runs([0, 1, 2, 3]), runs([4, 5, 6, 7]), [0, 0, 1, 1, 2, 2, 3, 3], 32 << 20)
     sent = np.bincount(parts.owner, weights=parts.num_bytes)
