@@ -342,7 +342,7 @@ def linked(catalog: Catalog) -> Catalog:
     )
     return replace(
         catalog,
-        tensors_table=replace(table, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"]),
+        tensors_table=replace(table, **columns),
         values_table=linked_values,
     )
 

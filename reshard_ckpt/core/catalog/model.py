@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError
-from ..geometry.columns import ColumnTable
+from ..geometry.columns import ColumnTable, is_new
 from ..geometry.runs import I64, ranges
 from .names import divided
 from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind, item_bytes_of
@@ -334,6 +334,10 @@ class Catalog:
         }
 
 
+_UNCHANGED = ("dtype", "kind", "ndim", "shape", "placement", "optimizer", "key")
+"""Columns of the tensors that refer to no other tensor or row."""
+
+
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
     """Return the catalog with only these tensors, sorted by name even if names were changed, and with these values.
 
@@ -348,10 +352,10 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
     source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]
     # Entries by their source. First of each group comes the source itself if it was selected, else the first of its aliases.
     order = np.lexsort((taken, taken != source, source))
-    first = np.concatenate([[True], source[order][1:] != source[order][:-1]]) if len(order) else np.zeros(0, bool)
+    first = is_new(source[order])
     # leader[i]: the new index of the first entry that shares the bytes of entry i; alias: the same, -1 for the leader itself.
     leader = np.empty(len(taken), np.int64)
-    leader[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
+    leader[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
     alias = np.where(leader == np.arange(len(taken)), -1, leader)
     # counts[i]: rows of entry i; an alias has none of its own. row: the old index of each new row.
     counts = np.where(alias < 0, np.diff(table.row_start)[source], 0)
@@ -363,15 +367,9 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
         tensors_table=replace(
             table,
             names=tuple(table.names[i] for i in taken.tolist()),
-            dtype=table.dtype[taken],
-            kind=table.kind[taken],
-            ndim=table.ndim[taken],
-            shape=table.shape[taken],
+            **{column: getattr(table, column)[taken] for column in _UNCHANGED},
             alias=alias,
-            placement=table.placement[taken],
             row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            optimizer=table.optimizer[taken],
-            key=table.key[taken],
             parameter=np.array([place.get(old, -1) for old in table.parameter[taken].tolist()], np.int64),
         ),
         rows=catalog.rows.take(row),

@@ -18,10 +18,10 @@ No other module divides such a name by looking at it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..geometry.runs import I64
 from .specs import StateLink
 
 STATE, GROUPS = "state", "param_groups"
@@ -77,7 +77,7 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -
     return StateLink(".".join(parts[:optimizer]), ".".join(parts[optimizer + 1 : -key]), ".".join(parts[-key:]), parameter)
 
 
-def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, I64]:
+def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, Any]:
     """Return the columns `optimizer`, `key` and `parameter` of entries; a link that does not spell its entry's name is left out.
 
     Parameters

@@ -83,7 +83,7 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     tensors = {name: i for i, name in enumerate(new) if is_tensor[i]}
     columns = link_columns(new, [links.get(name) if own else None for name, own in zip(new, is_tensor, strict=True)], tensors)
     unreadable = {names[name]: why for name, why in catalog.unreadable.items()}
-    tensors_table = replace(table, names=new, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"])
+    tensors_table = replace(table, names=new, **columns)
     return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable)
 
 
