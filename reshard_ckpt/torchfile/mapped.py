@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..core.report import few
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .bounds import refuse_bombs, refuse_hash_collisions
 from .zip_records import ZipRecords
@@ -83,7 +84,7 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
         foreign = []
     if foreign:
         return UnsupportedError(
-            f"{path}: holds {', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}, not only tensors and plain values, and "
+            f"{path}: holds {few(foreign, 3)}, not only tensors and plain values, and "
             "loading those could run any code; save it again without them, or allow them with "
             "torch.serialization.add_safe_globals if you trust the file"
         )

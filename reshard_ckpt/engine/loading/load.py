@@ -177,7 +177,7 @@ def _what_is_there(storage: Storage) -> str:
         return f"nothing is there; {_steps_beside(storage.url)}check the path"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
         return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
-    return f"{len(keys)} files ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}), but no {CATALOG_KEY}; check the path"
+    return f"{len(keys)} files ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
 
 
 def _steps_beside(url: str) -> str:

@@ -28,7 +28,6 @@ from ...plugins.torchfile import PickledTensor, TorchFile
 from .places import Cut, cut_of
 
 WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
-MAX_NUMBER = 1 << 20
 _LAYER = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers)\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})")
