@@ -71,12 +71,7 @@ def flatten(
 
 def leaves(tree: Any, children: Children = children) -> Iterator[Any]:
     """Yield the leaves of a tree, in order."""
-    below = children(tree)
-    if below is None:
-        yield tree
-    else:
-        for _, child in below:
-            yield from leaves(child, children)
+    return (leaf for _, leaf in flatten(tree, children))
 
 
 def put(

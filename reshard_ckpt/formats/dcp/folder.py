@@ -71,28 +71,22 @@ def read_folder(storage: Storage) -> FolderMetadata:
             f"{storage.url}: has {found[max(found)]}, but no __{absent}.metadata: rank {absent} did not end its save, or its "
             "files were not copied; use another checkpoint"
         )
-    ranks = [_read(storage, found[rank]) for rank in range(len(found))]
-    return merged(storage, ranks)
+    return Merger(storage).merge([_read(storage, found[rank]) for rank in range(len(found))])
 
 
 def _read(storage: Storage, key: str) -> Metadata:
     return read_metadata(storage.read(key, limit=MAX_METADATA_BYTES), name=f"{storage.url}: {key}")
 
 
-def merged(storage: Storage, parts: Sequence[Metadata]) -> FolderMetadata:
-    """Merge the metadata of several parts; a name with different content in two of them becomes unreadable."""
-    return _RankMerger(storage).all(parts)
-
-
-class _RankMerger:
-    """Merges metadata that ranks wrote on their own."""
+class Merger:
+    """Merges metadata of parts that were written apart, as by ranks on their own."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._sizes = storage, FileSizes(storage)
         self._unreadable: dict[str, CheckpointError] = {}
 
-    def all(self, ranks: Sequence[Metadata]) -> FolderMetadata:
-        """Merge the metadata of all ranks into one."""
+    def merge(self, ranks: Sequence[Metadata]) -> FolderMetadata:
+        """Merge the metadata of all ranks into one; a name with different content on two of them becomes unreadable."""
         paths = {name: path for saved in reversed(ranks) for name, path in saved.paths.items()}
         tensors = {name: self._tensor(name, found) for name, found in _by_name([saved.tensors for saved in ranks])}
         values = {name: self._value(name, found) for name, found in _by_name([saved.values for saved in ranks])}

@@ -15,7 +15,7 @@ from ...core.trees import name_of, unflatten
 from ...errors import CorruptError, UnsupportedError
 from ...storage.protocol import Storage
 from ..catalog_builder import CatalogBuilder
-from .folder import merged
+from .folder import Merger
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Classes, Extent, Metadata, SavedTensor, read_metadata
 from .names import KeyPath
 from .read import add_folder
@@ -117,7 +117,7 @@ def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadat
     parameters
         The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
     """
-    add_folder(builder, storage, merged(storage, parts), parameters=parameters)
+    add_folder(builder, storage, Merger(storage).merge(parts), parameters=parameters)
 
 
 def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:
