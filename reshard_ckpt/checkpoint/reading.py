@@ -232,7 +232,7 @@ def read_from(source: Source, names: Sequence[str] | None = None, *, progress: b
     tensors, values = matched.tensors, matched.values
     check_whole(storage, saved, [saved.index(name) for name in tensors])
     whole = [_whole(saved, name) for name in tensors]
-    resolved = resolve(saved, whole, LoadOptions())
+    resolved = resolve(saved, whole, LoadOptions(), window_bytes=storage.hints.read_bytes)
     if any(resolved.problems.values()):
         raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
     fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))

@@ -105,7 +105,7 @@ class ReshardReader(StorageFolder, StorageReader):
         wanted = [(_target_spec(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
         # cast: DCP converts to the dtype of the tensor that it loads into.
         options = LoadOptions(verify=self._verify, cast=True)
-        resolved = resolve(saved, wanted, options)
+        resolved = resolve(saved, wanted, options, window_bytes=storage.hints.read_bytes)
         problems = [line for lines in resolved.problems.values() for line in lines]
         if problems:
             raise MismatchError(summarize(problems, "load what the checkpoint holds"), problems)

@@ -11,6 +11,7 @@ the thread: with CUDA both calls make a context there.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Callable
@@ -23,7 +24,10 @@ import torch
 from ...comm.group import current_accelerator
 from .tensor_bytes import on_device
 
+_LIBC = ctypes.CDLL(None)
+
 ALIGN_BYTES = 2 << 20
+"""The size of a large page."""
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
@@ -157,3 +161,15 @@ def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
         with suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def ask_for_large_pages(tensor: torch.Tensor) -> None:
+    """Have the kernel fill the memory of a contiguous host tensor with large pages, if it was never touched."""
+    low = -(-tensor.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
+    size = (tensor.data_ptr() + tensor.nbytes) // ALIGN_BYTES * ALIGN_BYTES - low
+    if size <= 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    touched = ctypes.c_ubyte()
+    middle = low + size // ALIGN_BYTES // 2 * ALIGN_BYTES  # one page stands for all of them
+    if _LIBC.mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(touched)) == 0 and not touched.value & 1:
+        _LIBC.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # only advice: some kernels refuse it

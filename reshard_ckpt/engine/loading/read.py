@@ -33,6 +33,7 @@ from ...core.report import few
 from ...errors import CorruptError
 from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import DISK, Hints, Storage
+from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
@@ -40,6 +41,9 @@ from .device_targets import DevicePart, DeviceTargets
 
 REQUEST_BYTES = 8 << 20
 """Size of a read whose bytes are neither hashed nor copied while they are in the processor's cache."""
+
+LARGE_BYTES = 4 << 20
+"""Targets from this size on are filled in large pages if their memory was never touched."""
 
 MAX_THREADS = 8
 """Most threads that read at once on one rank."""
@@ -236,6 +240,9 @@ class Reader:
         used = np.unique(task.plan.dest).tolist() if task.copy else []
         # _memories[target]: the bytes of the target's storage, and the byte at which its first element begins
         landing = {i: targets[i].tensor for i in used if targets[i].may_land}
+        for tensor in landing.values():
+            if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
+                ask_for_large_pages(tensor)
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
         self._devices = DeviceTargets([targets[i].tensor for i in used])
         self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
