@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 442, "frames": 755, "files": 51},
+    "save": {"functions": 440, "frames": 755, "files": 52},
     "load": {"functions": 367, "frames": 613, "files": 48},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500

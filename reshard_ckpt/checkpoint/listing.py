@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from ..engine.common.lineage import LINEAGE, Lineage
+from ..engine.common.reader_notes import removed_within
 from ..engine.common.step_folders import STEP_NAMES, StepNames, find_steps, names_at
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.files import CATALOG_KEY
@@ -64,8 +66,14 @@ def list_run(path: Path) -> list[StepLine]:
             superseded = (LINEAGE.read(root) or Lineage()).superseded
         except CorruptError as error:
             problems.append(StepLine(None, f"{url}/{LINEAGE.key}", problem=str(error)))
+        gone = () if root.hints.has_locks else removed_within(root, begun.values(), inf)[0]
         others = [name for name in root.folders() if name not in known and root.size(f"{name}/{CATALOG_KEY}") is not None]
-    lines = [_line(step, f"{url}/{folder}", superseded) for step, folder in steps]
+    lines = [
+        StepLine(step, f"{url}/{folder}", problem="removed; its files stay for readers until a later save")
+        if folder in gone
+        else _line(step, f"{url}/{folder}", superseded)
+        for step, folder in steps
+    ]
     named = [_line(None, f"{url}/{name}") for name in others]
     return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path)), *problems]
 

@@ -34,14 +34,12 @@ from ..engine.resharding.reshard import (
 from ..engine.saving.commit import check_free_space, look
 from ..engine.saving.options import PreviousCheckpoint
 from ..errors import StorageError, UsageError
-from ..format.files import new_save_id
+from ..format.files import RESHARD_LOCK, new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
 from ..storage.protocol import begin
 from .selecting import Names, as_list, cast_dtypes, select_names
 from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
-
-_LOCK = "reshard.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,7 @@ def _write(
         done = write_share(groups, source.storage, target, planned, save_id, digests, frozenset(there), report=report)
         if lease is not None:
             lease.check()
-        done = commit(comm, target, planned, save_id, done, before)
+        done = commit(comm, target, planned, save_id, done, before, lease)
     return _report(planned, save_id, done, dry_run)
 
 
@@ -230,7 +228,7 @@ def _write(
 def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
     """Hold a lock on this result: the same command, started twice, would write the same files."""
     try:
-        lock = target.lease(f"{save_id}/{_LOCK}", b"reshard", once=True)
+        lock = target.lease(f"{save_id}/{RESHARD_LOCK}", b"reshard", once=True)
     except LocksUnsupported:
         yield None  # without locks, a second reshard fails when it finds files that exist already
         return

@@ -40,6 +40,9 @@ CATALOG_KEY = "catalog.msgpack"
 RUN_LOCK_KEY = ".reshard_ckpt.lock"
 """The key of the lock in the root of a run; the job that manages the run holds it."""
 
+RESHARD_LOCK = "reshard.lock"
+"""The name of the lock of an offline reshard, in the folder of its files."""
+
 SAVE_TIME = "%Y%m%dT%H%M%SZ"
 """How the time in the id of a save is written, UTC; the texts sort as the times do."""
 

@@ -25,6 +25,7 @@ from urllib.parse import unquote
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.entry_points import load_all
+from ..engine.common.reader_notes import noted
 from ..engine.common.step_folders import describe_run
 from ..engine.loading.load import Found, Identified, identified_catalog, open_same
 from ..engine.loading.stream import Run
@@ -252,7 +253,8 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
     storage = stack.enter_context(open_storage(found.path if found else path))
     if lock_s is not None:
         stack.enter_context(reading(storage, lock_s))
-    listed = ListedStorage(storage) if storage.hints.requests > DISK.requests else storage
+    hints = storage.hints
+    listed = ListedStorage(storage) if hints.requests > DISK.requests else storage
     try:
         opened = identified_catalog(listed, found)
     except CheckpointNotFound as error:
@@ -262,6 +264,8 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
         return _open_foreign(path_text(path), listed, stack, formats, error)
+    if lock_s is not None and not hints.has_locks:
+        stack.enter_context(noted(storage, opened.value.save_id))
     source = Source(_followed(storage, opened.value, stack, lock_s), opened.value)
     return Identified(source, opened.identity, replace(opened.found, path=path_text(path)) if opened.found else None)
 
@@ -324,7 +328,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
 
 
 def reading(storage: Storage, timeout_s: float = MOMENTS_S) -> AbstractContextManager[object]:
-    """Lock a checkpoint, so that nobody removes it while the ``with`` block reads it, if the store has locks.
+    """Lock a checkpoint, so that nobody removes it while the ``with`` block reads it, if the store has locks; else see `noted`.
 
     A process that removes the checkpoint, or cleans up there, is waited for: a reader that went on without the lock might find
     the catalog, and then not its files.

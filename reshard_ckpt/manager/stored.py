@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..engine.common.lineage import RunLineage
+from ..engine.common.reader_notes import removed_within
 from ..engine.common.step_folders import (
     StepNames,
     alone_with,
+    clean_up,
     find_steps,
     referred_by_folders,
     remove_files,
     remove_step,
-    removed_within,
 )
 from ..engine.loading.load import open_catalog
-from ..engine.saving.commit import clean_up
 from ..errors import CorruptError, StorageError, UsageError
 from ..format.files import EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
@@ -41,10 +41,13 @@ class _Seen:
         The folder of each committed step.
     removed
         The folders of removed steps whose grace has ended: when each was removed, in seconds since 1970.
+    needed
+        Keys, from the root, of files of other steps that steps need whose grace has not ended.
     """
 
     committed: dict[int, str]
     removed: dict[str, float]
+    needed: frozenset[str] = frozenset()
 
 
 class StoredSteps:
@@ -202,7 +205,11 @@ class StoredSteps:
 
     def _look(self) -> _Seen:
         committed, begun = find_steps(self._storage, self._names)
-        return _Seen(committed, removed_within(self._storage, begun.values(), self._grace_s)[1] if self._grace_s else {})
+        if not self._grace_s:
+            return _Seen(committed, {})
+        young, old = removed_within(self._storage, begun.values(), self._grace_s)
+        self._read_infos(committed)  # while the save runs: the note of a removed step has its references
+        return _Seen(committed, old, frozenset().union(*young.values()))
 
     def prune(self) -> None:
         """Remove the steps that the rule does not keep."""
@@ -213,11 +220,14 @@ class StoredSteps:
             committed = dict(sorted({**new, **seen.committed}.items()))
             steps = list(committed)
             kept = self._kept(steps)
+            needs: set[str] = set()
             for step in steps:
-                if step not in kept and self._remove(step, steps):
-                    steps = [other for other in steps if other != step]
+                if step not in kept:
+                    needs |= self._info(step).referred if self._grace_s else frozenset()
+                    if self._remove(step, steps):
+                        steps = [other for other in steps if other != step]
             old = {folder: removed_s for folder, removed_s in seen.removed.items() if folder not in committed.values()}
-            referred = self._referred(committed) if old else frozenset()
+            referred = self._referred(steps).union(needs, seen.needed) if old else frozenset()
             for folder, removed_s in old.items():  # the next save may write to one of these folders meanwhile
                 self._check_lease()
                 remove_files(self._storage, folder, referred, removed_s)
@@ -249,12 +259,14 @@ class StoredSteps:
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
         # With a grace, only the catalog goes now.
-        referred, mine = (frozenset(), frozenset()) if self._grace_s else (self._referred(others), self._info(step).referred)
+        referred, mine = frozenset() if self._grace_s else self._referred(others), self._info(step).referred
         # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
         named = self._names.patterns
         folders = [self._names.of(step)] if len(named) == 1 else reversed(self._names.committed(self._storage, step))
         self._check_lease()
-        removed = all(remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0) for folder in folders)
+        removed = all(
+            remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0, needs=mine) for folder in folders
+        )
         if removed:
             self._infos.pop(step, None)
             if not self._grace_s:  # files that it alone needed, in folders of steps that were removed or saved anew before
@@ -299,9 +311,10 @@ class StoredSteps:
         for folder in stale:
             with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there
-                    clean_up(storage, open_catalog(storage), storage.folders())
+                    clean_up(storage, open_catalog(storage), storage.folders(), self._grace_s)
         referred = self._referred(committed) if begun else frozenset()
-        young, _ = removed_within(self._storage, begun.values(), self._grace_s) if self._grace_s else ([], {})
+        young, _ = removed_within(self._storage, begun.values() if self._grace_s else (), self._grace_s)
+        referred = referred.union(*young.values())
         for folder in {*begun.values()} - {*young}:
             self._check_lease()
             remove_files(self._storage, folder, referred)

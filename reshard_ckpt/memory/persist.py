@@ -21,7 +21,8 @@ from typing import cast
 from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
-from ..engine.saving.commit import clean_up, look
+from ..engine.common.step_folders import clean_up
+from ..engine.saving.commit import look
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog

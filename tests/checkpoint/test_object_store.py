@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import posixpath
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.common.step_folders import remove_files, remove_step, removed_within
+from reshard_ckpt.checkpoint.listing import list_run
+from reshard_ckpt.engine.common import reader_notes
+from reshard_ckpt.engine.common.reader_notes import removed_within
+from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
 from reshard_ckpt.errors import UsageError
+from reshard_ckpt.format.files import RESHARD_LOCK
+from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
+from reshard_ckpt.storage.protocol import read_range
 from tests.cli.running import run
 from tests.formats.test_conformance import CASES, Case
 from tests.launch import run_ranks
@@ -66,7 +74,7 @@ def test_what_is_saved_loads_bit_for_bit(url: str, tmp_path: Path) -> None:
     assert same(f"{url}/step_1", wanted)
     assert checkpoint.verify(f"{url}/step_1").ok
     with open_storage(f"{url}/step_1") as storage:
-        assert len(storage.folders()) == 1  # the replaced save is gone
+        assert len(storage.folders()) == 2  # that of the replaced save stays for its readers
 
 
 def test_checkpoints_are_resharded_and_converted_between_stores(url: str, tmp_path: Path) -> None:
@@ -161,9 +169,83 @@ def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(
         with root.create(under_way) as writer:
             writer.write(b"data")
         young, old = removed_within(root, ["step_1"], 0)
-        assert (young, [*old]) == ([], ["step_1"])
+        assert ([*young], [*old]) == ([], ["step_1"])
         remove_files(root, "step_1", frozenset(), old["step_1"])
         assert [key for key, _ in root.list()] == [under_way]
+
+
+def test_a_replaced_checkpoint_stays_for_its_readers_until_a_save_after_the_grace(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(seed: int) -> str:
+        return checkpoint.save(f"{url}/step_1", state(seed)).save_id
+
+    def folders() -> set[str]:
+        with open_storage(f"{url}/step_1") as storage:
+            return {*storage.folders()}
+
+    first, second = saved(1), saved(2)
+    with open_source(f"{url}/step_1") as source:
+        third = saved(3)
+        assert folders() == {first, second, third}
+        assert read_range(source.storage, source.catalog.files[0].key, 0, 8)  # of the second, which is replaced
+    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.clean_up.__defaults__", (1e-9,))
+    fourth = saved(4)
+    assert folders() == {third, fourth}  # the third was replaced just now
+    assert same(f"{url}/step_1", checkpoint.read(f"{url}/step_1"))
+
+
+def note_of_reader(url: str) -> bool:
+    with open_storage(url) as root:
+        return any("/reader-" in key for key, _ in root.list())
+
+
+def test_files_stay_while_the_note_of_a_reader_is_young(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_notes, "NOTE_EVERY_S", 0.01)
+    with checkpoint.Manager(url, keep_last=1, grace=1e-9, incremental=True) as manager:
+        whole = {"w": torch.arange(70_000)}
+        manager.save(1, whole)
+        manager.save(2, whole)
+        with open_source(f"{url}/step_2") as source:
+            while not note_of_reader(url):
+                pass
+            monkeypatch.setattr(reader_notes, "NOTE_EVERY_S", 3600)
+            for step in range(3, 6):  # not incremental: no later step needs the files of steps 1 and 2
+                manager.save(step, whole, base=None)
+            assert [line.problem for line in list_run(url)][:2] == ["removed; its files stay for readers until a later save"] * 2
+            files = [file.key for file in source.catalog.files]
+            assert any(key.startswith("../step_1/") for key in files)
+            assert all(read_range(source.storage, key, 0, 8) for key in files)
+            with checkpoint.Manager(url, read_only=True):
+                pass
+        assert not note_of_reader(url)
+        manager.save(6, whole, base=None)
+        with open_storage(url) as root:
+            assert root.folders() == ("step_5", "step_6")
+
+
+def test_the_note_of_a_reader_that_was_killed_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{url}/step_1", state(1))
+    with open_storage(url) as root:
+        assert remove_step(root, "step_1", frozenset(), keep_files=True)
+        [(key, _), *_] = root.list("step_1")
+        root.publish(f"{posixpath.dirname(key)}/reader-{'0' * 32}", repr(time.time() - reader_notes.NOTE_S).encode())
+        remove_files(root, "step_1", frozenset())
+        assert root.list() == []
+
+
+def test_a_sweep_leaves_an_offline_reshard_that_is_under_way(url: str) -> None:
+    checkpoint.save(f"{url}/own", state(1))
+    with open_storage(url) as root:
+        folder = f"step_1/20200101T000000Z-{'0' * 32}"
+        with root.lease(f"{folder}/{RESHARD_LOCK}", b"reshard") as lease, root.create(f"{folder}/f") as writer:
+            assert lease is not None
+            writer.write(b"data")
+        with root.lease(f"{folder}/{RESHARD_LOCK}", b"reshard"):
+            remove_files(root, "step_1", frozenset())
+            assert root.size(f"{folder}/f") == 4
+        remove_files(root, "step_1", frozenset())
+        assert root.list("step_1") == []
 
 
 @pytest.mark.parametrize(

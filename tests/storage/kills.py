@@ -267,7 +267,7 @@ class Driver:
 
     def __init__(self, folder: Path) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._server = fork(lambda: serve(theirs))
+        self._server = fork(lambda: serve(theirs), timeout_s=86_400)
         theirs.close()
         self.endpoint, self._bucket = self._pipe.recv()
         self._found = folder / "found"

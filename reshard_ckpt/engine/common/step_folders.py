@@ -10,8 +10,9 @@ from __future__ import annotations
 import posixpath
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,18 +20,16 @@ from typing import Any
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
-from ...format.files import CATALOG_KEY, EXPORT, SAVE_ID, SAVE_TIME, exported_saves
+from ...format.files import CATALOG_KEY, EXPORT, RESHARD_LOCK, SAVE_ID, SAVE_TIME, exported_saves
 from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
 from ...storage.protocol import at_once
 from .lineage import LINEAGE, Note
+from .reader_notes import GRACE_S, REMOVED_KEY, is_read, note_removed, old_enough
 
 STEP_NAME = "step_{}"
 """The pattern of the names of step folders, unless a manager has another."""
 
 _PATTERN = re.compile(r"(?!\.)([\w.-]*)\{(:0[1-9]\d?d)?\}([\w.-]*)")
-REMOVED_KEY = "removed"
-"""The note in a step's folder that its catalog was removed, with the time, and that its files are still there."""
-
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 _BEGUN_EXPORT = re.compile(rf"\.{EXPORT}\.[0-9a-f]{{32}}\.(partial|replaced)")
 
@@ -167,7 +166,9 @@ def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
     return ", ".join(shown) + ("" if len(names) <= limit else f" ({len(names)} in all)")
 
 
-def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False) -> bool:
+def remove_step(
+    root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False, needs: Iterable[str] = ()
+) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
@@ -176,6 +177,8 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_fi
         Keys of files, from the root, that other committed catalogs refer to: these stay.
     keep_files
         Remove only the catalog, and note the time: in a store without locks somebody may be reading the files.
+    needs
+        Keys, from the root, of files of other checkpoints that this one refers to: the note keeps them too.
     """
     key = f"{folder}/{CATALOG_KEY}"
     try:
@@ -187,7 +190,7 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_fi
     if lock is None:
         return False
     if keep_files:  # before the catalog goes, so that no moment has files without a catalog and without the note
-        root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode())
+        note_removed(root, folder, needs)
     with lock:
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
@@ -197,46 +200,57 @@ def remove_step(root: Storage, folder: str, referred: frozenset[str], *, keep_fi
     return True
 
 
-def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[list[str], dict[str, float]]:
-    """Return the folders whose catalog was removed by `remove_step(keep_files=True)`: within the last seconds, and before.
-
-    For the latter, also return when, in seconds since 1970.
-    """
-    young: list[str] = []
-    old: dict[str, float] = {}
-    listed = list(folders)
-    for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], 1 << 10), strict=True):
-        if note is not None:
-            try:
-                removed_s = float(note.data)
-            except ValueError:  # damaged
-                removed_s = time.time()
-            if time.time() - removed_s < seconds:
-                young.append(folder)
-            else:
-                old[folder] = removed_s
-    return young, old
-
-
 def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
     """Remove the files of saves, and their export, from the folder of a step that has no catalog; other files stay.
 
-    With `before_s`, in seconds since 1970, files of saves that began later stay: one may be under way.
+    If somebody reads them, all stay. With `before_s`, in seconds since 1970, files of saves that began later stay: one may be
+    under way. Files of an offline reshard under way stay too.
     """
-    # A save's id begins with its time, which sorts as text.
+    # A save's id begins with its time, which sorts as text. That of an offline reshard is the time of its source.
     last = "9" if before_s is None else time.strftime(SAVE_TIME, time.gmtime(before_s)) + "~"
-    keys = [key.removeprefix(f"{folder}/") for key, _ in root.list(folder)]
+    listed = [key for key, _ in root.list(folder)]
+    if is_read(root, listed):
+        return
+    keys = [key.removeprefix(f"{folder}/") for key in listed]
     is_exported = min(exported_saves(keys), default="9") < last
+    with ExitStack() as leases:
+        under_way = {
+            key.partition("/")[0] for key in keys if key.endswith(f"/{RESHARD_LOCK}") and not _take(root, folder, key, leases)
+        }
 
-    def goes(key: str) -> bool:
-        first, _, rest = key.partition("/")
-        if not rest:
-            return first == REMOVED_KEY or _TEMPORARY.fullmatch(first) is not None
-        if first == EXPORT:
-            return is_exported
-        return _BEGUN_EXPORT.fullmatch(first) is not None or (SAVE_ID.fullmatch(first) is not None and first < last)
+        def goes(key: str) -> bool:
+            first, _, rest = key.partition("/")
+            if not rest:
+                return first == REMOVED_KEY or _TEMPORARY.fullmatch(first) is not None
+            if first == EXPORT:
+                return is_exported
+            if SAVE_ID.fullmatch(first):
+                return first not in under_way and first < last
+            return _BEGUN_EXPORT.fullmatch(first) is not None
 
-    root.delete({f"{folder}/{key}" for key in keys if goes(key)} - referred)
+        going = {f"{folder}/{key}" for key in keys if goes(key)}
+        # The note stays with files that stay: a later sweep looks at its folder again.
+        going -= referred | ({f"{folder}/{REMOVED_KEY}"} if going & referred else set())
+        root.delete(going)
+        if not root.hints.has_locks:
+            _take_back(root, f"{folder}/{CATALOG_KEY}", folder, going)
+
+
+def _take_back(root: Storage, key: str, folder: str, deleted: Set[str]) -> None:
+    """Delete a catalog that a job, whose lease had ended, published while its files were deleted as leftovers."""
+    [found] = root.read_many([key], MAX_CATALOG_BYTES)
+    if found and deleted & {f"{folder}/{file.key}" for file in decode_catalog(found.data).files}:
+        root.delete([key])
+
+
+def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
+    """Take the lease of an offline reshard, unless it is under way; a store without locks cannot tell."""
+    with suppress(LocksUnsupported, MissingKey):
+        lease = root.lease(f"{folder}/{lock}", b"sweep", once=True)
+        if lease is None:
+            return False
+        leases.enter_context(lease)
+    return True
 
 
 def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:
@@ -295,6 +309,34 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
         keys = referred_by_folders(root, lambda folder: folder == name)
     return {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
+
+
+def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s: float = GRACE_S) -> None:
+    """Delete the files of earlier and of unfinished saves in these folders.
+
+    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves, except
+    the export of an earlier save. In a store without locks, the files stay for `grace_s` seconds first, and as long as somebody
+    reads them: a later save deletes them.
+    """
+    kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
+    names = sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id)
+    stale = {folder: [key for key, _ in storage.list(folder) if key not in kept] for folder in names}
+    if stale and not storage.hints.has_locks:
+        stale = old_enough(storage, stale, grace_s)
+    for folder, keys in stale.items():
+        keys.append(f"{folder}/none")  # not a real file: `delete` also removes empty folders, as of a save killed early
+    if EXPORT in folders:
+        exported = [key for key, _ in storage.list(EXPORT)]
+        stale |= {EXPORT: exported} if exported_saves(exported) - {catalog.save_id} else {}
+    if stale:
+        try:
+            others = referred_by_others(storage)
+        except CorruptError as error:
+            warnings.warn(f"{storage.url}: what was replaced there stays: {error}", stacklevel=2)
+            return
+        for folder, keys in stale.items():  # the note stays with files that stay, or the next save would write it again
+            stay = {*others, f"{folder}/{REMOVED_KEY}"} if any(key in others for key in keys) else others
+            storage.delete([key for key in keys if key not in stay])
 
 
 @contextmanager

@@ -37,8 +37,9 @@ from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, PublishUnknown, Storage, conflict, read_parts, write_file
 from ..common.files import open_files
 from ..common.progress import OnProgress, Tally, silent
+from ..common.step_folders import clean_up
 from ..loading.read import REQUEST_BYTES, num_threads
-from ..saving.commit import clean_up, look
+from ..saving.commit import look
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
 from ...format.files import BLOCK_BYTES, digest128, digests_file_bytes, digests_key
-from ...storage.protocol import DISK, Storage
+from ...storage.protocol import DISK, Lock, Storage
 from ..common.files import DIGESTS_BYTES, FileDigests
 from ..common.progress import OnProgress, Tally
 from ..common.resuming import finished_digests, identity
@@ -269,7 +269,13 @@ def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
 
 
 def commit(
-    comm: Comm, target: Storage, plan: ReshardPlan, save_id: str, done: ProcessReport, before: PreviousCheckpoint | None
+    comm: Comm,
+    target: Storage,
+    plan: ReshardPlan,
+    save_id: str,
+    done: ProcessReport,
+    before: PreviousCheckpoint | None,
+    lease: Lock | None,
 ) -> ProcessReport:
     """Publish the catalog once all processes have written their share, and return their summed counts without receipts.
     Collective."""
@@ -280,7 +286,8 @@ def commit(
         saved = plan.catalog
         lossy = {name: policy for name, policy in saved.lossy.items() if name in plan.plan.tables.names}
         contents = SaveContents(plan.plan, plan.values, save_id, saved.metadata, saved.created_s, before, lossy=lossy)
-        publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)])
+        _, seen = publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], lease=lease)
+        seen()
         return [sum(part[1] for part in parts), sum(part[2] for part in parts)]
 
     return ProcessReport({}, *merge_of_all(comm, [packed, done.bytes_read, done.bytes_kept], published))

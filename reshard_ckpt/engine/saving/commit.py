@@ -16,9 +16,10 @@ import hashlib
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,18 +33,27 @@ from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ...format.files import (
     CATALOG_KEY,
-    EXPORT,
-    SAVE_ID,
     digests_file_bytes,
     encode_manifest,
-    exported_saves,
     manifest_key,
     timeline_key,
 )
-from ...storage.protocol import ABSENT, ANY, Document, PublishUnknown, Storage, Version, at_once, conflict, write_file
+from ...storage.protocol import (
+    ABSENT,
+    ANY,
+    Document,
+    Lock,
+    PublishUnknown,
+    Storage,
+    Version,
+    at_once,
+    begin,
+    conflict,
+    write_file,
+)
 from ..common.host_memory import POOL
 from ..common.progress import Recorder, merged, size_text
-from ..common.step_folders import referred_by_others
+from ..common.step_folders import clean_up
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import all_fingerprints, compare_replicas
@@ -184,18 +194,19 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
-        catalog = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
+        catalog, seen = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
+        if options.timeline:
+            try:
+                records = [receipt.record for receipt in receipts]
+                timeline = merged(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
+                write_file(storage, timeline_key(job.save_id), timeline)
+            except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
+                recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
+        seen()
     except BaseException as error:
         if gathered is not None:
             _undo(job, gathered, replaced, error)
         raise
-    if options.timeline:
-        try:
-            records = [receipt.record for receipt in receipts]
-            timeline = merged(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
-            write_file(storage, timeline_key(job.save_id), timeline)
-        except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
-            recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(receipt.num_bytes for receipt in receipts), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
     return size
@@ -260,13 +271,18 @@ def publish(
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
-) -> Catalog:
-    """Check the receipts of all ranks, publish the catalog, delete the replaced files, and return the catalog; on rank 0 only.
+    lease: Lock | None = None,
+) -> tuple[Catalog, Callable[[], None]]:
+    """Check the receipts of all ranks, publish the catalog, and delete the replaced files; on rank 0 only.
+
+    Return the catalog, and a function to call last: it raises if another job had deleted files of this save (`_see_again`).
 
     Parameters
     ----------
     sha256
         Also write a manifest with the SHA-256 of every file.
+    lease
+        The lease that keeps sweeps of other jobs from these files, if there is one.
 
     Raises
     ------
@@ -293,13 +309,16 @@ def publish(
     if sha256:  # durable before the catalog: a published catalog always has its manifest
         _keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("publish"):
-        storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
+        version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
+    again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost
+    if not storage.hints.has_locks:
+        again = begin(storage, partial(_see_again, storage, receipts, before, version, lease))
     try:
         with recorder.step("clean up"):
             clean_up(storage, catalog, before.folders if before else storage.folders())
     except StorageError as error:  # the checkpoint exists: the save must not fail because old files stay
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
-    return catalog
+    return catalog, again
 
 
 def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:
@@ -383,29 +402,28 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                     )
 
 
+def _see_again(
+    storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None, version: Version, lease: Lock | None
+) -> None:
+    """Take a catalog back that was published after another job had deleted the files as leftovers.
+
+    This job may have been paused for longer than its lease. `remove_files` has the other half: one of the two
+    jobs always sees the files or the catalog of the other.
+    """
+    if lease is not None:
+        with suppress(StorageError):
+            return lease.check()  # nobody deleted anything, as the lease is held
+    try:
+        _see_files(storage, receipts, None)
+    except StorageError as error:
+        held = Document(before.catalog, before.version) if before and before.catalog else None
+        _put_back(storage, CATALOG_KEY, held, version)
+        raise StorageError(
+            f"{storage.url}: another job deleted files of this save before it was committed, so it is undone ({error}); end one "
+            "of the two jobs"
+        ) from None
+
+
 def _folder(file: WrittenFile) -> str:
     """Return the folder of a file. Its name is the id of the save."""
     return file.key.partition("/")[0]
-
-
-def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
-    """Delete the files of earlier and of unfinished saves in these folders.
-
-    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves, except
-    the export of an earlier save.
-    """
-    kept = {key for file in catalog.files for key in file.keys}
-    stale: list[str] = []
-    for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
-        stale += [key for key, _ in storage.list(folder) if key not in kept]
-        stale.append(f"{folder}/none")  # not a real file: `delete` also removes empty folders, as of a save killed early
-    if EXPORT in folders:
-        exported = [key for key, _ in storage.list(EXPORT)]
-        stale += exported if exported_saves(exported) - {catalog.save_id} else []
-    if stale:
-        try:
-            others = referred_by_others(storage)
-        except CorruptError as error:
-            warnings.warn(f"{storage.url}: what was replaced there stays: {error}", stacklevel=2)
-            return
-        storage.delete([key for key in stale if key not in others])

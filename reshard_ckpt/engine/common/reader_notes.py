@@ -1,0 +1,111 @@
+"""Notes that keep files for their readers, in a store without locks, where nobody knows who reads.
+
+1. A process that removes or replaces a checkpoint leaves its files, and writes the note `REMOVED_KEY` beside them.
+2. A reader that takes longer than `NOTE_EVERY_S` writes a note too, and renews it until it ends (`noted`). A shorter reader makes
+   no request.
+3. A later sweep deletes the files, once the grace is over (`removed_within`, `old_enough`) and no reader's note is young
+   (`is_read`).
+
+A note holds the time in seconds since 1970. The clocks of machines may differ by less than `NOTE_S` − `NOTE_EVERY_S`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from ...errors import StorageError
+from ...storage import Storage
+
+GRACE_S = 600.0
+"""Seconds that the files of a replaced checkpoint stay."""
+NOTE_EVERY_S = 60.0
+"""Seconds after which a reader writes its note, and renews it."""
+NOTE_S = 600.0
+"""Age of a reader's note from which on it no longer counts: the reader was killed."""
+
+REMOVED_KEY = "removed"
+"""The note that files belong to no checkpoint any more. More lines: keys of files of other steps that the checkpoint needed."""
+
+_READER = re.compile(r"(?:.*/)?reader-[0-9a-f]{32}")
+_MAX_BYTES = 4 << 20
+_JOIN_S = 10.0
+
+
+def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
+    """Note that the files in a folder belong to no checkpoint from now on."""
+    root.publish(f"{folder}/{REMOVED_KEY}", "\n".join([repr(time.time()), *sorted(needs)]).encode())
+
+
+def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Return the folders with the note of a removal within the last seconds, with the keys that they need; and those before.
+
+    For the latter, return when, in seconds since 1970. A folder that is read counts as removed within the last seconds.
+    """
+    young: dict[str, list[str]] = {}
+    old: dict[str, float] = {}
+    listed = list(folders)
+    for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], _MAX_BYTES), strict=True):
+        if note is not None:
+            first, *keys = note.data.decode(errors="replace").split("\n")
+            if _age_s(first) < seconds or is_read(root, (key for key, _ in root.list(folder))):
+                young[folder] = keys
+            else:
+                old[folder] = time.time() - _age_s(first)
+    return young, old
+
+
+def old_enough(storage: Storage, stale: Mapping[str, list[str]], grace_s: float) -> dict[str, list[str]]:
+    """Return the folders that may go, with their stale keys: noted as removed before the grace, and not read. Note the others.
+
+    Without a grace, all that nobody reads may go.
+    """
+    if not grace_s:
+        return {folder: keys for folder, keys in stale.items() if keys and not is_read(storage, keys)}
+    noted = [folder for folder, keys in stale.items() if f"{folder}/{REMOVED_KEY}" in keys]
+    for folder in [folder for folder, keys in stale.items() if keys and folder not in noted]:
+        note_removed(storage, folder)
+    return {folder: stale[folder] for folder in removed_within(storage, noted, grace_s)[1]}
+
+
+def is_read(storage: Storage, keys: Iterable[str]) -> bool:
+    """Whether one of these keys is the note of a reader that lives."""
+    notes = [key for key in keys if _READER.fullmatch(key)]
+    found = storage.read_many(notes, _MAX_BYTES) if notes else []
+    return any(note is not None and _age_s(note.data.decode(errors="replace")) < NOTE_S for note in found)
+
+
+def _age_s(text: str) -> float:
+    try:
+        return time.time() - float(text)
+    except ValueError:  # damaged, so it counts as written now
+        return 0.0
+
+
+@contextmanager
+def noted(storage: Storage, save_id: str) -> Iterator[None]:
+    """Keep the files of a save in a store without locks while the ``with`` block reads them, however long it takes."""
+    ended = threading.Event()
+    key = f"{save_id}/reader-{uuid.uuid4().hex}"
+
+    def renew() -> None:
+        is_there = False
+        while not ended.wait(NOTE_EVERY_S):
+            with suppress(StorageError):  # this process may have the right to read alone: then it has the grace
+                storage.publish(key, repr(time.time()).encode())
+                is_there = True
+        if is_there:
+            with suppress(StorageError):  # it ends by itself
+                storage.delete([key])
+
+    thread = threading.Thread(target=renew, name="reshard-ckpt-reader", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_JOIN_S)
