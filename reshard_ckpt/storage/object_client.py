@@ -81,6 +81,9 @@ def client_of(scheme: str, bucket: str, timeout_s: float) -> Any:
     if endpoint:
         options["base_url" if scheme == "gs" else "endpoint"] = endpoint
         options["client_options"]["allow_http"] = endpoint.startswith("http://")
+    if scheme == "az" and "AZURE_STORAGE_ACCOUNT_NAME" in os.environ:
+        # obstore finds it there too, but the `repr` of its client, as in a traceback with locals, panics without this.
+        options["account_name"] = os.environ["AZURE_STORAGE_ACCOUNT_NAME"]
     provider = _credentials(scheme)
     if provider is not None:
         options["credential_provider"] = provider
@@ -102,6 +105,10 @@ _OF_OBSTORE = {
 """Variables of the environment by which obstore finds credentials. With one of them set, it is left alone."""
 
 
+_ASK_AGAIN = timedelta(minutes=5)
+"""How long credentials of boto3 are used. It returns none that end within ten minutes, and obstore does not see when they end."""
+
+
 def _credentials(scheme: str) -> Any:
     """Return the provider's own chain of credentials (files, single sign-on, renewal), if its library is installed.
 
@@ -116,7 +123,7 @@ def _credentials(scheme: str) -> Any:
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             session = boto3.Session()
-            return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
+            return Boto3CredentialProvider(session, ttl=_ASK_AGAIN) if session.get_credentials() is not None else None
         with suppress(Exception):  # the chain found nothing, and each library says so by an error of its own
             if scheme == "gs":
                 from obstore.auth.google import GoogleCredentialProvider

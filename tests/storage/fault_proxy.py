@@ -23,6 +23,9 @@ QUIET_S = 0.1
 IDLE_CPU_S = 0.01
 """and the seconds of processor time at most that this process uses meanwhile."""
 
+MAX_CONNECTIONS = 512
+"""Each has a thread. A client that piles up connections under load is refused more, so that it cannot fill the machine."""
+
 _HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
 
 
@@ -48,6 +51,7 @@ class FaultProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            timeout = 60  # of a connection that is idle: each has a thread
             disable_nagle_algorithm = True  # headers and body are two writes: the second would wait for the client's 40 ms
 
             def _serve(self) -> None:
@@ -117,6 +121,9 @@ class FaultProxy:
             request_queue_size = 128  # with Python's 5, connections that come at once are dropped, and tried again much later
 
             def process_request(self, request: Any, client_address: Any) -> None:
+                if proxy._connections >= MAX_CONNECTIONS:  # the client tries again
+                    self.shutdown_request(request)
+                    return
                 with proxy._lock:
                     proxy._connections += 1
                 super().process_request(request, client_address)

@@ -137,6 +137,7 @@ def gcs_server() -> Iterator[tuple[str, GcsDouble]]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
+        timeout = 60  # of a connection that is idle: each has a thread
 
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

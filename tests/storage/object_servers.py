@@ -120,6 +120,17 @@ def seaweed_server(folder: Path) -> Iterator[str]:
         yield endpoint
 
 
+@contextmanager
+def s3rver_server(folder: Path) -> Iterator[str]:
+    """Run s3rver (npm's ``s3rver``) with the bucket "test", and yield its endpoint. It ignores conditions."""
+    program = shutil.which("s3rver")
+    assert program is not None
+    [port] = _free_ports(1)
+    command = [program, "--directory", str(folder), "--address", "127.0.0.1", "--port", str(port), "--configure-bucket", "test"]
+    with _server(command, f"http://127.0.0.1:{port}", folder / "log") as endpoint:
+        yield endpoint
+
+
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The key of Azurite's one account, as its documentation has it."""
 

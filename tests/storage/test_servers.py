@@ -12,10 +12,19 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import Storage, open_storage
 from reshard_ckpt.storage.object_client import client_of
 from tests.storage.contract import StorageContract
-from tests.storage.object_servers import azurite_server, make_bucket, make_container, seaweed_server, set_azure, set_endpoint
+from tests.storage.object_servers import (
+    azurite_server,
+    make_bucket,
+    make_container,
+    s3rver_server,
+    seaweed_server,
+    set_azure,
+    set_endpoint,
+)
 
 
 @pytest.fixture(scope="module", params=["seaweed", "azurite"])
@@ -71,3 +80,18 @@ def test_checkpoints_are_resharded_bit_for_bit(storage: Storage, tmp_path: Path)
         for step in range(3):
             manager.save(step, made)
     assert checkpoint.verify(f"{storage.url}/run/step_2").ok
+
+
+@pytest.mark.skipif(shutil.which("s3rver") is None, reason="make test-stores installs s3rver")
+def test_s3rver_which_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3rver_server(tmp_path) as endpoint:
+        set_endpoint(monkeypatch, endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "S3RVER")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S3RVER")
+        with open_storage("s3://test/run", timeout_s=30) as storage:
+            with pytest.raises(
+                StorageError, match=r"this server ignores If-None-Match: \* \(create\), so two jobs would overwrite"
+            ):
+                checkpoint.save("s3://test/run", {"step": 1})
+            assert storage.list() == []
+    client_of.cache_clear()

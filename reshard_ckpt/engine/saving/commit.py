@@ -43,6 +43,7 @@ from ...storage.protocol import (
     ANY,
     Document,
     Lock,
+    MissingKey,
     PublishUnknown,
     Storage,
     Version,
@@ -396,7 +397,7 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                     if before and ANY not in (before.version, found) and found != before.version:
                         # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
                         raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
-                    raise StorageError(
+                    raise MissingKey(
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
                     )
@@ -415,13 +416,15 @@ def _see_again(
             return lease.check()  # nobody deleted anything, as the lease is held
     try:
         _see_files(storage, receipts, None)
-    except StorageError as error:
+    except MissingKey as error:
         held = Document(before.catalog, before.version) if before and before.catalog else None
         _put_back(storage, CATALOG_KEY, held, version)
         raise StorageError(
             f"{storage.url}: another job deleted files of this save before it was committed, so it is undone ({error}); end one "
             "of the two jobs"
         ) from None
+    except StorageError as error:
+        warnings.warn(f"saved, but whether another job deleted files of it is unknown: {error}; verify it", stacklevel=2)
 
 
 def _folder(file: WrittenFile) -> str:
