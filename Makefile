@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchtitan compat-verl fuzz test-stores
+.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchao compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -141,6 +141,19 @@ compat-deepspeed:
 	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch accelerate -e '.[dev,all]'; \
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
 	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/deepspeed; \
+	done
+
+# torchao's quantized weights, on the CPU.
+COMPAT_TORCHAO ?= 0.18.0
+
+compat-torchao:
+	@set -e; for v in $(COMPAT_TORCHAO); do \
+	  echo "torchao $$v"; \
+	  venv=$(COMPAT_VENVS)/torchao-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt numpy torch -e '.[dev,all]'; \
+	  $$venv/bin/python -m pip install --quiet "torchao==$$v"; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/state/test_torchao.py; \
 	done
 
 # torchtitan's own manager, containers and loader on the CPU; its Trainer and models need a GPU.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 440, "frames": 755, "files": 52},
-    "load": {"functions": 367, "frames": 613, "files": 48},
+    "save": {"functions": 441, "frames": 756, "files": 52},
+    "load": {"functions": 368, "frames": 614, "files": 48},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
 frames in 50 files for a save, and 400 in 45 for a load."""

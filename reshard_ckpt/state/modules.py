@@ -30,7 +30,7 @@ from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind
 from .fsdp1 import FlatModule
-from .tensors import TensorLike, is_tensor_like, parts_of
+from .tensors import TensorLike, is_plain_tensor, is_tensor_like, named_parts
 
 EXTRA_STATE = "_extra_state"
 
@@ -108,7 +108,11 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
             is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
             how = _replication(value, at)
-            rows += (Entry(full, below, Kind.TENSOR, part, name, replication=how) for part in parts_of(value, full))
+            if is_plain_tensor(value):  # nearly all are; the other function enters more
+                rows.append(Entry(full, below, Kind.TENSOR, value, name, replication=how))
+                continue
+            for at_name, at_path, part in named_parts(value, full, below):
+                rows.append(Entry(at_name, at_path, Kind.TENSOR, part, name, replication=how))
         else:
             takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
             rows.append(Entry(full, below, Kind.VALUE, value, name))

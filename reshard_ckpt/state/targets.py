@@ -181,13 +181,13 @@ class TreeTarget:
         """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
         nodes = [self._root]
         for key in self._relative(path):
-            nodes.append(nodes[-1][own_key(key)])
+            nodes.append(_child(nodes[-1], key))
         makers = [node for node in nodes[:-1] if isinstance(node, Mapping) and not isinstance(node, dict)]
         if not makers:
             return
         first, again = nodes[-1], self._root
         for key in self._relative(path):
-            again = again[own_key(key)]
+            again = _child(again, key)
         if is_tensor_like(first) and is_tensor_like(again) and _address(first, name) != _address(again, name):
             raise UsageError(
                 f"{name}: {type_in_words(makers[0])} that gives another tensor each time it is asked cannot be loaded into; "
@@ -345,3 +345,8 @@ def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
         node[key] = items[key]
         return node
     return type(node)._make(items) if hasattr(node, "_make") else type(node)(items)
+
+
+def _child(node: Any, key: Any) -> Any:
+    """Return a child of a container; of a tensor that is made of others, the one of this name."""
+    return getattr(node, key) if is_tensor_like(node) else node[own_key(key)]

@@ -10,6 +10,9 @@ release of torch works with older releases:
 3. A DTensor around a `LocalShardsWrapper`: the same, with two lists. Or a DTensor whose local tensor lists its chunk, as
    Megatron-FSDP has it.
 4. A tensor of another framework's class, which the framework's `Objects` lower to shards (`dtensor`).
+5. A tensor that is made of others, as torchao's quantized weights are: ``__tensor_flatten__`` lists these. Each is saved under a
+   name of its own (``weight.qdata``, ``weight.scale``). In a DTensor, a tensor of the same dims is cut where the whole is, at a
+   multiple of the block that each of its elements stands for; a tensor of one element is the same on all ranks.
 
 Any other tensor that plans for DCP by itself (``__create_write_items__``, ``__create_chunk_list__``) holds an unknown part, and
 is refused: saved like a plain tensor, it would be whole. Memory that is not plain and strided is refused too, by name and with
@@ -26,6 +29,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..core.catalog.specs import Ints
+from ..core.trees import Path
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .dtensor import dtensor_layout, is_dtensor, local_tensor, lowered
 from .entries import Entry
@@ -167,6 +171,62 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
             "LocalShard that says what it holds"
         )
     return found or (value,)
+
+
+def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[tuple[str, Path, TensorLike]]:
+    """Yield the tensors that are saved and loaded for a value, each with its name and its path; see `parts_of`.
+
+    Raises
+    ------
+    UnsupportedError
+        The place of a tensor that it is made of is unknown.
+    """
+    parts = parts_of(value, name)
+    # Private, as in `_declared`: a class of others need not have the view that `to_local` makes.
+    local: Any = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
+    if not _is_made_of_others(local) or len(parts) != 1 or parts[0] is not value:
+        yield from ((name, path, part) for part in parts)
+        return
+    layout = dtensor_layout(value, tuple(local.shape), name) if is_dtensor(value) else None
+    for key in local.__tensor_flatten__()[0]:
+        below, inner = f"{name}.{key}", getattr(local, key)
+        if layout is not None and inner.numel() != 1:
+            inner = _cut_like(inner, tuple(local.shape), layout, below)
+        yield from named_parts(inner, below, (*path, key))
+
+
+def _is_made_of_others(tensor: Any) -> TypeGuard[Any]:
+    """Tell whether a class outside of torch keeps its data in tensors that it lists. torch's own are known by other signs."""
+    kind = type(tensor)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and hasattr(kind, "__tensor_flatten__")
+        and kind.__module__.partition(".")[0] != "torch"
+        and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str) -> LocalShard:
+    """Return the part that a tensor is, each of whose elements stands for a block of a tensor that `layout` cuts.
+
+    In a dim of one element, that element stands for all of the dim, and is the same on all ranks that share it.
+    """
+    shape = tuple(inner.shape)
+    fits = len(shape) == len(local_shape) and all(n and size % n == 0 for size, n in zip(local_shape, shape, strict=True))
+    blocks = [0 if n == 1 else size // n for size, n in zip(local_shape, shape, strict=True)] if fits else []
+    corners = [corner for box in layout.boxes for corner in (box.local_offsets, box.offsets, box.lengths)]
+    fits = fits and not any(n % b for corner in corners for n, b in zip(corner, blocks, strict=True) if b)
+    if not fits or layout.flat_start is not None:
+        raise UnsupportedError(
+            f"{name}: has shape {shape} in a shard of shape {local_shape} of {layout.shape}, so its place in the whole is "
+            "unknown; shard it in whole blocks, or save the weight dequantized and quantize it after the load"
+        )
+
+    def in_blocks(numbers: Ints, of_whole: int) -> Ints:
+        return tuple(n // b if b else of_whole for n, b in zip(numbers, blocks, strict=True))
+
+    pieces = [(in_blocks(box.local_offsets, 0), in_blocks(box.offsets, 0), in_blocks(box.lengths, 1)) for box in layout.boxes]
+    return LocalShard(inner, in_blocks(layout.shape, 1), pieces=pieces)
 
 
 def _declared(value: Any) -> Iterable[_Declared]:

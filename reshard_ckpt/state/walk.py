@@ -33,7 +33,7 @@ from .entries import Entry, Kind
 from .modules import read_module
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .shards import PerRank, Shards, Value
-from .tensors import is_plain_tensor, is_tensor_like, parts_of
+from .tensors import is_plain_tensor, is_tensor_like, named_parts
 
 StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
 """Return the steps of a path into a dict, in the order of its values."""
@@ -165,7 +165,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
     elif kind is dict and value:
         _add_dict(rows, value, path, above, steps_of)
     elif is_tensor_like(value) or isinstance(value, Shards):
-        rows += (Entry(name, path, Kind.TENSOR, part) for part in parts_of(value, name))
+        rows += (Entry(below, at, Kind.TENSOR, part) for below, at, part in named_parts(value, name, path))
     elif isinstance(value, PerRank):
         rows.append(Entry(name, path, Kind.PER_RANK, value))
     elif isinstance(value, Value):
