@@ -1,4 +1,8 @@
-"""Hooks of the site: each source file of the project that a page links to becomes a page of the site."""
+"""Hooks of the site.
+
+1. Each source file of the project that a page links to becomes a page of the site.
+2. The landing page gets the table of frameworks from the README.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"\]\((?:\.\./)+((?:[\w.-]+/)*[\w.-]+\.py)\)")
+
+_TABLE = "<!-- On the site, the table of frameworks from README.md stands here. -->"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -23,6 +29,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to files outside of docs/ to their pages."""
+    """Lead links to files outside of docs/ to their pages, and insert the table of frameworks."""
+    if _TABLE in markdown:
+        section = re.search(r"^## In your framework\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
+        assert section is not None, "README.md has no section 'In your framework'"
+        markdown = markdown.replace(_TABLE, section[1].replace("](docs/", "]("))
     up = "../" * page.file.src_uri.count("/")
     return _LINK.sub(rf"]({up}source/\1.md)", markdown)
