@@ -117,6 +117,7 @@ CASES = [
             f"one written, {how}": ("GET", "step_1%2F2"),
             f"one about to commit, {how}": ("PUT", "catalog.msgpack"),
         }.items()
+        if how == "appeared" or where.startswith("one about to commit")
     ),
     Case(
         "managers", two_steps, "manage", ("PUT", "step_3/"), "manage others",
