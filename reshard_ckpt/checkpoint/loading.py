@@ -95,7 +95,8 @@ def load(
     read_once
         If several ranks want the same bytes, read them from storage on one rank only, and exchange them over a process group of
         the ranks that need the same files. This pays if the network between ranks is faster than storage. It takes up to 200 MiB
-        of host memory on each rank. ``"auto"`` does so for stores of objects (``s3://``, ``gs://``, ``az://``).
+        of host memory on each rank. ``"auto"`` does so for checkpoints of more than 128 MiB in stores of objects (``s3://``, ``gs://``,
+        ``az://``).
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
         the step ("load", "verify"), the bytes done and the bytes in all.
@@ -239,7 +240,7 @@ def load_target(
         target, saved, ignored = without_ignored(prepare(saved, comm), saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         if options.read_once == "auto":
-            options = replace(options, read_once=comm.size > 1 and pays(storage))
+            options = replace(options, read_once=comm.size > 1 and pays(storage, source.catalog))
         resolved = resolve(saved, target.tensors, options, window_bytes=storage.hints.read_bytes)
         scales = scaled_targets(saved, resolved, block)
         resolved = replace(resolved, named=resolved.named.union(scales.values()))

@@ -30,6 +30,7 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
+from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints
 from ...core.geometry.columns import is_new
 from ...core.geometry.runs import I64, volumes
@@ -51,9 +52,14 @@ PLACERS = 4
 """Threads that pack messages and put received bytes into targets; each has a buffer as large as a window."""
 
 
-def pays(storage: Storage) -> bool:
+SMALL_BYTES = 128 << 20
+"""A checkpoint up to this size is read sooner by each rank than the ranks agree who reads which part."""
+
+
+def pays(storage: Storage, catalog: Catalog) -> bool:
     """Whether reading once pays where several ranks want the same bytes: a request to the store takes longer than a message."""
-    return not storage.hints.has_locks  # so far only stores of objects lack them
+    is_slow = not storage.hints.has_locks  # so far only stores of objects lack them
+    return is_slow and sum(file.size for file in catalog.files) > SMALL_BYTES
 
 
 def execute_once(

@@ -274,7 +274,10 @@ def load_in_groups(folder: str) -> dict[str, Any]:
 
     read_once.share = noting
     reads, out = Reads(), {}
-    for name, value, objects in (("disk", "auto", False), ("objects", "auto", True), ("once", True, False)):
+    for name, value, objects in (
+        ("disk", "auto", False), ("small", "auto", True), ("objects", "auto", True), ("once", True, False),
+    ):  # fmt: skip
+        read_once.SMALL_BYTES = 1 << 30 if name == "small" else 1
         LocalStorage.hints = replace(DISK, has_locks=not objects)  # type: ignore[assignment]
         into = shard(rank % 2, 2, 0, torch.full_like(whole, -1))
         reads.ranges.clear()
@@ -299,7 +302,7 @@ def load_in_groups(folder: str) -> dict[str, Any]:
 
 def test_ranks_that_share_no_file_with_others_exchange_among_themselves(tmp_path: Path) -> None:
     by_rank = run_ranks(load_in_groups, 4, str(tmp_path))
-    for name, sizes in (("disk", []), ("objects", [2]), ("once", [2])):
+    for name, sizes in (("disk", []), ("small", []), ("objects", [2]), ("once", [2])):
         assert [result[name][:2] for result in by_rank] == [(True, sizes)] * 4
         times = times_read(tmp_path, [r for result in by_rank for r in result[name][2]])
         assert times.max() == (1 if sizes else 2)
