@@ -184,7 +184,14 @@ def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[t
     parts = parts_of(value, name)
     # Private, as in `_declared`: a class of others need not have the view that `to_local` makes.
     local: Any = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
-    if not _is_made_of_others(local) or len(parts) != 1 or parts[0] is not value:
+    kind = type(local)
+    # torch's own classes, such as results of collectives, are known by other signs.
+    lists_others = (
+        hasattr(kind, "__tensor_flatten__")
+        and kind.__module__.partition(".")[0] != "torch"
+        and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+    if not lists_others or len(parts) != 1 or parts[0] is not value:
         yield from ((name, path, part) for part in parts)
         return
     layout = dtensor_layout(value, tuple(local.shape), name) if is_dtensor(value) else None
@@ -193,17 +200,6 @@ def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[t
         if layout is not None and inner.numel() != 1:
             inner = _cut_like(inner, tuple(local.shape), layout, below)
         yield from named_parts(inner, below, (*path, key))
-
-
-def _is_made_of_others(tensor: Any) -> TypeGuard[Any]:
-    """Tell whether a class outside of torch keeps its data in tensors that it lists. torch's own are known by other signs."""
-    kind = type(tensor)
-    return (
-        isinstance(tensor, torch.Tensor)
-        and hasattr(kind, "__tensor_flatten__")
-        and kind.__module__.partition(".")[0] != "torch"
-        and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    )
 
 
 def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str) -> LocalShard:
