@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 441, "frames": 756, "files": 52},
+    "save": {"functions": 442, "frames": 757, "files": 52},
     "load": {"functions": 368, "frames": 614, "files": 48},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
