@@ -328,7 +328,7 @@ def test_a_load_holds_a_bounded_number_of_bytes(proxy: FaultProxy, url: str, mon
     """Bytes that the store was asked for at any time: never more than reads at once, each of a request's size."""
     saved = {"w": torch.arange(12 << 20, dtype=torch.int32)}
     checkpoint.save(f"{url}/a", saved)
-    monkeypatch.setattr(object_store, "HINTS", replace(object_store.HINTS, requests=9))
+    monkeypatch.setattr(object_store, "HINTS", replace(object_store.HINTS, requests=9, read_bytes=2 << 20))
     asked, now, most = threading.Lock(), 0, 0
     get_range = obstore.get_range
 
@@ -345,7 +345,6 @@ def test_a_load_holds_a_bounded_number_of_bytes(proxy: FaultProxy, url: str, mon
 
     monkeypatch.setattr(obstore, "get_range", counted)
     loaded = {"w": torch.zeros_like(saved["w"])}
-    monkeypatch.setattr("reshard_ckpt.engine.loading.read.JOIN_WINDOWS", 2)
     checkpoint.load(f"{url}/a", loaded)
     assert torch.equal(loaded["w"], saved["w"])
     assert 2 << 20 < most <= 9 * (2 << 20)
