@@ -15,8 +15,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from ...plugins import CATALOG_KEY, checkpoint
 from ...plugins.errors import UsageError
 from ...plugins.names import unwrapped
@@ -92,7 +90,6 @@ def load_checkpoint(self: Any, local_path: str | None, hdfs_path: str | None = N
     checkpoint.load(local_path, state, allow_missing=may_miss, ignore=() if self.lr_scheduler else ["extra_state.lr_scheduler"])
     if "extra_state" in state:
         self.load_rng_state(state["extra_state"]["rng"].value)
-    dist.barrier()
 
 
 _METHODS = {method.__name__: method for method in (save_checkpoint, load_checkpoint)}
