@@ -7,7 +7,6 @@ bytes are, as in a catalog: a NaN equals itself, and 3 differs from 3.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from operator import eq
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..comm import ALONE, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.placements import same_placement
 from ..core.catalog.specs import AxisPlacement, ValueKind
@@ -24,7 +24,7 @@ from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..format.values import decode_value, encode_value
-from ..formats.source import Path, Source, open_source
+from ..formats.source import Path, Source, open_shared_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,16 @@ class Diff:
         return not (self.removed or self.added or self.kind or self.shape or self.dtype or self.tensors or self.values)
 
 
-def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress = False) -> Diff:
-    """Compare two checkpoints, of any layouts and formats.
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    values: bool = False,
+    progress: bool | OnProgress = False,
+    process_group: Any = ALONE,
+    timeout_s: float = 600.0,
+) -> Diff:
+    """Compare two checkpoints, of any layouts and formats, in one process or together.
 
     Parameters
     ----------
@@ -91,15 +99,21 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         dtypes, placements, and values that are small enough to be in the catalogs, such as steps and learning rates.
     progress
         As for `inspect`.
+    process_group
+        The ranks that share the tensors: each compares as many bytes, and all get the same result. Each rank reads all values.
+        None stands for all ranks. By default this process is on its own.
+    timeout_s
+        Seconds to wait for the other ranks.
 
     Raises
     ------
     CheckpointNotFound, CorruptError
         One of the checkpoints is missing, or is damaged.
+    PeerError
+        Another rank failed or did not arrive.
     """
-    with ExitStack() as stack:
-        one = stack.enter_context(open_source(a))
-        two = stack.enter_context(open_source(b))
+    session = open_session("diff", f"{a} {b}", process_group=process_group, timeout_s=timeout_s)
+    with session as comm, open_shared_source(comm, a) as one, open_shared_source(comm, b) as two:
         first, second = one.catalog, two.catalog
         in_a, in_b = ({*catalog.names, *catalog.value_names} for catalog in (first, second))
         tensors = [name for name in first.names if name in second]
@@ -112,6 +126,7 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         # Bytes are compared also if dtypes differ, but not if shapes do.
         comparable = [name for name in tensors if name not in reshaped]
         left = Side(one.storage, first, [first.index(name) for name in comparable])
+        report = reporter(progress if comm.rank == 0 else False)
         right = Side(two.storage, second, [second.index(name) for name in comparable])
         return Diff(
             a=str(a),
@@ -128,7 +143,7 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
             dtype=tuple(_changes(tensors, first, second, Catalog.dtype)),
             placement=(*_changes(tensors, first, second, _placement, same_placement), *ranks),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
-            tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
+            tensors=tuple(compare(comparable, left, right, report, comm)) if values else (),
             num_compared=len(comparable) if values else 0,
         )
 

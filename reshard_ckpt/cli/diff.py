@@ -11,7 +11,7 @@ from ..core.catalog.name_tree import shorten
 from .app import PROBLEM, as_plain, command, print_json, print_text, progress
 from .columns import Columns
 from .formatting import placement, plural, shape, short
-from .options import AsJson
+from .options import AsJson, TimeoutS
 
 if TYPE_CHECKING:
     from ..checkpoint import Diff
@@ -27,16 +27,19 @@ def diff(
     a: A,
     b: B,
     values: Annotated[bool, typer.Option("--values", help="Compare every tensor bit by bit, and every value.")] = False,
+    timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes, placements and small values; with --values all of their contents.
 
     The exit code is 1 if they differ. Different placements are listed, but do not count: equal values in other layouts are equal.
+    Under torchrun all processes share the tensors.
     """
     from ..checkpoint import diff as diff_checkpoints
+    from ..comm import launched_group
 
-    with progress() as on_progress:
-        found = diff_checkpoints(a, b, values=values, progress=on_progress)
+    with launched_group(), progress() as on_progress:
+        found = diff_checkpoints(a, b, values=values, progress=on_progress, process_group=None, timeout_s=timeout_s)
     if as_json:
         print_json({"equal": found.equal, **as_plain(found)})
     else:

@@ -6,6 +6,7 @@ import ast
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint.comparing import is_identical, value_changes
+from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.storage import LocalStorage
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 from tests.damage import flip
+from tests.launch import run_ranks
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(60.0).reshape(10, 6), "b": torch.zeros(4), "h": torch.ones(3).bfloat16()},
@@ -282,3 +286,57 @@ def test_damage_is_no_difference(base: Path, tmp_path: Path):
     assert (shown.code, shown.out) == (1, "")
     assert "CorruptError" in shown.err
     assert run("diff", base, tmp_path / "none").code == 1
+
+
+def diff_together(a: str, b: str) -> tuple[str, int, int]:
+    """Return the result on this rank, the bytes of tensors that it read, and how many lines the command printed."""
+    reads: list[int] = []
+    read_into = LocalStorage.read_into
+
+    def noting(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
+        if key.endswith(".safetensors"):
+            reads.append(sum(map(len, buffers)))
+        read_into(self, key, offset, buffers)
+
+    with mock.patch.object(LocalStorage, "read_into", noting):
+        found = checkpoint.diff(a, b, values=True, process_group=None)
+    return repr(found), sum(reads), len(run("diff", a, b, "--values").out.splitlines())
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_ranks_share_the_bytes_and_all_get_the_differences_of_one_process(tmp_path: Path, changed: bool):
+    tied = torch.arange(1000.0)
+    one = {f"w{i}": torch.arange(500_000, dtype=torch.float32) * (i + 1) for i in range(3)}
+    one |= {"tied": tied, "twin": tied, "empty": torch.zeros(0, 3), "half": torch.ones(7).bfloat16(), "values": list(range(4000))}
+    two = {**one, "half": one["half"].double()}
+    if changed:  # the border between two ranks, and between three, is within w1; each has the largest difference of one kind
+        far = one["w1"].clone()
+        far[:2], far[100_000:400_000], far[-1] = torch.tensor([float("nan"), 1e9]), -1.0, float("nan")
+        two |= {"w1": far, "tied": tied + 1, "twin": tied + 1, "half": one["half"].double() + 0.5, "values": list(range(1, 4001))}
+    checkpoint.save(tmp_path / "a", {"t": one})
+    checkpoint.save(tmp_path / "b", {"t": two})
+    alone = checkpoint.diff(tmp_path / "a", tmp_path / "b", values=True)
+    assert [d.name for d in alone.tensors] == (["t.half", "t.tied", "t.twin", "t.w1"] if changed else [])
+    lines = len(run("diff", tmp_path / "a", tmp_path / "b", "--values").out.splitlines())
+    answers = run_ranks(diff_together, 2, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert {found for found, *_ in answers} == {repr(alone)}
+    read = [num_bytes for _, num_bytes, _ in answers]
+    assert max(read) - min(read) <= 1 << 20
+    assert sum(read) <= sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) + (1 << 20)
+    assert [printed for *_, printed in answers] == [lines, 0]
+
+
+def test_an_error_of_one_rank_ends_a_diff_on_all(tmp_path: Path):
+    for name in "ab":
+        checkpoint.save(tmp_path / name, {"w": torch.arange(500_000.0)})
+    (file,) = (tmp_path / "b").rglob("*.safetensors")
+    flip(file, -9)  # in the part of rank 1
+    answers = run_ranks(refusal, 2, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert answers[0] == answers[1].replace("CorruptError: ", "CorruptError: rank 1: ", 1)
+    assert "is damaged" in answers[1]
+
+
+def refusal(a: str, b: str) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.diff(a, b, values=True, process_group=None)
+    return f"{type(refused.value).__name__}: {refused.value}"

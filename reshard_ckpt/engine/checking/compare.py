@@ -1,22 +1,25 @@
 """Differences between the tensors of two checkpoints, which are streamed side by side, whatever their layouts.
 
-Bytes are compared first: equal ones, the usual case, cost no arithmetic. Numbers are compared only where bytes differ.
+1. Several ranks divide the bytes of all pairs of tensors evenly.
+2. Bytes are compared first: equal ones, the usual case, cost no arithmetic. Numbers are compared only where bytes differ.
+3. The ranks add up their counts and take the largest differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...comm.protocol import Comm, SoloComm, merge_of_all
 from ...core.catalog.model import Catalog
 from ...format.columns import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.stream import whole_run
+from ..loading.stream import Run, whole_run
 from .statistics import NUMPY_DTYPES, as_numbers, windows_of
 
 
@@ -54,26 +57,59 @@ class Side:
     tensors: Sequence[int]
 
 
-def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent) -> list[TensorDifference]:
+def compare(
+    names: Sequence[str], a: Side, b: Side, report: OnProgress = silent, comm: Comm | None = None
+) -> list[TensorDifference]:
     """Find the tensors whose bytes differ; both sides have the same shapes, in the same order.
+
+    Collective if `comm` has several ranks: a gather of the differences and a broadcast of them all.
+
+    Parameters
+    ----------
+    comm
+        The ranks that share the reading; by default this process is on its own.
 
     Raises
     ------
     CorruptError
         A file of either is damaged.
     """
+    comm = comm or SoloComm()
     sources_a = [a.catalog.source(tensor) for tensor in a.tensors]
     sources_b = [b.catalog.source(tensor) for tensor in b.tensors]
     keys = list(zip(sources_a, sources_b, strict=True))
     pairs = {key: _Pair(a.catalog, key[0], b.catalog, key[1]) for key in keys}  # tied names are compared once
-    tally = Tally("compare", sum(pair.num_bytes for pair in pairs.values()), report)
-    windows_a = windows_of(a.storage, a.catalog, [pair.a for pair in pairs.values()])
-    windows_b = windows_of(b.storage, b.catalog, [pair.b for pair in pairs.values()])
+    share = _share(list(pairs.values()), comm.rank, comm.size)
+    tally = Tally("compare", sum(run.count * pair.item_bytes for pair, run, _ in share), report)
+    windows_a = windows_of(a.storage, a.catalog, [run for _, run, _ in share])
+    windows_b = windows_of(b.storage, b.catalog, [run for _, _, run in share])
     for (cut_a, window_a), (cut_b, window_b) in zip(windows_a, windows_b, strict=True):
         for run_a, run_b, x, y in zip(cut_a, cut_b, window_a.parts(), window_b.parts(), strict=True):
             pairs[run_a.tensor, run_b.tensor].add(x, y)
             tally.add(len(x))
-    return [pairs[key].difference(name) for name, key in zip(names, keys, strict=True) if pairs[key].num_different]
+    if comm.size > 1:
+        found = [(*key, *astuple(pair.totals)) for key, pair in pairs.items() if pair.totals.num_different]
+        for pair in pairs.values():
+            pair.totals = _Totals()
+        for of_rank in merge_of_all(comm, found):
+            for tensor_a, tensor_b, *totals in of_rank:
+                pairs[tensor_a, tensor_b].totals.join(_Totals(*totals))
+    return [pairs[key].difference(name) for name, key in zip(names, keys, strict=True) if pairs[key].totals.num_different]
+
+
+def _share(pairs: Sequence[_Pair], rank: int, size: int) -> list[tuple[_Pair, Run, Run]]:
+    """Return the pairs that a rank compares, each with its part of the two runs. All ranks get about as many bytes."""
+    total, begin = sum(pair.num_bytes for pair in pairs), 0
+    low, high = rank * total // size, (rank + 1) * total // size
+    share = []
+    for pair in pairs:
+        # The elements that begin between `low` and `high`, counted in bytes over all pairs end to end.
+        first, last = (min(max(-(-(at - begin) // pair.item_bytes), 0), pair.a.count) for at in (low, high))
+        if first < last or (not pair.a.count and rank == 0):
+            run_a, run_b = (replace(run, start=first, count=last - first) for run in (pair.a, pair.b))
+            share.append((pair, run_a, run_b))
+        begin += pair.num_bytes
+    return share
 
 
 def _common(a: str, b: str) -> str:
@@ -86,6 +122,22 @@ def _common(a: str, b: str) -> str:
     return codes.get(both, "C64")  # the only complex dtype that a checkpoint can have
 
 
+@dataclass(slots=True)
+class _Totals:
+    """The differences between two tensors that were found so far, as in `TensorDifference`."""
+
+    num_different: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    num_nan: int = 0
+
+    def join(self, other: _Totals) -> None:
+        """Add the differences that another rank found in its part of the two tensors."""
+        self.num_different += other.num_different
+        self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        self.num_nan += other.num_nan
+
+
 class _Pair:
     """Two tensors to read whole, in one dtype, so that both are cut alike; and the differences found so far."""
 
@@ -95,39 +147,39 @@ class _Pair:
         self.a = replace(whole_run(a, tensor_a), dtype=common)
         self.b = replace(whole_run(b, tensor_b), dtype=common)
         self.code = common or codes[0]
-        self.num_bytes = self.a.count * TORCH_DTYPES[self.code].itemsize
-        self.num_different = self.num_nan = 0
-        self.max_abs = self.max_rel = 0.0
+        self.item_bytes = TORCH_DTYPES[self.code].itemsize
+        self.num_bytes = self.a.count * self.item_bytes
+        self.totals = _Totals()
 
     def add(self, x: memoryview, y: memoryview) -> None:
         """Compare the next bytes of both."""
-        bits = np.dtype(f"u{TORCH_DTYPES[self.code].itemsize}")
+        bits = np.dtype(f"u{self.item_bytes}")
         bytes_x, bytes_y = np.frombuffer(x, bits), np.frombuffer(y, bits)
         if np.array_equal(bytes_x, bytes_y):
             return
         differs = np.flatnonzero(bytes_x != bytes_y)
-        self.num_different += len(differs)
+        self.totals.num_different += len(differs)
         a, b = (as_numbers(side, self.code)[differs] for side in (x, y))
         apart, largest = _integers_apart(a, b) if a.dtype.kind in "iub" else self._floats_apart(a, b)
         if len(apart) == 0:
             return
-        self.max_abs = max(self.max_abs, float(apart.max()))
+        self.totals.max_abs = max(self.totals.max_abs, float(apart.max()))
         some = np.flatnonzero(apart > 0)
         with np.errstate(invalid="ignore"):  # infinity by infinity is NaN, and counts as the largest difference
             relative = np.nan_to_num(apart[some] / largest[some], nan=np.inf)
-        self.max_rel = max(self.max_rel, float(relative.max(initial=0.0)))
+        self.totals.max_rel = max(self.totals.max_rel, float(relative.max(initial=0.0)))
 
     def _floats_apart(self, a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         wide = np.complex128 if np.iscomplexobj(a) else np.float64
         nan_a, nan_b = np.isnan(a), np.isnan(b)
-        self.num_nan += int((nan_a != nan_b).sum())
+        self.totals.num_nan += int((nan_a != nan_b).sum())
         a, b = (side[~(nan_a | nan_b)].astype(wide) for side in (a, b))
         with np.errstate(invalid="ignore", over="ignore"):
             return np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
 
     def difference(self, name: str) -> TensorDifference:
         """Report the differences found, under this name."""
-        return TensorDifference(name, self.a.count, self.num_different, self.max_abs, self.max_rel, self.num_nan)
+        return TensorDifference(name, self.a.count, *astuple(self.totals))
 
 
 def _integers_apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
