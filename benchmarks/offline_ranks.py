@@ -1,0 +1,113 @@
+"""Offline work shared by 1, 2 and 4 processes: the CPU seconds of all of them, and of the busiest.
+
+``python -m benchmarks.offline_ranks --gb 1 --json bench_out/offline_ranks.json``
+
+A checkpoint of four ranks (`benchmarks.offline_reshard`) is verified, resharded to dp 2 × tp 4, and compared with the result.
+Four processes start once. In each round the first one works alone, then two of them, then all four. CPU seconds are counted
+from a barrier on, so the imports are left out; where processes outnumber cores they tell more than the clock.
+
+1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. What is missing to 1 was done more than once.
+2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. What is above 1 is uneven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from reshard_ckpt import checkpoint
+
+from .offline_reshard import HIDDEN, TARGET, make_source
+from .ranks import Ranks, cpu_s, launch, save_json
+
+PROCESSES = (1, 2, 4)
+BYTES_OF_LAYER = 12 * HIDDEN**2 * 10
+"""Weights in bf16 and two moments in fp32."""
+
+
+def be_worker(folder: Path, rounds: int) -> None:
+    """Do a share of all work, round by round; rank 0 leaves the figures of all ranks in a file."""
+    ranks = Ranks()
+    source, target = folder / "source", folder / "target"
+    groups = {n: dist.new_group(list(range(n))) for n in PROCESSES}
+    measured: dict[str, dict[int, list[tuple[float, list[float]]]]] = {}
+    for _ in range(rounds + 1):
+        for n, group in groups.items():
+            os.environ["LOCAL_WORLD_SIZE"] = str(n)  # the processes that share the cores now
+            calls = {
+                "verify": partial(checkpoint.verify, source, process_group=group),
+                "reshard": partial(checkpoint.reshard, source, target, mesh=TARGET, process_group=group),
+                "diff": partial(checkpoint.diff, source, target, values=True, process_group=group),
+            }
+            for work, call in calls.items():
+                if work == "reshard" and ranks.rank == 0:
+                    shutil.rmtree(target, ignore_errors=True)
+                dist.barrier()
+                began, before = time.perf_counter(), cpu_s()
+                found = call() if ranks.rank < n else None
+                used, wall_s = cpu_s() - before, time.perf_counter() - began
+                assert not isinstance(found, checkpoint.VerifyReport) or found.ok
+                assert not isinstance(found, checkpoint.Diff) or found.equal
+                used_by_all = ranks.gather(used)[:n]
+                measured.setdefault(work, {}).setdefault(n, []).append((wall_s, used_by_all))
+    if ranks.rank == 0:
+        save_json(folder / "measured.json", measured)
+    ranks.close()
+
+
+def summary(by_processes: dict[str, list[tuple[float, list[float]]]]) -> dict[str, dict[str, float]]:
+    """Return the medians over all rounds but the first, which is cold."""
+    found: dict[str, dict[str, float]] = {}
+    for n, samples in by_processes.items():
+        warm = samples[1:]
+        total = statistics.median(sum(used) for _, used in warm)
+        found[n] = {
+            "cpu_s": total,
+            "of_linear": found["1"]["cpu_s"] / total if found else 1.0,
+            "busiest": statistics.median(max(used) * len(used) / sum(used) for _, used in warm),
+            "wall_s": statistics.median(wall_s for wall_s, _ in warm),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        be_worker(options.worker, options.rounds)
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="reshard_ckpt_offline_") as name:
+        folder = Path(name)
+        make_source(folder / "source", max(1, round(options.gb * 1e9 / BYTES_OF_LAYER)))
+        num_bytes = checkpoint.catalog(folder / "source").file_bytes
+        launch("benchmarks.offline_ranks", max(PROCESSES), [name, "--rounds", str(options.rounds)], timeout_s=600)
+        measured = json.loads((folder / "measured.json").read_text())
+    result = {work: summary(by_processes) for work, by_processes in measured.items()}
+    machine = f"{os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"{num_bytes / 1e9:.2f} GB, {options.rounds} rounds, {machine}, load average {os.getloadavg()[0]:.1f}\n")
+    print(
+        "| | processes | CPU s of all | of linear | busiest ÷ even share | wall s |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+    )
+    for work, figures in result.items():
+        for n, of in figures.items():
+            print(f"| {work} | {n} | {of['cpu_s']:.2f} | {of['of_linear']:.2f} | {of['busiest']:.2f} | {of['wall_s']:.2f} |")
+    if options.json:
+        save_json(options.json, {"bytes": num_bytes, "rounds": options.rounds, "machine": machine, **result})
+
+
+if __name__ == "__main__":
+    main()
