@@ -6,6 +6,9 @@ A checkpoint of four ranks (`benchmarks.offline_reshard`) is verified, resharded
 Four processes start once. In each round the first one works alone, then two of them, then all four. CPU seconds are counted
 from a barrier on, so the imports are left out; where processes outnumber cores they tell more than the clock.
 
+The first row is the limit: each process reads and hashes an even share of the files in plain Python. It loses only
+what shared cores and caches cost.
+
 1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. What is missing to 1 was done more than once.
 2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. What is above 1 is uneven.
 """
@@ -19,20 +22,37 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from reshard_ckpt import checkpoint
 
-from .offline_reshard import HIDDEN, TARGET, make_source
+from .offline_reshard import HIDDEN, TARGET, files_below, make_source
 from .ranks import Ranks, cpu_s, launch, save_json
 
 PROCESSES = (1, 2, 4)
+WINDOW_BYTES, BLOCK_BYTES = 8 << 20, 128 << 10
 BYTES_OF_LAYER = 12 * HIDDEN**2 * 10
 """Weights in bf16 and two moments in fp32."""
+
+
+def read_and_hash(folder: Path, rank: int, size: int) -> None:
+    """Read and hash an even share of each file, a window at a time, with nothing of the library."""
+    buffer = memoryview(bytearray(WINDOW_BYTES))
+    for path in files_below(folder):
+        num_windows = path.stat().st_size // WINDOW_BYTES
+        with path.open("rb", buffering=0) as file:
+            file.seek(rank * num_windows // size * WINDOW_BYTES)
+            for _ in range(rank * num_windows // size, (rank + 1) * num_windows // size):
+                file.readinto(buffer)
+                for low in range(0, WINDOW_BYTES, BLOCK_BYTES):
+                    xxhash.xxh3_64_intdigest(buffer[low : low + BLOCK_BYTES])
 
 
 def be_worker(folder: Path, rounds: int) -> None:
@@ -44,7 +64,8 @@ def be_worker(folder: Path, rounds: int) -> None:
     for _ in range(rounds + 1):
         for n, group in groups.items():
             os.environ["LOCAL_WORLD_SIZE"] = str(n)  # the processes that share the cores now
-            calls = {
+            calls: dict[str, Callable[[], Any]] = {
+                "read and hash": partial(read_and_hash, source, ranks.rank, n),
                 "verify": partial(checkpoint.verify, source, process_group=group),
                 "reshard": partial(checkpoint.reshard, source, target, mesh=TARGET, process_group=group),
                 "diff": partial(checkpoint.diff, source, target, values=True, process_group=group),
