@@ -11,6 +11,7 @@ what shared cores and caches cost.
 
 1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. What is missing to 1 was done more than once.
 2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. What is above 1 is uneven.
+3. *Read*: the bytes that all processes read, divided by those that one process reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import xxhash
 from reshard_ckpt import checkpoint
 
 from .offline_reshard import HIDDEN, TARGET, files_below, make_source
-from .ranks import Ranks, cpu_s, launch, save_json
+from .ranks import Ranks, bytes_in_calls, cpu_s, launch, save_json
 
 PROCESSES = (1, 2, 4)
 WINDOW_BYTES, BLOCK_BYTES = 8 << 20, 128 << 10
@@ -60,7 +61,7 @@ def be_worker(folder: Path, rounds: int) -> None:
     ranks = Ranks()
     source, target = folder / "source", folder / "target"
     groups = {n: dist.new_group(list(range(n))) for n in PROCESSES}
-    measured: dict[str, dict[int, list[tuple[float, list[float]]]]] = {}
+    measured: dict[str, dict[int, list[tuple[float, list[float], int]]]] = {}
     for _ in range(rounds + 1):
         for n, group in groups.items():
             os.environ["LOCAL_WORLD_SIZE"] = str(n)  # the processes that share the cores now
@@ -74,29 +75,30 @@ def be_worker(folder: Path, rounds: int) -> None:
                 if work == "reshard" and ranks.rank == 0:
                     shutil.rmtree(target, ignore_errors=True)
                 dist.barrier()
-                began, before = time.perf_counter(), cpu_s()
+                began, read_before, before = time.perf_counter(), bytes_in_calls()[0], cpu_s()
                 found = call() if ranks.rank < n else None
                 used, wall_s = cpu_s() - before, time.perf_counter() - began
                 assert not isinstance(found, checkpoint.VerifyReport) or found.ok
                 assert not isinstance(found, checkpoint.Diff) or found.equal
-                used_by_all = ranks.gather(used)[:n]
-                measured.setdefault(work, {}).setdefault(n, []).append((wall_s, used_by_all))
+                used_by_all, read_by_all = zip(*ranks.gather((used, bytes_in_calls()[0] - read_before))[:n], strict=True)
+                measured.setdefault(work, {}).setdefault(n, []).append((wall_s, list(used_by_all), sum(read_by_all)))
     if ranks.rank == 0:
         save_json(folder / "measured.json", measured)
     ranks.close()
 
 
-def summary(by_processes: dict[str, list[tuple[float, list[float]]]]) -> dict[str, dict[str, float]]:
+def summary(by_processes: dict[str, list[tuple[float, list[float], int]]]) -> dict[str, dict[str, float]]:
     """Return the medians over all rounds but the first, which is cold."""
     found: dict[str, dict[str, float]] = {}
     for n, samples in by_processes.items():
         warm = samples[1:]
-        total = statistics.median(sum(used) for _, used in warm)
+        total = statistics.median(sum(used) for _, used, _ in warm)
         found[n] = {
             "cpu_s": total,
             "of_linear": found["1"]["cpu_s"] / total if found else 1.0,
-            "busiest": statistics.median(max(used) * len(used) / sum(used) for _, used in warm),
-            "wall_s": statistics.median(wall_s for wall_s, _ in warm),
+            "busiest": statistics.median(max(used) * len(used) / sum(used) for _, used, _ in warm),
+            "read_bytes": statistics.median(num_bytes for _, _, num_bytes in warm),
+            "wall_s": statistics.median(wall_s for wall_s, _, _ in warm),
         }
     return found
 
@@ -120,12 +122,13 @@ def main() -> None:
     result = {work: summary(by_processes) for work, by_processes in measured.items()}
     machine = f"{os.cpu_count()} cores, torch {torch.__version__}"
     print(f"{num_bytes / 1e9:.2f} GB, {options.rounds} rounds, {machine}, load average {os.getloadavg()[0]:.1f}\n")
-    print(
-        "| | processes | CPU s of all | of linear | busiest ÷ even share | wall s |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-    )
+    print("| | processes | CPU s of all | of linear | busiest ÷ even share | read | wall s |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for work, figures in result.items():
         for n, of in figures.items():
-            print(f"| {work} | {n} | {of['cpu_s']:.2f} | {of['of_linear']:.2f} | {of['busiest']:.2f} | {of['wall_s']:.2f} |")
+            read = of["read_bytes"] / figures["1"]["read_bytes"]
+            cells = f"{of['cpu_s']:.2f} | {of['of_linear']:.2f} | {of['busiest']:.2f} | {read:.2f} | {of['wall_s']:.2f}"
+            print(f"| {work} | {n} | {cells} |")
     if options.json:
         save_json(options.json, {"bytes": num_bytes, "rounds": options.rounds, "machine": machine, **result})
 

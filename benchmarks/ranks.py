@@ -110,10 +110,10 @@ class Ranks:
         forget_peak()
         before = _resident("VmRSS")
         dist.barrier()
-        cpu, (read, written), begin = cpu_s(), _io_bytes(), time.perf_counter()
+        cpu, (read, written), begin = cpu_s(), bytes_in_calls(), time.perf_counter()
         operation()
         wall = time.perf_counter() - begin
-        cpu, (read_after, written_after) = cpu_s() - cpu, _io_bytes()
+        cpu, (read_after, written_after) = cpu_s() - cpu, bytes_in_calls()
         peak = max(0, _resident("VmHWM") - before)
         samples = self.gather((wall, cpu, written_after - written, read_after - read, peak))
         walls, cpus, writes, reads, peaks = zip(*samples, strict=True)
@@ -148,7 +148,8 @@ def _resident(field: str) -> int:
     raise KeyError(field)
 
 
-def _io_bytes() -> tuple[int, int]:
+def bytes_in_calls() -> tuple[int, int]:
+    """Return the bytes that this process has read and written in calls so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"]), int(counts["wchar"])
 
