@@ -64,7 +64,7 @@ class Neighbours:
         return self.node.peers.ended(self.store)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks, ascending. The ranks must have met in a session before."""
+        """Return all ranks of this machine, ascending. They must have met in a session before."""
         return self.node.peers.ranks(self.store)
 
 

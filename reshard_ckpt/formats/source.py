@@ -1,10 +1,10 @@
-"""Formats of checkpoints: what a format is, which ones are known, and opening a path in one of them.
+"""Formats of checkpoints: the class `Format`, the list of known formats, and opening a path in one of them.
 
 1. A `Format` of another library has a function `open`, which returns a `Source`: a store, and a catalog over its files.
 2. `known_formats` loads every entry point of the group ``reshard_ckpt.formats``, those of this package and of others. If one
    fails to import, it warns, and goes on with the others. Formats are tried by `Format.order`.
-3. `open_source` opens a path on one rank, `open_shared_source` on all ranks after comparing what they see: in this library's own
-   format, else in the first foreign format that recognizes the path.
+3. `open_source` opens a path on one rank, `open_shared_source` on all ranks, and checks that all see the same checkpoint. The
+   path is opened in this library's own format, else in the first foreign format that recognizes the path.
 
 Opening a path converts nothing and reads no tensor data. A format builds a catalog over its own files; the planner and the reader
 of this library's own checkpoints do the rest, resharding included.

@@ -458,7 +458,7 @@ class Manager(RunSteps):
             attempts.close(failed=failed)
 
     def _compare_failures(self, step: int) -> None:
-        """With ``on_failure="warn"``, compare the saves that are over before a new one begins. Collective then."""
+        """With ``on_failure="warn"``, wait for earlier saves, and compare their failures. Collective then."""
         if self._tolerated.are_tolerated:
             self._wait()
             with open_session("save", f"{self._root} at step {step}", **self._session) as comm:

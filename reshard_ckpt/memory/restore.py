@@ -210,7 +210,7 @@ class _Told:
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
-    """Return on all ranks a generation that the sender knows. If all ranks know it, nothing is sent."""
+    """Send the generation `known` of rank `sender` to all ranks. With a negative `sender`, return `known` without sending."""
     if sender < 0:
         assert known is not None
         return known

@@ -49,7 +49,7 @@ _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 class Verbatim(dict[Any, Any]):
-    """A whole state whose keys are names as they stand, with the parts that wrappers put into them."""
+    """A state dict whose keys are the tensors' names. They are kept unchanged, including the parts that wrappers add to them."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ Box = tuple[Ints, Ints]
 
 
 def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec | None]:
-    """Return each spec with the pieces that the catalog lacks alone; None for a spec that lacks nothing.
+    """Cut each spec down to the pieces that the catalog lacks; return None for a spec that the catalog holds whole.
 
     Tensors are matched by name, and have the shape that they have in the catalog.
     """

@@ -188,7 +188,7 @@ class PlacementTable:
 
 
 def _with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: _HeldBounds) -> PlacementTable:
-    """Add turns and sections to placements on the mesh, if they have none and the pieces show them.
+    """Return the table with turns (the order in which axes cut a dim) and sections added, where the pieces show them.
 
     Parameters
     ----------

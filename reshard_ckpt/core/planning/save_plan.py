@@ -251,7 +251,7 @@ def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) ->
 
 
 def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
-    """Find the row in which each rank holds each run."""
+    """Return for each i the index in `rows` of the row in which ``rank[i]`` holds run ``item[i]``."""
     # row[i]: the row of the first holder of the run. It is right unless another rank was asked for.
     row = runs.holder[runs.begin[item]]
     several = np.flatnonzero(rows.rank[row] != rank)

@@ -90,7 +90,7 @@ def _add_apart(
     parts: ModelParallelParts,
     adder: StateAdder,
 ) -> None:
-    """Add an optimizer that has a tensor for each parameter."""
+    """Add to `adder` the saved state of an optimizer that has a tensor for each parameter, for model-parallel rank `mp`."""
     base = state.get("optimizer_state_dict", state)
     numbers = numbers_of(base, model.key)
     # fqns: the name of each parameter by its number; mine: the part of each that this model-parallel rank holds

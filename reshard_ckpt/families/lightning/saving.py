@@ -57,7 +57,7 @@ class TrainerSaves(_Strategy):
     save_options
         Options of `checkpoint.async_save`.
     arguments, options
-        As for Lightning's own self.
+        Passed on to the constructor of Lightning's own strategy.
     """
 
     def __init__(self, *arguments: Any, background: bool = True, save_options: Mapping[str, Any] | None = None, **options: Any):
