@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,12 +22,24 @@ QUIET_S = 0.1
 """Seconds without a new request after which a round of requests is complete,"""
 
 IDLE_CPU_S = 0.01
-"""and the seconds of processor time at most that this process uses meanwhile."""
+"""and the seconds of processor time at most that this process uses meanwhile. At their end no thread may be ready to run."""
 
 MAX_CONNECTIONS = 512
 """Each has a thread. A client that piles up connections under load is refused more, so that it cannot fill the machine."""
 
 _HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
+
+
+def _others_run() -> bool:
+    """Tell whether another thread of this process runs, or would run if the machine were not busy."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            if (
+                int(thread.name) != threading.get_native_id()
+                and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+            ):
+                return True
+    return False
 
 
 class FaultProxy:
@@ -167,11 +180,13 @@ class FaultProxy:
             mine = self._arrived
             mine.append(request)
             self._note_activity()
+            decides = len(mine) == 1
             while self._arrived is mine:
-                self._round.wait(QUIET_S)
+                self._round.wait(QUIET_S if decides else None)
                 if self._arrived is not mine or self._being_served or time.monotonic() - self._quiet_since < QUIET_S:
                     continue
-                if time.process_time() - self._quiet_cpu_s > IDLE_CPU_S:  # this process works: its next request may be under way
+                # This process works, or a thread of it waits for a processor: its next request may be under way.
+                if time.process_time() - self._quiet_cpu_s > IDLE_CPU_S or _others_run():
                     self._note_activity()
                     continue
                 self.rounds.append(mine)
