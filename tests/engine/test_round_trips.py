@@ -13,6 +13,7 @@ from reshard_ckpt.engine.common.files import open_files
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.engine.loading.stream import stream, whole_run
 from reshard_ckpt.errors import CorruptError
+from reshard_ckpt.storage import Hints
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job, save_job
 from tests.layouts import values_of, whole_piece
@@ -24,6 +25,14 @@ SHAPE = (5, 7)
 
 def tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
     return [(TensorSpec(f"w{i}", "I32", SHAPE, (whole_piece(SHAPE),)), values_of(SHAPE, "I32", i)) for i in range(FILES)]
+
+
+class SlowStore(FaultyStorage):
+    """A store that takes many requests at once, as those of objects do."""
+
+    @property
+    def hints(self) -> Hints:
+        return Hints(requests=32)
 
 
 class Rounds:
@@ -51,7 +60,7 @@ def storage(request: pytest.FixtureRequest) -> MemoryStorage:
 def test_a_load_asks_for_all_sizes_and_digests_in_one_round(storage: MemoryStorage) -> None:
     rounds = Rounds(2 * FILES)
     wanted = [(spec, torch.zeros_like(tensor)) for spec, tensor in tensors()]
-    load_job(FaultyStorage(storage, rounds), wanted)
+    load_job(SlowStore(storage, rounds), wanted)
     assert rounds.requests == 2 * FILES
     assert all(torch.equal(got, tensor) for (_, got), (_, tensor) in zip(wanted, tensors(), strict=True))
 
@@ -59,14 +68,14 @@ def test_a_load_asks_for_all_sizes_and_digests_in_one_round(storage: MemoryStora
 def test_a_stream_asks_for_all_sizes_and_digests_in_one_round(storage: MemoryStorage) -> None:
     catalog, rounds = open_catalog(storage), Rounds(2 * FILES)
     runs = [whole_run(catalog, catalog.tensors_table.names.index(f"w{i}")) for i in range(FILES)]
-    got = b"".join(bytes(part) for part in stream(FaultyStorage(storage, rounds), catalog, runs))
+    got = b"".join(bytes(part) for part in stream(SlowStore(storage, rounds), catalog, runs))
     assert rounds.requests == 2 * FILES
     assert got == b"".join(tensor.numpy().tobytes() for _, tensor in tensors())
 
 
 def test_unproved_files_are_asked_for_their_sizes_alone(storage: MemoryStorage) -> None:
     rounds = Rounds(FILES)
-    assert open_files(FaultyStorage(storage, rounds), open_catalog(storage), range(FILES)) == {}
+    assert open_files(SlowStore(storage, rounds), open_catalog(storage), range(FILES)) == {}
     assert rounds.requests == FILES
 
 
