@@ -83,7 +83,9 @@ def test_a_killed_run_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp
     assert newest == str(tmp_path / "whole" / f"checkpoint-{STEPS}")
     with pytest.raises(RanksFailed):
         run_ranks(fit, 2, str(tmp_path / "killed"), 2, False, True)
-    assert {path.name for path in (tmp_path / "killed").iterdir()} == {f"checkpoint-{step}" for step in (SAVED, STEPS)}
+    left = {path.name for path in (tmp_path / "killed").iterdir()}
+    # The removal of the first one runs in the background.
+    assert left - {"checkpoint-2"} == {f"checkpoint-{step}" for step in (SAVED, STEPS)}
     for num, version in ((1, 2), (3, 1)):
         shutil.copytree(tmp_path / "killed", tmp_path / f"on-{num}")
         (losses, _), *_ = run_ranks(fit, num, str(tmp_path / f"on-{num}"), version, True)  # on from the newest whole one
