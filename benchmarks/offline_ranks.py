@@ -9,8 +9,8 @@ from a barrier on, so the imports are left out; where processes outnumber cores 
 The first row is the limit: each process reads and hashes an even share of the files in plain Python. It loses only
 what shared cores and caches cost.
 
-1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. What is missing to 1 was done more than once.
-2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. What is above 1 is uneven.
+1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. Below 1, processes repeat work.
+2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. Above 1, the shares are uneven.
 3. *Read*: the bytes that all processes read, divided by those that one process reads.
 """
 
