@@ -20,6 +20,7 @@ from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
+from ..engine.resharding.read_back import ReadBack
 from ..engine.resharding.reshard import (
     ProcessReport,
     RankShare,
@@ -31,6 +32,7 @@ from ..engine.resharding.reshard import (
     sources_of,
     write_share,
 )
+from ..engine.resharding.write_order import divide
 from ..engine.saving.commit import check_free_space, look
 from ..engine.saving.options import PreviousCheckpoint
 from ..errors import StorageError, UsageError
@@ -198,7 +200,7 @@ def _write(
     dry_run: bool = False,
 ) -> ReshardReport:
     """Write a planned reshard. `looking` returns the checkpoint at the target; only rank 0 has it."""
-    groups = groups_of(comm, planned)
+    groups = divide(groups_of(planned), planned.plan.bytes_by_rank().tolist(), comm.rank, comm.size)
     digests = FileDigests(source.storage, planned.catalog, verify=verify)
     begin(source.storage, lambda: digests.of(sources_of(planned, [rank for group in groups for rank in group])))
     before = looking() if looking is not None else None
@@ -208,7 +210,7 @@ def _write(
         # equal catalog does not prove equal bytes, so a new id keeps earlier attempts apart.
         save_id = value_of_first(comm, new_save_id)
     if dry_run:
-        return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
+        return _report(planned, save_id, ProcessReport(), dry_run)
     # An attempt that continues has its files already, so the space for a whole checkpoint is not checked again.
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
@@ -216,11 +218,11 @@ def _write(
         # No rank touches a file before rank 0 holds the lock that keeps other reshards out. Without a folder there is nothing to
         # list; if another reshard of this kind made one a moment ago, its files are replaced by equal ones.
         is_new = before is not None and save_id not in before.folders and not target.hints.has_locks
-        there = value_of_first(comm, lambda: [] if is_new else [key for key, _ in target.list(save_id)])
-        done = write_share(groups, source.storage, target, planned, save_id, digests, frozenset(there), report=report)
-        if lease is not None:
-            lease.check()
-        done = commit(comm, target, planned, save_id, done, before, lease)
+        there = dict(value_of_first(comm, lambda: [] if is_new else target.list(save_id)))
+        done, tally = write_share(comm, source.storage, target, planned, save_id, digests, there, report=report)
+        read_back = ReadBack(target, enabled=verify and not target.hints.checks_uploads)
+        done = commit(comm, target, planned, save_id, done, before, lease, read_back)
+        tally.finish()
     return _report(planned, save_id, done, dry_run)
 
 

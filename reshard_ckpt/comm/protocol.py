@@ -48,6 +48,9 @@ class Comm(Protocol):
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         """Send ``payloads[r]`` of rank 0 to rank r, and return the own one. The argument of other ranks is ignored."""
 
+    def count(self, amount: int) -> int:
+        """Add to a number that all ranks of the session share, and return it. Not collective; call it in one thread at a time."""
+
     def neighbours(self) -> Sequence[int]:
         """Return the ranks on this machine, ascending. They can open each other's shared memory."""
 
@@ -68,6 +71,9 @@ class SoloComm:
     rank = 0
     size = 1
 
+    def __init__(self) -> None:
+        self._counted = 0
+
     def gather(self, payload: bytes) -> list[bytes] | None:
         return [bytes(payload)]
 
@@ -82,6 +88,10 @@ class SoloComm:
         assert payloads is not None
         assert len(payloads) == 1
         return bytes(payloads[0])
+
+    def count(self, amount: int) -> int:
+        self._counted += amount
+        return self._counted
 
     def neighbours(self) -> Sequence[int]:
         return (0,)

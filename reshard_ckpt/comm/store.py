@@ -138,6 +138,10 @@ class StoreComm:
             self._decide("scatter")
             return bytes(payloads[0])
 
+    def count(self, amount: int) -> int:
+        with self._reachable():
+            return self._store.add("count", amount)
+
     def neighbours(self) -> Sequence[int]:
         with self._reachable():
             return self._ranks_near()
@@ -536,7 +540,7 @@ class StoreComm:
             near = bytes(store.get("near")).decode().split() if store.check(["near"]) else []
             for name in {*near, "near"}:
                 store.delete_key(name)
-        for name in ("left", "gone"):
+        for name in ("left", "gone", "count"):
             store.delete_key(name)
 
     @contextmanager

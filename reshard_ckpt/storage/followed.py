@@ -78,6 +78,9 @@ class FollowedStorage(Storage):
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
         return self._own.create(key, size, replace=replace)
 
+    def write_at(self, key: str, offset: int) -> Writer:
+        return self._own.write_at(key, offset)
+
     def sync(self, keys: Iterable[str]) -> None:
         self._own.sync(keys)
 

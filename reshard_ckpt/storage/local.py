@@ -99,16 +99,24 @@ class LocalStorage(Storage):
             self.delete([key])
         with Explained("create", path):
             try:
-                fd = self._create(folders, name)
+                fd = self._create(folders, name, _NEW_FILE)
             except FileExistsError:
                 raise exists(path) from None
         return LocalWriter(self, key, path, fd)
 
-    def _create(self, folders: Sequence[str], name: str) -> int:
+    def write_at(self, key: str, offset: int) -> LocalWriter:
+        *folders, name = parts = key_parts(key)
+        path = self._path(parts)
+        with Explained("create", path):
+            fd = self._create(folders, name, _NEW_FILE & ~os.O_EXCL)
+            os.lseek(fd, offset, os.SEEK_SET)
+        return LocalWriter(self, key, path, fd, begin=offset)
+
+    def _create(self, folders: Sequence[str], name: str, flags: int) -> int:
         for tries_left in reversed(range(_TRIES)):
             try:
                 with self._folder(folders, make=True) as folder:
-                    return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
+                    return os.open(name, flags, _FILE_MODE, dir_fd=folder)
             except FileNotFoundError:
                 # Another rank that cleans up may remove the empty folder just after this rank found or made it.
                 if not tries_left:
@@ -270,13 +278,13 @@ class LocalStorage(Storage):
 
 
 class LocalWriter(Writer):
-    """A new file below a `LocalStorage`."""
+    """A new file below a `LocalStorage`, or from byte `begin` on the part of one that other processes write, too."""
 
-    def __init__(self, storage: LocalStorage, key: str, path: str, fd: int) -> None:
+    def __init__(self, storage: LocalStorage, key: str, path: str, fd: int, *, begin: int | None = None) -> None:
         self._storage, self._key, self._path = storage, key, path
         self._fd: int | None = fd
-        self._done = False
-        self._written = self._begun = 0
+        self._done, self._is_own = False, begin is None
+        self._written = self._begun = begin or 0
 
     def write(self, data: Buffer) -> None:
         if self._fd is None:
@@ -310,8 +318,9 @@ class LocalWriter(Writer):
         # The caller raises the reason for this abort; an error of the clean-up must not hide it.
         with suppress(OSError):
             self._close()
-        with suppress(StorageError):
-            self._storage.delete([self._key])
+        if self._is_own:
+            with suppress(StorageError):
+                self._storage.delete([self._key])
 
 
 def version_of(data: Buffer) -> Version:

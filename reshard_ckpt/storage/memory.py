@@ -18,6 +18,7 @@ from .protocol import (
     ANY,
     Buffer,
     Document,
+    Hints,
     Lock,
     Storage,
     Version,
@@ -34,6 +35,7 @@ from .protocol import (
 )
 
 _LOCK = threading.Lock()
+_HINTS = Hints(shares_files=False)
 
 
 def _after_fork() -> None:
@@ -73,6 +75,10 @@ class MemoryStorage(Storage):
     @property
     def url(self) -> str:
         return f"memory://{self._root[:-1]}"
+
+    @property
+    def hints(self) -> Hints:
+        return _HINTS
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"

@@ -62,6 +62,7 @@ HINTS = Hints(
     has_locks=False,
     shows_unfinished=False,
     durable_on_finish=True,
+    shares_files=False,
 )
 
 PARTS_IN_FLIGHT = 8

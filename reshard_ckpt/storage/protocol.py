@@ -48,6 +48,8 @@ class Hints:
     checks_uploads
         Whether the store compares the bytes of each upload with a checksum that this process sends, so that a reshard need not
         read them back.
+    shares_files
+        Whether several processes can write parts of one file (`Storage.write_at`).
     """
 
     requests: int = 8
@@ -58,6 +60,7 @@ class Hints:
     shows_unfinished: bool = True
     durable_on_finish: bool = False
     checks_uploads: bool = False
+    shares_files: bool = True
 
 
 DISK = Hints()
@@ -198,6 +201,14 @@ class Storage(Protocol):
         replace
             Replace a file that is there, such as one that a killed process has left.
         """
+
+    def write_at(self, key: str, offset: int) -> Writer:
+        """Begin to write a part of a file, from byte `offset` on, while other processes write other parts of it.
+
+        The first of them makes the file. `Writer.abort` leaves it, as it holds the bytes of others too. Only for stores with
+        `Hints.shares_files`.
+        """
+        raise StorageError(f"{self.url}: {key}: a file in this store has one writer; see Hints.shares_files")
 
     def sync(self, keys: Iterable[str]) -> None:
         """Make it durable that these files exist, or that they are deleted, and that the folders above them exist."""

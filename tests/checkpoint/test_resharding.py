@@ -383,9 +383,18 @@ def _rows_of(saved: Catalog, value: ValueEntry, file: int) -> list[ShardView]:
     ]
 
 
-def reshard_together(src: str, dst: str) -> bytes:
+def reshard_together(src: str, dst: str, read_alone: int) -> bytes:
     """On each of several ranks."""
     checkpoint.reshard(src, dst, mesh={"pp": 2, "dp": 2, "tp": 2})
+    written: list[tuple[str, int]] = []
+    write_at = LocalStorage.write_at
+    with (
+        patch.object(reshard, "WINDOW_BYTES", 1 << 18),
+        patch.object(LocalStorage, "write_at", lambda self, *part: written.append(part) or write_at(self, *part)),
+    ):
+        report = checkpoint.reshard(src, f"{dst}-cut", mesh={"tp": 2})
+    assert written, "each process writes a part of one file"
+    assert report.bytes_read <= read_alone + 4 * (1 << 18), "each row of the source is read by one process"
     with pytest.raises(UsageError, match="were given other options"):
         checkpoint.reshard(src, f"{dst}-other", mesh={"dp": 2 + dist.get_rank() % 2})
     return encode_catalog(checkpoint.catalog(dst))
@@ -393,11 +402,14 @@ def reshard_together(src: str, dst: str) -> bytes:
 
 def test_four_processes_write_what_one_does(tmp_path: Path) -> None:
     src, alone = tmp_path / "src", tmp_path / "alone"
-    save(Job({"dp": 2, "tp": 2}, transformer(4, 24, 64), 4, zero="vector"), open_storage(src))
+    save(Job({"dp": 2, "tp": 2}, transformer(4, 96, 512), 4, zero="vector"), open_storage(src))
     checkpoint.reshard(src, alone, mesh={"pp": 2, "dp": 2, "tp": 2})
-    catalogs = run_ranks(reshard_together, 4, str(src), str(tmp_path / "together"))
+    with patch.object(reshard, "WINDOW_BYTES", 1 << 18):
+        cut = checkpoint.reshard(src, tmp_path / "alone-cut", mesh={"tp": 2})
+    catalogs = run_ranks(reshard_together, 4, str(src), str(tmp_path / "together"), cut.bytes_read)
     assert set(catalogs) == {encode_catalog(checkpoint.catalog(alone))}
     assert files_of(tmp_path / "together") == files_of(alone)
+    assert files_of(tmp_path / "together-cut") == files_of(tmp_path / "alone-cut")
     arguments = ["reshard_ckpt", "reshard", str(src), str(tmp_path / "launched"), "--mesh", "pp=2,dp=2,tp=2"]
     assert run_torchrun("-m", 2, arguments).count("wrote 60 tensors") == 1
     assert files_of(tmp_path / "launched") == files_of(alone)

@@ -79,6 +79,49 @@ class Tally:
             self._report(self._step, self._done, self._total)
 
 
+class SharedTally(Tally):
+    """Counts the bytes of one step on several ranks; rank 0 reports the sum.
+
+    Each rank sends its count about once a second, and with `finish`. Rank 0 calls that after the others.
+
+    Parameters
+    ----------
+    comm
+        The ranks that share the step. A process on its own reports each addition.
+    total
+        The bytes of all ranks.
+    """
+
+    def __init__(self, comm: Comm, step: str, total: int, report: OnProgress = silent) -> None:
+        super().__init__(step, total, report if comm.rank == 0 else silent)
+        self._comm, self._sent_at = comm, time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Add to the bytes of this rank."""
+        if self._comm.size == 1:
+            super().add(num_bytes)
+            return
+        with self._lock:
+            self._done += num_bytes  # since the last `_send`, if there are several ranks
+            now = time.monotonic()
+            if now - self._sent_at >= MOMENT_S:
+                self._sent_at = now
+                self._send()
+
+    def finish(self) -> None:
+        """Send the rest; on rank 0, report all bytes as done."""
+        if self._comm.size > 1:
+            with self._lock:
+                if self._comm.rank:
+                    self._send()
+                else:
+                    self._report(self._step, self._total, self._total)
+
+    def _send(self) -> None:
+        sent, self._done = self._done, 0
+        self._report(self._step, min(self._comm.count(sent), self._total), self._total)
+
+
 class StatusLine:
     """An `OnProgress` that writes a line for people.
 
@@ -272,6 +315,9 @@ class TimedComm:
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         return self._noted(False, lambda: self._comm.scatter(payloads))
+
+    def count(self, amount: int) -> int:
+        return self._comm.count(amount)
 
     def neighbours(self) -> Sequence[int]:
         return self._comm.neighbours()

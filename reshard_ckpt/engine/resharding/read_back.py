@@ -21,13 +21,14 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlocks:
-    """A range of a file to read back: bytes `low` to `high`, with the digests of all blocks of the file so far. The range begins
-    and ends at a block, or at the end of the file."""
+    """A range of a file to read back: bytes `low` to `high`, with the digests of blocks of the file from byte `hashed` on. The
+    range begins and ends at a block, or at the end of the file."""
 
     key: str
     digests: Sequence[int]
     low: int
     high: int
+    hashed: int = 0
 
 
 class ReadBack:
@@ -65,9 +66,10 @@ class ReadBack:
         for low in range(part.low, part.high, STEP_BYTES):
             data = self._local.buffer[: min(STEP_BYTES, part.high - low)]
             self._storage.read_into(part.key, low, [data])
-            for wrong in wrong_blocks([data], low, part.digests, BLOCK_BYTES):
+            for wrong in wrong_blocks([data], low - part.hashed, part.digests, BLOCK_BYTES):
+                at = wrong + part.hashed
                 raise _Differs(
-                    f"{self._storage.url}: {part.key}: bytes {wrong}:{min(wrong + BLOCK_BYTES, part.high)} read back differ from "
+                    f"{self._storage.url}: {part.key}: bytes {at}:{min(at + BLOCK_BYTES, part.high)} read back differ from "
                     "what was written; check the disk and the memory of this machine, then run again"
                 )
 

@@ -2,22 +2,26 @@
 
 1. Every process makes the same plan from the same catalog (`plan`). The save id is a hash of both (`identity`). So a reshard that
    was killed and started again finds its own finished files, and never those of another request.
-2. The new ranks' files are divided over the processes. Each process writes its share, several files side by side (`write_order`),
-   from a stream of the old files (`loading.stream`), and reads the new files back (`read_back`).
-3. Process 0 checks that all files are there and publishes the catalog, as for any save.
+2. The processes verify the files of an earlier attempt, and keep the finished ones (`keep_finished`).
+3. The bytes of the other files are divided over the processes. Each process writes its share, several files side by side
+   (`write_order`), from a stream of the old files (`loading.stream`), and reads the new files back (`read_back`).
+4. Process 0 joins files that several processes wrote (`common.sections`), checks that all files are there and publishes the
+   catalog, as for any save.
 
-Collectives, in order: `agree_on_id` broadcasts process 0's save id; `commit` gathers the receipts, and `publish` follows.
+Collectives, in order: `agree_on_id` broadcasts process 0's save id; if an earlier attempt left files, `keep_finished` gathers and
+broadcasts the kept files; `commit` gathers the written files and sections, and broadcasts the bytes read.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,20 +30,21 @@ from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
-from ...format.files import BLOCK_BYTES, digest128, digests_file_bytes, digests_key
-from ...storage.protocol import DISK, Lock, Storage
+from ...format.files import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes, digests_key, encode_digests
+from ...storage.protocol import DISK, Lock, Storage, at_once, write_file
 from ..common.files import DIGESTS_BYTES, FileDigests
-from ..common.progress import OnProgress, Tally
+from ..common.progress import OnProgress, SharedTally, Tally
 from ..common.resuming import finished_digests, identity
+from ..common.sections import Section, SectionWriter, join, share
 from ..common.tensor_bytes import slices
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.commit import publish
-from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from ..saving.messages import WrittenFile
 from ..saving.options import PreviousCheckpoint, SaveContents
-from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, receipt_of
+from ..saving.write import WRITE_BYTES, FileLayout, keys_of, receipt_of
 from .plan import ReshardPlan
 from .read_back import ReadBack, WrittenBlocks
-from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
+from .write_order import Item, Slice, Span, divide, group_ranks, shared_axes, span_of, windows
 
 _WHOLE_FILES = 1 << 62
 
@@ -49,12 +54,18 @@ AT_ONCE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """The result of one process: a receipt for each new rank that it wrote for, the bytes that it read from the source, and the
-    bytes of files that an earlier attempt had finished."""
+    """The result of one process, or of all: the files and the sections of files that it wrote, and the bytes that it read from
+    the source. `kept` are files that an earlier attempt had finished; every process has the same ones."""
 
-    receipts: dict[int, Receipt]
-    bytes_read: int
-    bytes_kept: int
+    written: tuple[WrittenFile, ...] = ()
+    sections: tuple[Section, ...] = ()
+    bytes_read: int = 0
+    kept: tuple[WrittenFile, ...] = ()
+
+    @property
+    def bytes_kept(self) -> int:
+        """The size of the files that were kept."""
+        return sum(file.size for file in self.kept)
 
 
 def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
@@ -80,11 +91,10 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
     return said
 
 
-def groups_of(comm: Comm, plan: ReshardPlan) -> list[list[int]]:
-    """Return this process's share of the new ranks: groups whose files are written side by side."""
+def groups_of(plan: ReshardPlan) -> list[list[int]]:
+    """Group the new ranks: the files of a group are written side by side."""
     shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
-    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
-    return divide(groups, plan.plan.bytes_by_rank().tolist(), comm.size)[comm.rank]
+    return group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
 
 
 def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
@@ -99,71 +109,135 @@ def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
     return kept
 
 
+def keep_finished(
+    comm: Comm, target: Storage, layouts: Sequence[FileLayout], there: Mapping[str, int]
+) -> tuple[WrittenFile, ...]:
+    """Return the files that an earlier attempt finished, and have rank 0 delete its other files. Collective.
+
+    The ranks divide the bytes that must be verified for it.
+
+    Parameters
+    ----------
+    there
+        Keys and sizes of the files of an earlier attempt.
+    """
+    left = {key for layout in layouts for key in (layout.key, digests_key(layout.key)) if key in there}
+    if not left:
+        return ()
+    whole = [one for one in layouts if there.get(one.key) == one.num_bytes and digests_key(one.key) in there]
+    mine = share((layout.num_bytes for layout in whole), comm.rank, comm.size)
+    finished = [astuple(file) for i in mine if (file := finished_file(target, whole[i])) is not None]
+
+    def without_others(parts: list[Any]) -> list[Any]:
+        kept = [WrittenFile(*file) for part in parts for file in part]
+        target.delete(left - set(keys_of(kept)))
+        return [astuple(file) for file in kept]
+
+    return tuple(WrittenFile(*file) for file in merge_of_all(comm, finished, without_others))
+
+
 def write_share(
-    groups: Sequence[Sequence[int]],
+    comm: Comm,
     source: Storage,
     target: Storage,
     plan: ReshardPlan,
     save_id: str,
     digests: FileDigests,
-    there: frozenset[str],
+    there: Mapping[str, int],
     *,
     report: OnProgress,
-) -> ProcessReport:
-    """Write the files of some of the new ranks, group by group, and make them durable.
+) -> tuple[ProcessReport, SharedTally]:
+    """Write this process's share of the files of all new ranks, group by group, and make it durable. Collective.
+
+    Where the store lets several processes write one file, the windows of all groups are divided evenly, else the new ranks.
 
     Parameters
     ----------
-    groups
-        This process's share, from `groups_of`.
     digests
         Reads the digests of the source's files, unless they are not verified.
     there
-        Keys of files of an earlier attempt.
+        Keys and sizes of files of an earlier attempt.
 
     Raises
     ------
     CorruptError
         The source is damaged, or written bytes differ when they are read back. Finished files stay, for the next attempt.
     """
-    layouts = {rank: plan.layouts(rank, save_id) for group in groups for rank in group}
-    tally = Tally("reshard", sum(layout.num_bytes for files in layouts.values() for layout in files), report)
-    shared = RunReader(source, plan.catalog, digests)
+    layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
+    kept = keep_finished(comm, target, [layout for files in layouts for layout in files], there)
+    done = {file.key for file in kept}
+    missing = [[layout for layout in files if layout.key not in done] for files in layouts]
+    num_bytes = [sum(_member_bytes(layout) for layout in files) for files in missing]
+    is_shared = target.hints.shares_files
+    groups = divide(groups_of(plan), num_bytes, *(0, 1) if is_shared else (comm.rank, comm.size))
+    # begins[i]: the bytes of all members in the groups before group i; this process writes windows from byte `low` to `high`
+    begins = np.cumsum([0, *(sum(num_bytes[rank] for rank in group) for group in groups)]).tolist()
+    low, high = (begins[-1] * which // comm.size for which in (comm.rank, comm.rank + 1)) if is_shared else (0, begins[-1])
+    tally = SharedTally(comm, "reshard", sum(layout.num_bytes for files in layouts for layout in files), report)
+    if comm.rank == 0:
+        tally.add(sum(file.size for file in kept))
     reads_back = digests.verify and not target.hints.checks_uploads
+    has_headers = comm.rank == 0 or not is_shared  # whether this process writes the files that have no members
 
-    def write(group: Sequence[int], reader: RunReader) -> ProcessReport:
-        outputs = [_RankOutput(target, layouts[rank], tally, there) for rank in group]
-        _write_group(reader, plan, group, outputs, ReadBack(target, enabled=reads_back))
-        receipts = {rank: output.receipt() for rank, output in zip(group, outputs, strict=True)}
-        return ProcessReport(receipts, reader.bytes_read, sum(output.bytes_kept for output in outputs))
+    def write(number: int, reader: RunReader) -> tuple[list[WrittenFile | Section], int]:
+        files = [missing[rank] for rank in groups[number]]
+        items = [
+            [item for layout in of_rank for item in of_plan[layout.items]]
+            for of_plan, of_rank in zip(map(plan.items, groups[number]), files, strict=True)
+        ]
+        span = Span(0, None, [0] * len(files), [num_bytes[rank] for rank in groups[number]])
+        if low > begins[number] or high < begins[number + 1]:
+            span = span_of(items, WINDOW_BYTES, low - begins[number], high - begins[number])
+        sections = [_sections(*part, with_empty=has_headers) for part in zip(files, span.begin, span.end, strict=True)]
+        outputs = [_Output(target, of_rank, tally) for of_rank in sections]
+        before = reader.bytes_read
+        _write_group(reader, plan, items, span, outputs, ReadBack(target, enabled=reads_back))
+        return [part for output in outputs for part in output.done], reader.bytes_read - before
 
+    mine = [
+        number
+        for number, group in enumerate(groups)
+        if (begins[number] < high and begins[number + 1] > low)
+        or (has_headers and any(not _member_bytes(layout) for rank in group for layout in missing[rank]))
+    ]
     # In a store with slow round trips several groups are written at once, as many as fit into the memory for one large file.
-    largest = max((sum(layout.num_bytes for rank in group for layout in layouts[rank]) for group in groups), default=0)
-    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(groups))
+    largest = max((begins[number + 1] - begins[number] for number in mine), default=0)
+    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(mine))
     if target.hints.requests > DISK.requests and threads > 1:
         with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-reshard") as pool:
-            done = list(pool.map(lambda group: write(group, RunReader(source, plan.catalog, digests)), groups))
-        bytes_read = sum(report.bytes_read for report in done)
+            written = list(pool.map(lambda number: write(number, RunReader(source, plan.catalog, digests)), mine))
     else:
-        done = [write(group, shared) for group in groups]
-        bytes_read = shared.bytes_read
-    receipts = {rank: receipt for report in done for rank, receipt in report.receipts.items()}
-    if receipts:
-        target.sync(keys_of(file for receipt in receipts.values() for file in receipt.files))
-    return ProcessReport(receipts, bytes_read, sum(report.bytes_kept for report in done))
+        shared = RunReader(source, plan.catalog, digests)
+        written = [write(number, shared) for number in mine]
+    files = tuple(part for parts, _ in written for part in parts if isinstance(part, WrittenFile))
+    sections = tuple(part for parts, _ in written for part in parts if isinstance(part, Section))
+    if files:
+        target.sync(keys_of(files))
+    if comm.rank:
+        tally.finish()
+    return ProcessReport(files, sections, sum(num_read for _, num_read in written), kept), tally
+
+
+def _member_bytes(layout: FileLayout) -> int:
+    return layout.num_bytes - len(layout.header)
 
 
 def _write_group(
-    reader: RunReader, plan: ReshardPlan, ranks: Sequence[int], outputs: Sequence[_RankOutput], read_back: ReadBack
+    reader: RunReader,
+    plan: ReshardPlan,
+    items: Sequence[Sequence[Item]],
+    span: Span,
+    outputs: Sequence[_Output],
+    read_back: ReadBack,
 ) -> None:
-    """Write the files of several new ranks side by side; `outputs[i]` has the files of `ranks[i]`."""
-    items = [output.missing(plan.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
-    check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
+    """Write the windows of a span of items side by side; `outputs[i]` has the files of `items[i]`."""
+    if span.count != 0:
+        check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
     # Windows that the reader has asked for and `write` has not seen. Both take them in the same order, so a queue pairs them up.
     under_way: deque[list[Slice]] = deque()
 
     def runs() -> Iterator[list[Run]]:
-        for window in windows(items, WINDOW_BYTES):
+        for window in islice(windows(items, WINDOW_BYTES), span.first, None if span.count is None else span.first + span.count):
             under_way.append(window)
             yield [part.run for part in window]
 
@@ -185,22 +259,32 @@ def _write_group(
     read_back.verify_rest()
 
 
-class _RankOutput:
-    """Writes the files of one new rank, one after the other. Files that an earlier attempt finished are kept unchanged."""
+def _sections(layouts: Sequence[FileLayout], begin: int, end: int, *, with_empty: bool) -> Iterator[tuple[FileLayout, int, int]]:
+    """Yield the sections of files that hold bytes `begin` to `end` of the members of all these files, end to end.
 
-    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally, there: frozenset[str]) -> None:
-        self._storage, self._layouts, self._tally, self._there = storage, layouts, tally, there
-        self._done = [finished_file(storage, layout) if layout.key in there else None for layout in layouts]
-        self._kept = [file is not None for file in self._done]
-        self._file: ShardFileWriter | None = None
+    A header belongs to the first byte of its members. Files without members are yielded with `with_empty`.
+    """
+    at = 0
+    for layout in layouts:
+        head, size = len(layout.header), _member_bytes(layout)
+        low, high = max(begin, at), min(end, at + size)
+        if low < high:
+            yield layout, 0 if low == at else head + low - at, head + high - at
+        elif with_empty and not size:
+            yield layout, 0, head
+        at += size
+
+
+class _Output:
+    """Writes sections of the files of one new rank, one after the other. `done` are the files and sections that are written."""
+
+    def __init__(self, storage: Storage, sections: Iterable[tuple[FileLayout, int, int]], tally: Tally) -> None:
+        self._storage, self._tally = storage, tally
+        self._left = deque(sections)
+        self._file: SectionWriter | None = None
         self._taken = 0
         self._written: list[WrittenBlocks] = []
-        self.bytes_kept = sum(layout.num_bytes for layout, kept in zip(layouts, self._kept, strict=True) if kept)
-        tally.add(self.bytes_kept)
-
-    def missing(self, items: Sequence[Item]) -> list[Item]:
-        """Return the write items whose files are still to be written."""
-        return [item for layout, kept in zip(self._layouts, self._kept, strict=True) if not kept for item in items[layout.items]]
+        self.done: list[WrittenFile | Section] = []
 
     def write(self, view: memoryview) -> None:
         """Append the next bytes to the current file. All of them belong to one write item, so they never span two files."""
@@ -211,47 +295,51 @@ class _RankOutput:
             self._append(file, chunk)
         self._close_if_full(file)
 
-    def _append(self, file: ShardFileWriter, chunk: memoryview) -> None:
+    def _append(self, file: SectionWriter, chunk: memoryview) -> None:
         file.write(chunk)
         self._tally.add(len(chunk))
 
     def _begin(self) -> None:
-        """Begin the next missing file, with its header."""
-        layout = self._layouts[self._done.index(None)]
-        self._storage.delete({layout.key, digests_key(layout.key)} & self._there)  # a killed attempt may have left a part of it
-        self._file, self._taken = ShardFileWriter(self._storage, layout), 0
-        self._append(self._file, memoryview(layout.header))
+        """Begin the next section, with the header if it is the first one of its file."""
+        layout, low, high = self._left.popleft()
+        self._file = SectionWriter(self._storage, layout.key, low, high, layout.num_bytes)
+        self._taken = self._file.hashed[0]
+        if low == 0:
+            self._append(self._file, memoryview(layout.header))
         self._close_if_full(self._file)
 
-    def _close_if_full(self, file: ShardFileWriter) -> None:
-        if file.num_bytes < file.layout.num_bytes:
+    def _close_if_full(self, file: SectionWriter) -> None:
+        if not file.is_full:
             return
-        written = file.finish()
-        self._written.append(WrittenBlocks(file.layout.key, file.digests, self._taken, written.size))
-        self._done[self._done.index(None)] = written
+        if file.is_whole:
+            digests = encode_digests(file.digests, BLOCK_BYTES, file.size)
+            at_once(self._storage, file.sync, lambda: write_file(self._storage, digests_key(file.key), digests))
+            self.done.append(WrittenFile(file.key, file.size, digest128(digests)))
+        else:
+            self.done.append(file.finish())
+        self._written.append(self._not_taken(file))
         self._file = None
+
+    def _not_taken(self, file: SectionWriter) -> WrittenBlocks:
+        """Return the blocks that were written since the last call."""
+        begin, until = file.hashed
+        low, self._taken = self._taken, until
+        return WrittenBlocks(file.key, file.digests, low, until, begin)
 
     def take_written(self) -> list[WrittenBlocks]:
         """Return the block ranges that were written since the last call and can be read back."""
         written, self._written = self._written, []
-        if self._file is not None and self._storage.hints.shows_unfinished:  # only its whole blocks have digests yet
-            full = len(self._file.digests) * BLOCK_BYTES
-            written.append(WrittenBlocks(self._file.layout.key, self._file.digests, self._taken, full))
-            self._taken = full
+        if self._file is not None and self._storage.hints.shows_unfinished:
+            written.append(self._not_taken(self._file))
         return written
 
     def finish(self) -> None:
-        """Write the missing files that consist of a header alone. All other files must be complete by now."""
-        while None in self._done:
-            assert self._file is None, f"{self._file.layout.key if self._file else ''}: bytes are missing"
+        """Write the files that consist of a header alone. All other sections must be complete by now."""
+        while self._left:
+            assert self._file is None, f"{self._file.key if self._file else ''}: bytes are missing"
             self._begin()
 
-    def receipt(self) -> Receipt:
-        """Return the receipt of this new rank, as a saving rank would send it."""
-        done = (written for written in self._done if written is not None)
-        return receipt_of(self._layouts, done, np.zeros(0, np.uint64))
-
-    def __enter__(self) -> _RankOutput:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -276,21 +364,46 @@ def commit(
     done: ProcessReport,
     before: PreviousCheckpoint | None,
     lease: Lock | None,
+    read_back: ReadBack,
 ) -> ProcessReport:
-    """Publish the catalog once all processes have written their share, and return their summed counts without receipts.
-    Collective."""
-    packed = [[rank, encode_receipt(receipt)] for rank, receipt in done.receipts.items()]
+    """Join the files that several processes wrote, and publish the catalog once all have written their share. Collective.
 
-    def published(parts: list[Any]) -> list[int]:
-        receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
+    Return the report with the bytes that all processes read.
+    """
+    packed = [[astuple(file) for file in done.written], [astuple(section) for section in done.sections], done.bytes_read]
+
+    def published(parts: list[Any]) -> int:
+        layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
+        files = {file.key: file for file in (*done.kept, *(WrittenFile(*one) for part in parts for one in part[0]))}
+        sections: dict[str, list[Section]] = {}
+        for section in (Section(*one) for part in parts for one in part[1]):
+            sections.setdefault(section.key, []).append(section)
+        sizes = {layout.key: layout.num_bytes for of_rank in layouts for layout in of_rank}
+        joined = [_joined(target, key, sizes[key], of_file, read_back) for key, of_file in sections.items()]
+        if joined:
+            target.sync(keys_of(joined))
+        files |= {file.key: file for file in joined}
+        none = np.zeros(0, np.uint64)
+        receipts = [receipt_of(of_rank, [files[layout.key] for layout in of_rank], none) for of_rank in layouts]
         saved = plan.catalog
         lossy = {name: policy for name, policy in saved.lossy.items() if name in plan.plan.tables.names}
         contents = SaveContents(plan.plan, plan.values, save_id, saved.metadata, saved.created_s, before, lossy=lossy)
-        _, seen = publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], lease=lease)
+        if lease is not None:
+            lease.check()
+        _, seen = publish(target, contents, receipts, lease=lease)
         seen()
-        return [sum(part[1] for part in parts), sum(part[2] for part in parts)]
+        return sum(part[2] for part in parts)
 
-    return ProcessReport({}, *merge_of_all(comm, [packed, done.bytes_read, done.bytes_kept], published))
+    return ProcessReport(bytes_read=merge_of_all(comm, packed, published), kept=done.kept)
+
+
+def _joined(target: Storage, key: str, size: int, sections: Sequence[Section], read_back: ReadBack) -> WrittenFile:
+    """Join the sections of one file, and write its digests file."""
+    file = join(target, key, size, sections)
+    values = decode_digests(file.digests, size).values
+    read_back.verify(WrittenBlocks(key, values.tolist(), low, high) for low, high in file.written)
+    write_file(target, digests_key(key), file.digests)
+    return WrittenFile(key, size, digest128(file.digests))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import numpy as np
-
 from ...core.catalog.specs import Ints, Mesh
 from ...core.planning.target_placement import TargetPlacement
+from ..common.sections import share
 from ..loading.stream import MAX_RUNS, Run
 
 MAX_FILES = 64
@@ -33,6 +32,11 @@ class Item:
     run: Run
     item_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the run."""
+        return self.run.count * self.item_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -40,6 +44,7 @@ class Slice:
 
     output: int
     run: Run
+    item_bytes: int
 
 
 def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlacement]) -> frozenset[int]:
@@ -67,30 +72,23 @@ def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) -> list[list[list[int]]]:
-    """Divide the groups, in order, over `num` processes that write about equally many bytes. A group may be cut.
+def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int, num: int) -> list[list[int]]:
+    """Return the groups of one of `num` processes that write about equally many bytes, in order. A group may be cut.
 
     Parameters
     ----------
     num_bytes
         The bytes that each new rank writes, by rank.
 
-    >>> divide([[0, 1], [2, 3]], [5, 5, 5, 5], 4)
+    >>> [divide([[0, 1], [2, 3]], [5, 5, 5, 5], process, 4) for process in range(4)]
     [[[0]], [[1]], [[2]], [[3]]]
-    >>> divide([[0, 1], [2, 3]], [5, 5, 5, 5], 2)
+    >>> [divide([[0, 1], [2, 3]], [5, 5, 5, 5], process, 2) for process in range(2)]
     [[[0, 1]], [[2, 3]]]
     """
-    ranks = [rank for group in groups for rank in group]
-    # middles[i]: how many bytes lie before the middle of the i-th rank's bytes; it decides which process writes this rank
-    middles = np.cumsum([num_bytes[r] for r in ranks]) - np.array([num_bytes[r] for r in ranks]) / 2
-    total = max(sum(num_bytes), 1)
-    owner = dict(zip(ranks, np.minimum(middles * num // total, num - 1).astype(int).tolist(), strict=True))
-    out: list[list[list[int]]] = [[] for _ in range(num)]
-    for group in groups:
-        for process in range(num):
-            mine = [rank for rank in group if owner[rank] == process]
-            out[process] += [mine[i : i + MAX_FILES] for i in range(0, len(mine), MAX_FILES)]
-    return out
+    ranks = [new for group in groups for new in group]
+    own = {ranks[i] for i in share((num_bytes[new] for new in ranks), rank, num)}
+    mine = [[new for new in group if new in own] for group in groups]
+    return [group[i : i + MAX_FILES] for group in mine for i in range(0, len(group), MAX_FILES)]
 
 
 def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
@@ -98,20 +96,51 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
     window: list[Slice] = []
     room = window_bytes
     for batch in _batches(outputs):
-        size = sum(item.run.count * item.item_bytes for _, items in batch for item in items)
+        size = sum(item.num_bytes for _, items in batch for item in items)
         count = sum(len(items) for _, items in batch)
         if window and (size > room or len(window) + count > MAX_RUNS):
             yield window
             window, room = [], window_bytes
         if size <= window_bytes:
-            window += [Slice(output, item.run) for output, items in batch for item in items if item.run.count]
+            window += [Slice(output, item.run, item.item_bytes) for output, items in batch for item in items if item.run.count]
             room -= size
             continue
         num = -(-size // window_bytes)  # a batch larger than a window: cut each file's items into `num` slices
         for n in range(num):
-            yield [Slice(output, run) for output, items in batch for run in _slice(items, n, num)]
+            yield [Slice(output, run, items[0].item_bytes) for output, items in batch for run in _slice(items, n, num)]
     if window:
         yield window
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The windows of a group that one process writes: `begin[i]` to `end[i]` are their bytes of file sequence i, without headers.
+    The first one is number `first`, and they are `count`; None stands for all that follow."""
+
+    first: int
+    count: int | None
+    begin: list[int]
+    end: list[int]
+
+
+def span_of(outputs: Sequence[Sequence[Item]], window_bytes: int, low: int, high: int) -> Span:
+    """Return the windows that begin between bytes `low` and `high` of all items."""
+    at, first, count = 0, 0, 0
+    begin = [0] * len(outputs)
+    end = [0] * len(outputs)
+    for window in windows(outputs, window_bytes):
+        if at >= high:
+            break
+        is_before = at < low
+        for part in window:
+            size = part.run.count * part.item_bytes
+            end[part.output] += size
+            at += size
+        if is_before:
+            first, begin = first + 1, list(end)
+        else:
+            count += 1
+    return Span(first, count, begin, end)
 
 
 Batch = list[tuple[int, list[Item]]]

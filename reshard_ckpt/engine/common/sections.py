@@ -1,0 +1,178 @@
+"""Files that several processes write together: each process writes a section of a file, and rank 0 joins the sections.
+
+1. Processes divide the parts of all files by their bytes (`share`). A section ends where a part ends, at any byte.
+2. A process writes and hashes the whole blocks of its section, and makes them durable. It keeps the bytes of blocks that it
+   shares with others: two machines that write into one page of a network file system could lose each other's bytes.
+3. These bytes travel to rank 0, with the digests (`Section`). Rank 0 writes the shared blocks (`join`), and has the digests of
+   all blocks then. The digests file comes last, so a file that has one is whole.
+
+In a store where a file has one writer (`Hints.shares_files`), each process gets whole files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...format.files import BLOCK_BYTES, BlockHasher, encode_digests, num_blocks
+from ...storage.protocol import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The part of a file that one process wrote. It travels as a list.
+
+    Attributes
+    ----------
+    key, low, high
+        The file, and the bytes of it.
+    digests
+        The XXH3-64 of the whole blocks of the section, as little-endian uint64.
+    edges
+        Offset and bytes of each part that lies in a block with bytes of other sections; rank 0 writes them.
+    """
+
+    key: str
+    low: int
+    high: int
+    digests: bytes
+    edges: tuple[tuple[int, bytes], ...]
+
+    @property
+    def first_block(self) -> int:
+        """The first block of `digests`."""
+        return -(-self.low // BLOCK_BYTES)
+
+
+def share(sizes: Iterable[int], rank: int, num: int) -> range:
+    """Return the parts of a rank when `num` ranks divide parts, in order, so that each has about as many bytes.
+
+    A part belongs to the rank in whose even share of all bytes its middle lies.
+
+    >>> [list(share([5, 5, 1, 1, 8], rank, 2)) for rank in range(2)]
+    [[0, 1], [2, 3, 4]]
+    """
+    column = np.fromiter(sizes, np.int64)
+    middles = 2 * np.cumsum(column) - column
+    owner = np.minimum(middles * num // max(2 * int(column.sum()), 1), num - 1)
+    return range(*np.searchsorted(owner, [rank, rank + 1]).tolist())
+
+
+class SectionWriter:
+    """Writer of bytes `low` to `high` of a file of `size` bytes, front to back, hashed on the way."""
+
+    def __init__(self, storage: Storage, key: str, low: int, high: int, size: int) -> None:
+        self.key, self.low, self.high, self.size = key, low, high, size
+        # body: the whole blocks of the section, which this process writes; the last block of the file may be shorter
+        begin = -(-low // BLOCK_BYTES) * BLOCK_BYTES
+        end = size if high == size else high // BLOCK_BYTES * BLOCK_BYTES
+        self._body = (begin, end) if begin < end or self.is_whole else (high, high)
+        self._hasher, self._at = BlockHasher(), low
+        self._edges: list[tuple[int, bytearray]] = []
+        self._writer = None
+        if self.is_whole:
+            self._writer = storage.create(key, size)
+        elif self._body[0] < self._body[1]:
+            self._writer = storage.write_at(key, begin)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the section is the whole file."""
+        return (self.low, self.high) == (0, self.size)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all bytes of the section are written."""
+        return self._at == self.high
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """The digests of the blocks so far. The first block begins at `hashed[0]`."""
+        return self._hasher.values
+
+    @property
+    def hashed(self) -> tuple[int, int]:
+        """The bytes of the file that `digests` are of."""
+        begin = self._body[0]
+        return begin, min(begin + len(self.digests) * BLOCK_BYTES, self._body[1])
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        while len(view):
+            begin, end = self._body
+            inside = begin <= self._at < end
+            part = view[: (end if inside else begin if self._at < begin else self.high) - self._at]
+            if inside:
+                assert self._writer is not None
+                self._hasher.update(part)
+                self._writer.write(part)
+            else:
+                if not self._edges or self._edges[-1][0] + len(self._edges[-1][1]) != self._at:
+                    self._edges.append((self._at, bytearray()))
+                self._edges[-1][1].extend(part)
+            self._at += len(part)
+            view = view[len(part) :]
+            if self._at == end:
+                self._hasher.close()
+
+    def sync(self) -> None:
+        """Make the written blocks durable."""
+        if self._writer is not None:
+            self._writer.finish()
+
+    def finish(self) -> Section:
+        """Make the written blocks durable, and return the section."""
+        assert self.is_full, f"{self.key}: bytes from {self._at} to {self.high} are missing"
+        self.sync()
+        digests = np.array(self.digests, "<u8").tobytes()
+        return Section(self.key, self.low, self.high, digests, tuple((at, bytes(data)) for at, data in self._edges))
+
+    def abort(self) -> None:
+        """Close the file; remove it if no other process writes it."""
+        if self._writer is not None:
+            self._writer.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedFile:
+    """A file whose sections are all written: its digests file, and the ranges that `join` wrote, each of whole blocks."""
+
+    key: str
+    size: int
+    digests: bytes
+    written: tuple[tuple[int, int], ...]
+
+
+def join(storage: Storage, key: str, size: int, sections: Sequence[Section], rest: bytes = b"") -> JoinedFile:
+    """Write the blocks of a file that several sections share, durably; on rank 0, once all sections are written.
+
+    Parameters
+    ----------
+    rest
+        The bytes behind the last section, up to the end of the file.
+    """
+    ordered = sorted(sections, key=lambda section: section.low)
+    ends = [0, *(section.high for section in ordered)]
+    assert [section.low for section in ordered] == ends[:-1], f"{key}: a section is missing"
+    assert ends[-1] + len(rest) == size, f"{key}: has {size} bytes, and its sections {ends[-1]}"
+    values = np.zeros(num_blocks(size, BLOCK_BYTES), np.uint64)
+    edges = [edge for section in ordered for edge in section.edges] + ([(ends[-1], rest)] if rest else [])
+    for section in ordered:
+        found = np.frombuffer(section.digests, "<u8")
+        values[section.first_block : section.first_block + len(found)] = found
+    runs: list[tuple[int, bytearray]] = []  # edges that lie end to end
+    for at, data in edges:
+        if not runs or runs[-1][0] + len(runs[-1][1]) != at:
+            runs.append((at, bytearray()))
+        runs[-1][1].extend(data)
+    for at, joined in runs:
+        hasher = BlockHasher()
+        hasher.update(joined)
+        with storage.write_at(key, at) as writer:
+            writer.write(joined)
+        hashed = hasher.close()
+        values[at // BLOCK_BYTES : at // BLOCK_BYTES + len(hashed)] = hashed
+    return JoinedFile(key, size, encode_digests(values, BLOCK_BYTES, size), tuple((at, at + len(d)) for at, d in runs))
