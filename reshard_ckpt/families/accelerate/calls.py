@@ -72,10 +72,22 @@ def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
     """Hand calls with ``FULL_STATE_DICT`` on to Accelerate's own function."""
 
     @wraps(function)
-    def call(fsdp_plugin: Any, *args: Any, **kwargs: Any) -> Any:
-        if fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
-            return _STOCK[function.__name__](fsdp_plugin, *args, **kwargs)
-        return function(fsdp_plugin, *args, **kwargs)
+    def call(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        if fsdp_plugin.state_dict_type.name != "FULL_STATE_DICT":
+            return function(fsdp_plugin, accelerator, *args, **kwargs)
+        num = accelerator.num_processes
+        if (
+            function.__name__ == "save_fsdp_model"
+            and num > 1
+            and fsdp_plugin.fsdp_version == 1
+            and accelerator.device.type == "cpu"
+        ):
+            # FSDP1 "moves" parameters to the CPU, which copies nothing here, and frees them before they are read.
+            raise UsageError(
+                f"FULL_STATE_DICT: torch cannot gather FSDP1's parameters on {num} processes of a CPU; pass "
+                'state_dict_type="SHARDED_STATE_DICT" or fsdp_version=2, and `reshard-ckpt convert` the folder to one file'
+            )
+        return _STOCK[function.__name__](fsdp_plugin, accelerator, *args, **kwargs)
 
     return call
 
@@ -90,7 +102,13 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a module as ``pytorch_model_fsdp_<index>``; with `adapter_only` without its frozen parameters."""
+    """Save a module as ``pytorch_model_fsdp_<index>``; with `adapter_only` without its frozen parameters.
+
+    Raises
+    ------
+    UsageError
+        ``FULL_STATE_DICT`` with FSDP1 on several processes of a CPU.
+    """
     frozen = _frozen(model) if adapter_only else []
     BACKGROUND.save(_folder(output_dir, "pytorch_model_fsdp", model_index), {"model": model}, exclude=frozen)
 

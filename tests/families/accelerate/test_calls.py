@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import UsageError
 from tests.launch import run_ranks
 
 pytest.importorskip("accelerate")
 
 
-def prepared(version: int, seed: int) -> tuple[Any, Any, Any]:
+def prepared(version: int, seed: int, kind: str = "SHARDED_STATE_DICT") -> tuple[Any, Any, Any]:
     """What Accelerate makes of a module and its optimizer. On a CPU it ignores the plugin, unless its state says FSDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
@@ -28,7 +29,7 @@ def prepared(version: int, seed: int) -> tuple[Any, Any, Any]:
 
     accelerate.install()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+        fsdp_version=version, state_dict_type=kind, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
     )
     accelerator = Accelerator(cpu=True)
     fsdp = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin, "device": torch.device("cpu")}
@@ -94,6 +95,33 @@ def load(folder: str, version: int) -> list[float]:
     return losses(accelerator, net, optimizer, 3)
 
 
+def load_by_accelerate(folder: str, version: int, has_stepped: bool) -> list[float]:
+    from reshard_ckpt.integrations import accelerate as ours
+
+    accelerator, net, optimizer = prepared(version, 5)
+    ours.uninstall()
+    losses(accelerator, net, optimizer, int(has_stepped))
+    accelerator.load_state(folder)
+    return losses(accelerator, net, optimizer, 3)
+
+
+def save_full(folder: str) -> list[float] | str:
+    accelerator, net, optimizer = prepared(1, 0, "FULL_STATE_DICT")
+    losses(accelerator, net, optimizer, 2)
+    try:
+        accelerator.save_state(folder)
+    except UsageError as error:
+        return str(error)
+    return losses(accelerator, net, optimizer, 3)
+
+
+def load_full(folder: str) -> list[float]:
+    accelerator, net, optimizer = prepared(1, 5, "FULL_STATE_DICT")
+    losses(accelerator, net, optimizer, 1)
+    accelerator.load_state(folder)
+    return losses(accelerator, net, optimizer, 3)
+
+
 @pytest.mark.parametrize(("version", "other"), [(1, 2), (2, 1)])
 def test_save_state_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(version: int, other: int, tmp_path: Path) -> None:
     (expected, *_) = run_ranks(save, 2, str(tmp_path / "state"), version, timeout_s=120)
@@ -114,6 +142,27 @@ def test_folders_that_accelerate_wrote_by_dcp_go_on_at_other_numbers_of_ranks(
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert checkpoint.inspect(tmp_path / "state" / part).format == "dcp"
     for found in run_ranks(load, num, str(tmp_path / "state"), other, timeout_s=120):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerates_own_functions_go_on_too_but_leave_a_fresh_optimizer_of_fsdp1_empty(version: int, tmp_path: Path) -> None:
+    (expected, *_) = run_ranks(save_by_accelerate, 2, str(tmp_path / "state"), version)
+    for num in (1, 3):
+        for found in run_ranks(load_by_accelerate, num, str(tmp_path / "state"), version, version == 1):
+            assert found == pytest.approx(expected, rel=1e-5), num
+    if version == 1:
+        for found in run_ranks(load_by_accelerate, 2, str(tmp_path / "state"), version, False):
+            assert found[0] == expected[0]
+            assert found[1] != pytest.approx(expected[1], rel=1e-3)
+
+
+def test_fsdp1_with_a_full_state_dict_is_refused_where_torch_cannot_save_it(tmp_path: Path) -> None:
+    for said in run_ranks(save_full, 2, str(tmp_path / "refused")):
+        assert "FULL_STATE_DICT: torch cannot gather FSDP1's parameters on 2 processes of a CPU" in said
+        assert "SHARDED_STATE_DICT" in said
+    (expected,) = run_ranks(save_full, 1, str(tmp_path / "full"))
+    for found in run_ranks(load_full, 2, str(tmp_path / "full")):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

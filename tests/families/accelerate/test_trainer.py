@@ -92,6 +92,15 @@ def test_a_killed_run_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp
         assert [losses[step] for step in (5, 6)] == pytest.approx([whole[step] for step in (5, 6)], rel=1e-5)
 
 
+def test_full_state_dicts_go_on_at_other_numbers_of_ranks_by_accelerates_own_functions(tmp_path: Path) -> None:
+    options = (False, 3, "FULL_STATE_DICT")
+    (whole, _), *_ = run_ranks(fit, 2, str(tmp_path), 2, False, *options)
+    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
+    assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= set(os.listdir(tmp_path / f"checkpoint-{SAVED}"))
+    (losses, _), *_ = run_ranks(fit, 1, str(tmp_path), 2, True, *options)
+    assert [losses[step] for step in (5, 6)] == pytest.approx([whole[step] for step in (5, 6)], rel=1e-5)
+
+
 def test_a_limit_of_one_is_refused() -> None:
     with pytest.raises(UsageError, match="save_total_limit=1"):
         background_saves().on_train_begin(SimpleNamespace(save_total_limit=1), None, None)

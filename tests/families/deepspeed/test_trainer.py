@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 import torch.distributed as dist
 
 from tests.families.deepspeed import jobs
-from tests.launch import run_ranks
+from tests.families.kills import assert_died_at_commit, die_at_commit
+from tests.launch import RanksFailed, run_ranks
 
 _NEEDED = ("deepspeed", "accelerate", "transformers")
 pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in _NEEDED), reason="needs DeepSpeed and accelerate: make compat-deepspeed"
 )
+IMPORTS = "import os; os.environ['DS_ACCELERATOR'] = 'cpu'; import deepspeed; from transformers import LlamaForCausalLM, Trainer"
+on_ranks = partial(run_ranks, imports=IMPORTS)  # once for all ranks of a job
 
 STEPS, BATCH = 6, 6
 
@@ -52,13 +56,15 @@ def losses_of(trainer: Any) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
 
 
-def begin(root: str, stage: int, ours: bool) -> dict[str, Any]:
-    """Train from nothing, with a save each second step."""
+def begin(root: str, stage: int, ours: bool, killed: bool = False) -> dict[str, Any]:
+    """Train from nothing, with a save each second step; `killed` ends rank 0 before the commit of the last one."""
     from reshard_ckpt.integrations import deepspeed
 
     jobs.import_deepspeed()
     if ours:
         deepspeed.install(always=True)
+    if killed:
+        die_at_commit(f"global_step{STEPS}")
     trainer = trainer_of(root, stage, save_total_limit=2)
     trainer.train()
     at_end = {path.name: (path / "latest").exists() for path in Path(root).glob("checkpoint-*")}
@@ -68,28 +74,35 @@ def begin(root: str, stage: int, ours: bool) -> dict[str, Any]:
     return {"losses": losses_of(trainer), "at_end": at_end, "ours": is_ours}
 
 
-def resume(root: str, stage: int) -> dict[str, Any]:
-    """Go on from the newest checkpoint that is whole."""
+def resume(root: str, stage: int, ours: bool = True) -> dict[int, float] | str:
+    """Go on from the newest checkpoint that is whole; return the losses, or what DeepSpeed itself says against it."""
     from reshard_ckpt.integrations import deepspeed
 
     jobs.import_deepspeed()
-    deepspeed.install(always=True)
+    if ours:
+        deepspeed.install(always=True)
     trainer = trainer_of(root, stage, save_strategy="no")
-    trainer.train(resume_from_checkpoint=True)
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except Exception as error:
+        if ours:
+            raise
+        return f"{type(error).__name__}: {error}"
     return losses_of(trainer)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_it_goes_on_at_other_counts_and_stages(stage: int, tmp_path: Path):
-    stock = run_ranks(begin, 2, str(tmp_path / "stock"), stage, False)[0]
-    ours = run_ranks(begin, 2, str(tmp_path / "ours"), stage, True)[0]
+    stock = on_ranks(begin, 2, str(tmp_path / "stock"), stage, False)[0]
+    ours = on_ranks(begin, 2, str(tmp_path / "ours"), stage, True)[0]
     assert ours["ours"]
     assert ours["losses"] == stock["losses"]
     assert ours["at_end"] == {"checkpoint-4": True, "checkpoint-6": True}, "rotated, and committed before train() returns"
-    last = tmp_path / "ours" / "checkpoint-6"
-    (last / "latest").unlink()  # as a save that was killed before its commit leaves it
+    with pytest.raises(RanksFailed):
+        on_ranks(begin, 2, str(tmp_path / "killed"), stage, True, True)
+    assert_died_at_commit(tmp_path / "killed" / "checkpoint-6" / "global_step6")
     for ranks, other in ((2, stage), (1, stage % 3 + 1), (3, stage)):
-        for losses in run_ranks(resume, ranks, str(tmp_path / "ours"), other):
+        for losses in on_ranks(resume, ranks, str(tmp_path / "killed"), other):
             assert {step: loss for step, loss in losses.items() if step > 4} == pytest.approx(
                 {step: loss for step, loss in stock["losses"].items() if step > 4}, rel=1e-5
             ), (ranks, other)
@@ -97,10 +110,14 @@ def test_it_goes_on_at_other_counts_and_stages(stage: int, tmp_path: Path):
     assert states["global_step"] == 4
 
 
-def test_stock_folders_go_on(tmp_path: Path):
-    stock = run_ranks(begin, 2, str(tmp_path), 2, False)[0]
-    for path in tmp_path.glob("checkpoint-6"):
-        path.rename(tmp_path / "away")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stock_folders_go_on_where_deepspeed_itself_cannot(stage: int, tmp_path: Path):
+    stock = on_ranks(begin, 2, str(tmp_path), stage, False)[0]
+    (tmp_path / "checkpoint-6").rename(tmp_path / "away")
+    (same, *_) = on_ranks(resume, 2, str(tmp_path), stage, False)
+    assert same == stock["losses"]
     for ranks in (1, 3):
-        losses = run_ranks(resume, ranks, str(tmp_path), 2)[0]
+        losses = on_ranks(resume, ranks, str(tmp_path), stage)[0]
         assert losses[6] == pytest.approx(stock["losses"][6], rel=1e-5)
+        for said in on_ranks(resume, ranks, str(tmp_path), stage, False):
+            assert f"used a DP world size of 2 but the current world size is {ranks}" in said

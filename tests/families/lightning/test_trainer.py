@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from reshard_ckpt import checkpoint
 from tests.launch import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: make compat-lightning")
+on_ranks = partial(run_ranks, imports="import lightning.pytorch")  # once for all ranks of a job
 
 BATCH, EPOCHS, SAVED_AFTER = 6, 4, 2
 SAMPLES = torch.arange(2 * BATCH * 5.0).view(2 * BATCH, 5) / 60  # two steps an epoch
@@ -135,39 +137,47 @@ def _killing(number: int) -> Any:
 def test_a_run_goes_on_at_other_numbers_of_ranks_and_equals_stock_on_the_same(kind: str, tmp_path: Path) -> None:
     from reshard_ckpt.integrations.lightning import newest
 
-    whole, *_ = run_ranks(fit, 2, str(tmp_path / "whole"), kind, True, None)
+    whole, *_ = on_ranks(fit, 2, str(tmp_path / "whole"), kind, True, None)
     assert whole["at_end"] == whole["ours"] == [f"epoch={EPOCHS - 1}.ckpt"]
-    stock, *_ = run_ranks(fit, 2, str(tmp_path / "stock"), kind, False, None)
+    stock, *_ = on_ranks(fit, 2, str(tmp_path / "stock"), kind, False, None)
     assert whole["losses"] == stock["losses"]
     assert stock["at_end"] == [f"epoch={EPOCHS - 1}.ckpt"]
-    run_ranks(fit, 2, str(tmp_path / "begun"), kind, True, None, SAVED_AFTER)
+    on_ranks(fit, 2, str(tmp_path / "begun"), kind, True, None, SAVED_AFTER)
     begun = newest(tmp_path / "begun")
     assert begun is not None
     assert "model.net.0.weight" in checkpoint.catalog(begun).names
     assert not any("frozen" in name for name in checkpoint.catalog(begun).names if name.startswith("model."))
+    on_three = kind if kind != "fsdp2-tp" else "fsdp2"
     for num, its in (
         (1, kind),
         (2, kind),
-        (3, kind if kind != "fsdp2-tp" else "fsdp2"),
+        (3, on_three),
         (2, "ddp" if kind != "ddp" else "fsdp2"),
     ):
-        found, *_ = run_ranks(fit, num, str(tmp_path / f"{num}-{its}"), its, True, begun)
+        found, *_ = on_ranks(fit, num, str(tmp_path / f"{num}-{its}"), its, True, begun)
         assert found["losses"] == pytest.approx(whole["losses"][2 * SAVED_AFTER :], rel=1e-5), (num, its)
-    run_ranks(fit, 2, str(tmp_path / "begun-by-stock"), kind, False, None, SAVED_AFTER)
+    on_ranks(fit, 2, str(tmp_path / "begun-by-stock"), kind, False, None, SAVED_AFTER)
     by_stock = str(tmp_path / "begun-by-stock" / f"epoch={SAVED_AFTER - 1}.ckpt")
-    for ours in (True, False):  # this library goes on from a checkpoint of Lightning, as Lightning itself does
-        found, *_ = run_ranks(fit, 2, str(tmp_path / f"on-{ours}"), kind, ours, by_stock)
+    # Lightning itself goes on from its own checkpoints, on other numbers of ranks too, and this library on as many.
+    for num, ours, its in ((2, True, kind), (2, False, kind), (1, False, kind), (3, False, on_three)):
+        found, *_ = on_ranks(fit, num, str(tmp_path / f"on-{num}-{ours}"), its, ours, by_stock)
+        assert found["losses"] == pytest.approx(whole["losses"][2 * SAVED_AFTER :], rel=1e-5), (num, ours)
+    if kind == "ddp":  # its file has whole tensors
+        found, *_ = on_ranks(fit, 2, str(tmp_path / "other"), "fsdp2", False, by_stock)
         assert found["losses"] == pytest.approx(whole["losses"][2 * SAVED_AFTER :], rel=1e-5)
+    else:
+        with pytest.raises(RanksFailed):
+            on_ranks(fit, 2, str(tmp_path / "other"), "ddp", False, by_stock)
 
 
 def test_a_kill_before_the_commit_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     from reshard_ckpt.integrations.lightning import newest
 
-    whole, *_ = run_ranks(fit, 2, str(tmp_path / "whole"), "ddp", True, None)
+    whole, *_ = on_ranks(fit, 2, str(tmp_path / "whole"), "ddp", True, None)
     with pytest.raises(RanksFailed):
-        run_ranks(fit, 2, str(tmp_path / "killed"), "ddp", True, None, EPOCHS, SAVED_AFTER + 1)
+        on_ranks(fit, 2, str(tmp_path / "killed"), "ddp", True, None, EPOCHS, SAVED_AFTER + 1)
     left = newest(tmp_path / "killed")
     assert left == str(tmp_path / "killed" / f"epoch={SAVED_AFTER - 1}.ckpt")
     for num in (1, 2):
-        found, *_ = run_ranks(fit, num, str(tmp_path / f"on-{num}"), "ddp", True, left)
+        found, *_ = on_ranks(fit, num, str(tmp_path / f"on-{num}"), "ddp", True, left)
         assert found["losses"] == pytest.approx(whole["losses"][2 * SAVED_AFTER :], rel=1e-5)

@@ -138,6 +138,45 @@ def load(folder: str, grid: Grid, ours: bool) -> list[str]:
     return job.wrong() + ([] if step == STEP == state.train_state.step else [f"step {step}"])
 
 
+def train(folder: str, ours: bool, goes_on: bool) -> list[float]:
+    """Train a GPT, with the same samples on each rank, and save, or load; return the losses of the steps after that."""
+    begun(ours)
+    init_num_microbatches_calculator(0, None, 12, 1, 12 // torch.distributed.get_world_size())
+    grid = Grid(bf16=False)
+    job = Job(grid, filled=False)
+    if not goes_on:
+        steps(job, range(2))
+        checkpointing.save_checkpoint(state_of(folder, grid), job.chunks, job.optimizer, None, 0)
+        return steps(job, range(2, 4))
+    with torch.no_grad():
+        for parameter in job.chunks[0].parameters():
+            parameter.zero_()
+    job.prepare()
+    with steps_left_alone():
+        checkpointing.load_checkpoint(state_of(folder, grid), job.chunks, job.optimizer, None)
+    for state in job.optimizers()[0].optimizer.state.values():
+        state["step"] = state["step"].clone()  # Megatron makes one for all, in which torch's Adam counts each parameter
+    return steps(job, range(2, 4))
+
+
+def steps(job: Job, numbers: range) -> list[float]:
+    """Make optimizer steps; return their losses."""
+    model = job.chunks[0]
+    model.eval()  # without dropout
+    losses = []
+    for number in numbers:
+        model.zero_grad_buffer()
+        job.optimizer.zero_grad()
+        tokens = torch.arange(16).view(2, 8).add(5 * number).remainder(64)
+        mask = torch.ones(8, 8).tril()[None, None] < 0.5
+        loss = model(tokens, torch.arange(8).expand(2, 8), mask, labels=tokens.roll(-1, 1)).float().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        job.optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
 def main() -> None:
     wrong: list[str] = []
 
@@ -157,6 +196,15 @@ def main() -> None:
         run("load", load, 4, own, Grid(tp=2, pp=2), True)
         run("stock save", save, 2, stock, Grid(), False)
         run("load of stock", load, 3, stock, Grid(), True)
+        for ranks in (1, 3):
+            run("stock load", load, ranks, stock, Grid(), False)
+        unbroken = {ours: cpu_shim.run_forked(train, 2, f"{root}/losses-{ours}", ours, False)[0] for ours in (True, False)}
+        if unbroken[True] != unbroken[False]:
+            wrong.append(f"losses: {unbroken}")
+        for ours, ranks in ((True, 2), (True, 1), (True, 3), (False, 2), (False, 1), (False, 3)):
+            for losses in cpu_shim.run_forked(train, ranks, f"{root}/losses-{ours}", ours, True):
+                if any(abs(loss / of - 1) > 1e-5 for loss, of in zip(losses, unbroken[ours], strict=True)):
+                    wrong.append(f"losses on {ranks} ranks, ours {ours}: {losses}, without a stop {unbroken[ours]}")
         try:
             run("killed", save, 2, f"{root}/killed", Grid(), True, True)
             wrong.append("nobody was killed")
