@@ -66,6 +66,29 @@ def volumes(lengths: I64) -> I64:
     return total
 
 
+def dot(indices: I64, strides: I64) -> I64:
+    """Return the place of each index: the sum over dims of index times stride.
+
+    >>> dot(np.array([[1, 2]]), np.array([[10, 1]])).tolist()
+    [12]
+    """
+    places: I64 = np.einsum("ij,ij->i", indices, strides)
+    return places
+
+
+def less(low: I64, high: I64) -> Mask:
+    """Tell for each row whether `low` is less than `high` in every dim.
+
+    >>> less(np.array([[0, 1], [0, 1]]), np.array([[2, 2], [2, 1]])).tolist()
+    [True, False]
+    """
+    good = np.ones(len(low), bool)
+    # Column by column: reducing along short rows is several times slower.
+    for a, b in zip(low.T, high.T, strict=True):
+        good &= a < b
+    return good
+
+
 @dataclass(frozen=True, slots=True)
 class Boxes:
     """Boxes that runs were cut into, in order of run: ``parent`` is the index of the run, offsets are relative to its box."""

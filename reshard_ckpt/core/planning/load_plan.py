@@ -21,7 +21,7 @@ from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..catalog.specs import PieceColumns, item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.runs import I64, Mask, bounds, decompose, pad_left, ranges, strides_of, volumes
+from ..geometry.runs import I64, Mask, bounds, decompose, dot, less, pad_left, ranges, strides_of, volumes
 from ..geometry.tiling import TensorBoxes, meet
 
 MAX_WINDOWS = 1 << 20
@@ -32,8 +32,9 @@ many windows, which bounds memory without changing the result."""
 MAX_WINDOWS_IN_ALL = 8 * MAX_WINDOWS
 """The same limit for all rows of one batch of pairs together: 8 TiB, which no rank reads."""
 
-MAX_PAIRS = 1 << 20
-"""Number of pairs of a wanted box and a row that are cut at once; bounds memory without changing the result."""
+MAX_PAIRS = 1 << 17
+"""Number of pairs of a wanted box and a row that are cut at once; bounds memory without changing the result. Columns of so many
+pairs stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
         src_strides=src_strides,
         item_bytes=item_bytes[boxes.tensor[box]],
         dest=wanted.tensor[boxes.piece[box]],
-        dst=boxes.base[box] + ((offset - boxes.offsets[box]) * strides).sum(axis=1),
+        dst=boxes.base[box] + dot(offset - boxes.offsets[box], strides),
         dst_strides=strides,
         covered=np.bincount(boxes.piece[box], weights=volumes(lengths), minlength=len(wanted.start)).astype(np.int64),
     )
@@ -133,7 +134,7 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
         piece=cut.parent,
         offsets=pad_left(wanted.offsets, width, 0)[cut.parent] + inner,
         lengths=pad_left(cut.lengths, width, 1),
-        base=wanted.base[cut.parent] + (inner * strides).sum(axis=1),
+        base=wanted.base[cut.parent] + dot(inner, strides),
         strides=strides,
     )
 
@@ -201,10 +202,10 @@ def _items(
     # low, high: the global bounds of the overlap of that box with the wanted one; empty overlaps are dropped.
     low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
     high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
-    if not (keep := (low < high).all(axis=1)).all():
+    if not (keep := less(low, high)).all():
         pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
     # position[i]: where the overlap begins in its row, in elements from the row's first one, which is at rows.offset of its file.
-    position = ((low - origin) * strides).sum(axis=1) - rows.start[pairs.row]
+    position = dot(low - origin, strides) - rows.start[pairs.row]
     offset, each = rows.offset[pairs.row], pairs.item_bytes
     # The window in which the first element of the part begins, which is the window that the part was cut at.
     window = (offset + (pairs.start - rows.start[pairs.row]) * each) // window_bytes
@@ -221,8 +222,7 @@ def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) ->
     """Mark the pairs whose part of the row has bounds that meet the wanted box."""
     low, high = bounds(offsets, lengths, pairs.start, pairs.count)
     want_low = boxes.offsets[pairs.box]
-    meets = (low < want_low + boxes.lengths[pairs.box]) & (want_low < high)
-    return np.asarray(meets.all(axis=1))
+    return less(low, want_low + boxes.lengths[pairs.box]) & less(want_low, high)
 
 
 def _windows_of(
@@ -237,8 +237,8 @@ def _windows_of(
     high = np.minimum(offsets + lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
     strides, each = strides_of(lengths), pairs.item_bytes
     # begin, end: the first wanted element and the one behind the last, counted from the row's first element.
-    begin = np.maximum(((low - offsets) * strides).sum(axis=1) - pairs.start, 0)
-    end = np.minimum(((high - 1 - offsets) * strides).sum(axis=1) + 1 - pairs.start, pairs.count)
+    begin = np.maximum(dot(low - offsets, strides) - pairs.start, 0)
+    end = np.minimum(dot(high - 1 - offsets, strides) + 1 - pairs.start, pairs.count)
     first = (offset + begin * each) // window_bytes
     last = np.where(begin < end, (offset + end * each - 1) // window_bytes, first - 1)
     num = last - first + 1

@@ -2,34 +2,48 @@
 
 1. Each item touches byte runs of its file. Runs that lie close together count as one, so that a slice of short rows is one read.
 2. If the blocks of a file are verified, ranges grow to whole blocks.
-3. An item whose bytes are in order in the file and in memory *lands*: it is read straight into its destination, without a copy.
-   Items that follow each other on both sides land as one run. All other items are copied to their place from the window's buffer.
+3. Items whose bytes are in order in the file and in memory become *runs*; items that follow each other on both sides are one run.
+   A large run *lands*: it is read straight into its destination. Small runs are copied there from the window's buffer. Other
+   items are copied from the buffer too, strided or cast.
 4. Ranges of one window that meet, or nearly meet, merge into *extents*.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable, is_new, running_max
-from ..geometry.runs import I64, Mask, ranges, volumes
+from ..geometry.columns import ColumnTable, is_new, lex_order, running_max
+from ..geometry.runs import I64, Mask, dot, ranges, volumes
 from .load_plan import LoadPlan
 
 NEAR_BYTES = 64 << 10
 """Byte runs closer together than this are read as one, because reading such a gap costs less than another request."""
 
-LAND_BYTES = 512
+LAND_BYTES = 16 << 10
 """Smaller runs are copied from the window's buffer, because that is less work than one more buffer in the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """Windows, sorted by group, file and position, each with a range of extents, of runs that land, and of items to copy.
+class Runs(ColumnTable):
+    """Byte runs: ``size[r]`` bytes from byte ``src[r]`` of the file go to byte ``dst[r]`` of destination ``dest[r]``.
 
-    Window w has the extents ``extent_start[w] : extent_start[w + 1]``; `run_start` and `item_start` are read alike. An extent is
-    the bytes ``low : high`` of the file; run r lands ``run_bytes[r]`` bytes from ``run_src[r]`` in ``run_dest[r]``.
+    `dst` counts from the destination's first element.
+    """
+
+    src: I64
+    size: I64
+    dest: I64
+    dst: I64
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Windows, sorted by group, file and position, each with a range of extents, of runs, and of items to copy.
+
+    Window w has the extents ``extent_start[w] : extent_start[w + 1]``; the other starts are read alike. An extent is the bytes
+    ``low : high`` of the file. A window's landing runs are sorted by their place in the file, its copied runs by destination.
     """
 
     group: I64
@@ -39,15 +53,13 @@ class ReadPlan:
     extent_start: I64
     low: I64
     high: I64
-    run_start: I64
-    run_src: I64
-    run_bytes: I64
-    run_dest: I64
-    run_dst: I64
-    """Where the run lands, in bytes from the destination's first element."""
+    landing_start: I64
+    landing: Runs
+    copied_start: I64
+    copied: Runs
     item_start: I64
     items: I64
-    """The items to copy, as indices into the load plan."""
+    """The items that are not in any run, as indices into the load plan."""
 
     @property
     def num_windows(self) -> int:
@@ -71,8 +83,7 @@ class _Ranges(ColumnTable):
 
 def item_spans(plan: LoadPlan) -> I64:
     """Return the bytes from the first to the last byte of each item in its file."""
-    span: I64 = ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
-    return span
+    return dot(plan.lengths - 1, plan.src_strides) + plan.item_bytes
 
 
 def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
@@ -103,31 +114,36 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
         The group of each item. Items of different groups are never read together, because groups are loaded one after the other.
     """
     batch = np.zeros(len(plan.file), np.int64) if group is None else group
-    # order: the items by group, file, window and position; lands, begins: for each item in this order.
+    # order: the items by group, file, window and position; plain, lands, begins: for each item in this order.
     order = np.lexsort((plan.src, plan.window, plan.file, batch))
-    lands = _lands(plan, order, may_land, is_new(batch[order], plan.file[order]))
-    begins = is_new(batch[order], plan.file[order], plan.window[order])
+    file, dst = plan.file[order], (plan.dst * plan.item_bytes)[order]
+    spans = Runs(plan.src[order], item_spans(plan)[order], plan.dest[order], dst)
+    plain = _in_runs(plan, may_land)[order]
+    lands = _landing(spans, plain, is_new(batch[order], file))
+    begins = is_new(batch[order], file, plan.window[order])
     # number: the window of each item in order; window_of: the same, in the items' original order.
     number = np.cumsum(begins) - 1
     first, count = order[begins], int(begins.sum())
     window_of = np.empty_like(number)
     window_of[order] = number
     extent_of, low, high = _extents(plan, window_of, block_bytes, file_bytes)
-    run_of, run_src, run_bytes, run_dest, run_dst = _runs(plan, order[lands], number[lands])
+    landing_of, landing = _joined(spans.take(lands), number[lands])
+    small = np.flatnonzero(plain & ~lands)
+    small = small[lex_order(number[small], spans.dest[small])]
+    copied_of, copied = _joined(spans.take(small), number[small])
     return ReadPlan(
         group=batch[first],
-        file=plan.file[first],
+        file=file[begins],
         window=plan.window[first],
         extent_start=_starts(extent_of, count),
         low=low,
         high=high,
-        run_start=_starts(run_of, count),
-        run_src=run_src,
-        run_bytes=run_bytes,
-        run_dest=run_dest,
-        run_dst=run_dst,
-        item_start=_starts(number[~lands], count),
-        items=order[~lands],
+        landing_start=_starts(landing_of, count),
+        landing=landing,
+        copied_start=_starts(copied_of, count),
+        copied=copied,
+        item_start=_starts(number[~plain], count),
+        items=order[~plain],
     )
 
 
@@ -156,27 +172,18 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
     return touched.window[first], touched.low[first], reach[last]
 
 
-def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, I64]:
-    """Join items that land, sorted by window and position, into runs.
-
-    Returns
-    -------
-    window, first byte in the file, size in bytes, destination, first byte in the destination
-        Of each run.
-    """
-    span, fresh = item_spans(plan)[items], ~_follows(plan, items) | is_new(window)
-    first = np.flatnonzero(fresh)
-    total = np.add.reduceat(span, first) if len(first) else span
-    i = items[first]
-    return window[first], plan.src[i], total, plan.dest[i], plan.dst[i] * plan.item_bytes[i]
+def _joined(spans: Runs, window: I64) -> tuple[I64, Runs]:
+    """Join items, sorted by window, into runs; return the window of each run, and the runs."""
+    first = np.flatnonzero(~_follows(spans) | is_new(window))
+    size = np.add.reduceat(spans.size, first) if len(first) else spans.size
+    return window[first], replace(spans.take(first), size=size)
 
 
-def _follows(plan: LoadPlan, items: I64) -> Mask:
+def _follows(spans: Runs) -> Mask:
     """Mark the items that begin, in the file and in memory, just where the item before them ends; items come in order."""
-    file, src, dest, span = plan.file[items], plan.src[items], plan.dest[items], item_spans(plan)[items]
-    dst = plan.dst[items] * plan.item_bytes[items]
-    follows = ~is_new(file, dest)
-    follows[1:] &= (src[1:] == src[:-1] + span[:-1]) & (dst[1:] == dst[:-1] + span[:-1])
+    follows = ~is_new(spans.dest)
+    ends = spans.src + spans.size
+    follows[1:] &= (spans.src[1:] == ends[:-1]) & (np.diff(spans.dst) == spans.size[:-1])
     return follows
 
 
@@ -207,21 +214,26 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
     return owner, low, low + span[owner]
 
 
-def _lands(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
-    """Mark the items that may land; `new` marks the first item of each file and group."""
-    src, span = plan.src[items], item_spans(plan)[items]
-    lengths, unit = plan.lengths[items], plan.item_bytes[items]
-    good = may_land[plan.dest[items]]
-    good &= in_order(lengths, plan.src_strides[items], unit)
-    good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
+def _in_runs(plan: LoadPlan, may_land: Mask) -> Mask:
+    """Mark the items whose bytes are in order in the file and in memory, and need no cast."""
+    unit = plan.item_bytes
+    good = may_land[plan.dest]
+    good &= in_order(plan.lengths, plan.src_strides, unit)
+    good &= in_order(plan.lengths, plan.dst_strides, np.ones_like(unit))
+    return good
+
+
+def _landing(spans: Runs, plain: Mask, new: Mask) -> Mask:
+    """Mark the items that land; `plain` marks items of runs, `new` marks the first item of each file and group."""
     # Bytes that two items want are read once, into the window's buffer, and copied to both, so neither item lands.
-    ends = running_max(src + span, new)
-    clash = ~new[1:] & (src[1:] < ends[:-1])
+    ends = running_max(spans.src + spans.size, new)
+    clash = ~new[1:] & (spans.src[1:] < ends[:-1])
+    good: Mask = plain.copy()
     good[1:] &= ~clash
     good[:-1] &= ~clash
     # The size of all items that land as one run counts, because windows cut rows at arbitrary places.
-    follows = _follows(plan, items) & ~new
+    follows = _follows(spans) & ~new
     follows[1:] &= good[1:] & good[:-1]
     run = np.cumsum(~follows) - 1
-    good &= np.bincount(run, weights=span)[run] >= LAND_BYTES
+    good &= np.bincount(run, weights=spans.size)[run] >= LAND_BYTES
     return good

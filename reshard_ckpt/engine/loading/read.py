@@ -3,7 +3,8 @@
 1. `core.planning.read_plan` decides which extents of each window are read, and which of its bytes *land*: are read straight into
    the memory of their target.
 2. The other bytes of a window are read into a buffer, one for each thread. Every block that was read is hashed where it lies.
-3. Bytes in the buffer are then copied into their targets, strided or cast; for targets on devices by `device_targets`.
+3. Bytes in the buffer are then copied into their targets: many small runs at once, other items one by one, strided or cast; for
+   targets on devices by `device_targets`.
 
 Bytes that land change their target before their block is verified. So after a damaged block, targets of the windows under way
 may hold damaged bytes; `Reader.changed` names every target that may have changed.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
-from ...core.geometry.runs import I64
+from ...core.geometry.columns import is_new
+from ...core.geometry.runs import I64, ranges
 from ...core.planning.load_plan import LoadPlan
-from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
+from ...core.planning.read_plan import ReadPlan, Runs, item_spans, plan_reads
 from ...core.report import few
 from ...errors import CorruptError
 from ...format.files import Digests, wrong_blocks
@@ -44,6 +46,10 @@ REQUEST_BYTES = 8 << 20
 
 LARGE_BYTES = 4 << 20
 """Targets from this size on are filled in large pages if their memory was never touched."""
+
+UNITS_OF_A_COPY, FEW_COPIES = 8, 32
+"""Runs are copied at once if they have at most so many units for each run beyond the first few: a run that is copied alone takes
+as long as that many units."""
 
 MAX_THREADS = 8
 """Most threads that read at once on one rank."""
@@ -205,6 +211,70 @@ ReadInto = Callable[[str, int, Sequence[memoryview]], None]
 """A function with the arguments of `Storage.read_into`: key, first byte, and the buffers to fill in order."""
 
 
+class _Copy(NamedTuple):
+    """An item that is copied to `place`; its lengths, and where it lies in the buffer: first byte, and strides in bytes."""
+
+    place: Elements
+    lengths: Ints
+    offset: int
+    strides: Ints
+
+    def fill(self, buffer: memoryview) -> None:
+        # Not by torch: each of our threads would start a pool of torch's own threads, which busy-wait for work.
+        np.copyto(self.place, np.ndarray(self.lengths, self.place.dtype, buffer, self.offset, self.strides))
+
+
+class _Cast(NamedTuple):
+    """An item that is converted into `place`, a region of a tensor; it lies in the buffer as in a `_Copy`, with this dtype."""
+
+    place: torch.Tensor
+    dtype: torch.dtype
+    lengths: Ints
+    offset: int
+    strides: Ints
+
+    def fill(self, buffer: memoryview) -> None:
+        source: Elements = np.ndarray(self.lengths, RAW[self.dtype.itemsize], buffer, self.offset, self.strides)
+        aligned = source if source.flags.aligned else source.copy()  # a foreign file need not align its elements
+        self.place.copy_(torch.from_numpy(aligned).view(self.dtype))
+
+
+class _Runs(NamedTuple):
+    """Runs of one window that are copied into the bytes `memory` of one target; `src` counts from the window's first byte."""
+
+    memory: memoryview
+    src: list[int]
+    dst: list[int]
+    size: list[int]
+
+    def fill(self, buffer: memoryview) -> None:
+        memory = self.memory
+        for src, dst, size in zip(self.src, self.dst, self.size, strict=True):
+            memory[dst : dst + size] = buffer[src : src + size]
+
+
+class _ShortRuns(NamedTuple):
+    """The same, copied all at once: their sizes and the distances between them are multiples of `unit` bytes."""
+
+    memory: memoryview
+    unit: int
+    src: I64
+    dst: I64
+    size: I64
+
+    def fill(self, buffer: memoryview) -> None:
+        owner, step = ranges(self.size // self.unit)
+
+        def units(data: memoryview, first: I64) -> tuple[Elements, I64]:
+            """View bytes as units, aligned with the runs that begin at `first`; return also the index of each of their units."""
+            begin = int(first[0]) % self.unit
+            kind = np.dtype((np.void, self.unit))
+            return np.ndarray((len(data) - begin) // self.unit, kind, data, begin), (first // self.unit)[owner] + step
+
+        (source, at), (target, to) = units(buffer, self.src), units(self.memory, self.dst)
+        target[to] = source.take(at)
+
+
 class Damage(Exception):
     """Raised for a block whose digest differs.
 
@@ -217,6 +287,14 @@ class Damage(Exception):
         self.file, self.low, self.size, self.window = file, low, size, window
 
 
+class _Extent(NamedTuple):
+    """Bytes ``low : high`` of a file, and where they are read to: memory of targets, and parts of the window's buffer."""
+
+    low: int
+    high: int
+    parts: Sequence[memoryview | slice]
+
+
 class Reader:
     """One execution of a read task. Windows are independent, so several threads may read windows at once.
 
@@ -225,17 +303,8 @@ class Reader:
 
     def __init__(self, task: ReadTask, reads: ReadPlan, tally: Tally) -> None:
         self.task, self._reads, self._tally = task, reads, tally
-        self._items = item_lists(task.plan, reads.items)
-        self._file = reads.file.tolist()
-        self._low, self._high = reads.low.tolist(), reads.high.tolist()
-        self._run_src = reads.run_src.tolist()
-        # _low[e], _high[e]: bytes of extent e in its file. _run_src[r]: first byte of landing run r. _items: the copied items.
-        # _extent_start[w], _run_start[w], _item_start[w]: first extent, run and item of window w; the next window's are the end.
-        self._extent_start = reads.extent_start.tolist()
-        self._run_start = reads.run_start.tolist()
-        self._item_start = reads.item_start.tolist()
-        # All views of memory are made before the first read: a read empties the processor's caches, so that a view takes far
-        # longer afterwards.
+        # Everything below is made before the first read: a read empties the processor's caches, so that Python is far slower
+        # afterwards.
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
         # _memories[target]: the bytes of the target's storage, and the byte at which its first element begins
@@ -245,24 +314,95 @@ class Reader:
                 ask_for_large_pages(tensor)
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
         self._devices = DeviceTargets([targets[i].tensor for i in used])
-        self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
-        # _landings[r]: memory of landing run r. _places[i]: elements of the target that copied item i fills, or None
-        self._landings = self._landing_views()
-        self._places = [self._place_of(self._items, item) for item in range(len(reads.items))]
+        self._file = reads.file.tolist()
+        # _origin[w]: byte of the file that is byte 0 of the buffer of window w
+        self._origin = reads.low[reads.extent_start[:-1]] if reads.num_windows else reads.low
+        self._extents = self._extents_of_windows()
+        # _fills[w], _parts[w]: copies from the buffer of window w into host memory, and to devices
+        self._fills: list[list[_Copy | _Cast | _Runs | _ShortRuns]] = [[] for _ in self._file]
+        self._parts: list[list[DevicePart]] = [[] for _ in self._file]
+        if task.copy:
+            self._add_runs()
+            self._add_items()
         self._local = threading.local()
         # Windows that may have changed a target: with bytes that landed (noted before the read), and with items that are copied
         # (noted before the first copy).
         self._landed: list[int] = []
         self._copied: list[int] = []
 
-    def _landing_views(self) -> list[memoryview]:
-        """Return the memory of each landing run, as bytes of its target."""
-        views = []
-        columns = (self._reads.run_dest, self._reads.run_dst, self._reads.run_bytes)
-        for dest, dst, size in zip(*(column.tolist() for column in columns), strict=True):
+    def _extents_of_windows(self) -> list[list[_Extent]]:
+        """Return the extents of each window, with the memory that each part of them is read into."""
+        reads, landing = self._reads, self._reads.landing
+        views, run_src = [], landing.src.tolist()
+        for dest, dst, size in zip(landing.dest.tolist(), landing.dst.tolist(), landing.size.tolist(), strict=True):
             memory, first = self._memories[dest]
             views.append(memory[first + dst : first + dst + size])
-        return views
+        columns = (reads.extent_start, reads.landing_start, self._origin, reads.low, reads.high)
+        extent_start, run_start, origins, lows, highs = (column.tolist() for column in columns)
+        out: list[list[_Extent]] = []
+        for window, origin in enumerate(origins):
+            run, last_run = run_start[window : window + 2]
+            out.append([])
+            for extent in range(extent_start[window], extent_start[window + 1]):
+                low, high = lows[extent], highs[extent]
+                # Landing runs go straight into their targets, the bytes between them into the buffer.
+                parts: list[memoryview | slice] = []
+                at = low
+                while run < last_run and (begin := run_src[run]) < high:
+                    if begin > at:
+                        parts.append(slice(at - origin, begin - origin))
+                    parts.append(views[run])
+                    at = begin + len(views[run])
+                    run += 1
+                if at < high:
+                    parts.append(slice(at - origin, high - origin))
+                out[-1].append(_Extent(low, high, parts))
+        return out
+
+    def _add_runs(self) -> None:
+        """Add the runs that are copied: those of one window and target together where that is less work than one by one."""
+        runs = self._reads.copied
+        if not len(runs.src):
+            return
+        window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.copied_start))
+        first_byte = np.zeros(len(self.task.targets), np.int64)
+        for dest, (_, first) in self._memories.items():
+            first_byte[dest] = first
+        src, dst = runs.src - self._origin[window], runs.dst + first_byte[runs.dest]
+        new = is_new(window, runs.dest)
+        # begin[g]: first run of group g. head[r]: first run of run r's group. unit[g]: largest unit of all runs of the group.
+        begin = np.flatnonzero(new)
+        head = begin[np.cumsum(new) - 1]
+        unit = np.gcd.reduceat(np.gcd(np.gcd(runs.size, src - src[head]), dst - dst[head]), begin)
+        end = np.append(begin[1:], len(src))
+        together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
+        columns = (begin, end, window[begin], runs.dest[begin], unit, together)
+        for low, high, w, dest, size, at_once in zip(*(column.tolist() for column in columns), strict=True):
+            memory, part = self._memories[dest][0], slice(low, high)
+            rows = src[part], dst[part], runs.size[part]
+            self._fills[w].append(
+                _ShortRuns(memory, size, *rows) if at_once else _Runs(memory, *(column.tolist() for column in rows))
+            )
+
+    def _add_items(self) -> None:
+        """Add the items that are copied, cast, or go to devices, one by one."""
+        items, start = item_lists(self.task.plan, self._reads.items), self._reads.item_start.tolist()
+        for window, origin in enumerate(self._origin.tolist()):
+            for i in range(start[window], start[window + 1]):
+                job = self._job(items, i, items.src[i] - origin, items.src_strides[i])
+                (self._parts if isinstance(job, DevicePart) else self._fills)[window].append(job)  # type: ignore[arg-type]
+
+    def _job(self, items: CopyItems, i: int, offset: int, strides: Ints) -> _Copy | _Cast | DevicePart:
+        """Return what puts an item into its target; it lies at byte `offset` of a buffer, with strides in bytes."""
+        dest, lengths, each = items.dest[i], items.lengths[i], items.item_bytes[i]
+        target, base, dst_strides = self.task.targets[dest], items.dst[i], items.dst_strides[i]
+        if dest in self._memories:
+            memory, first = self._memories[dest]
+            in_bytes = tuple(stride * each for stride in dst_strides)
+            return _Copy(np.ndarray(lengths, RAW[each], memory, first + base * each, in_bytes), lengths, offset, strides)
+        if self._devices.has(target.tensor):
+            return DevicePart(target.tensor, base, dst_strides, target.dtype, offset, lengths, strides)
+        return _Cast(region(target.tensor, base, lengths, dst_strides), target.dtype, lengths, offset, strides)
 
     def finish(self) -> None:
         """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
@@ -282,57 +422,31 @@ class Reader:
         """
         file = self._file[window]
         key = self.task.catalog.files[file].key
-        first, end = self._extent_start[window], self._extent_start[window + 1]
-        origin = self._low[first]
-        buffer = self._buffer(self._high[end - 1] - origin)
+        extents = self._extents[window]
+        buffer = self._buffer(extents[-1].high - extents[0].low)
         # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
-        run, last_run = self._run_start[window], self._run_start[window + 1]
-        size = 0
-        for extent in range(first, end):
-            low, high = self._low[extent], self._high[extent]
-            # One request for each extent: landing runs go straight into their targets, the bytes between them into the buffer.
-            parts: list[memoryview] = []
-            at = low
-            while run < last_run and (begin := self._run_src[run]) < high:
-                if begin > at:
-                    parts.append(buffer[at - origin : begin - origin])
-                parts.append(self._landings[run])
-                at = begin + len(self._landings[run])
-                run += 1
-            if at < high:
-                parts.append(buffer[at - origin : high - origin])
+        for low, _, where in extents:
+            parts = [part if isinstance(part, memoryview) else buffer[part] for part in where]
             read_into(key, low, parts)
             if verify:
                 self.verify(file, low, parts, window)
-            size += high - low
-        if self.task.copy:
-            self._copied.append(window)
-            numbers = range(self._item_start[window], self._item_start[window + 1])
-            for item in numbers:
-                # Only after every extent of the window was verified.
-                if self._items.dest[item] not in self._on_device:
-                    self._place(item, buffer, origin)
-            if self._on_device:
-                there = [i for i in numbers if self._items.dest[i] in self._on_device]
-                items = self._items
-                self._devices.place([self._part(items, i, items.src[i] - origin, items.src_strides[i]) for i in there])
-        self._tally.add(size)
+        # Only after every extent of the window was verified.
+        self._copied.append(window)
+        for job in self._fills[window]:
+            job.fill(buffer)
+        if self._devices:
+            self._devices.place(self._parts[window])
+        self._tally.add(sum(extent.high - extent.low for extent in extents))
 
     def _buffer(self, size: int) -> memoryview:
         """Return this thread's buffer for the bytes of a window that do not land."""
-        if self._on_device:
+        if self._devices:
             return self._devices.buffer(size)
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
         return buffer
-
-    def _place(self, item: int, buffer: memoryview, origin: int) -> None:
-        """Copy an item from the buffer to its target; the buffer begins at byte `origin` of the file."""
-        items = self._items
-        lengths, kind, first = items.lengths[item], RAW[items.item_bytes[item]], items.src[item] - origin
-        self._put(items, item, np.ndarray(lengths, kind, buffer, first, items.src_strides[item]), self._places[item])
 
     def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
         """Put the items of a window that another rank has read into their targets.
@@ -344,49 +458,20 @@ class Reader:
         data
             Bytes that the other rank sent: item i in row-major order, from byte ``at[i]`` on. They need no verification.
         """
-        there = [i for i, dest in enumerate(items.dest) if dest in self._on_device]
-        if there:
+        strides = [
+            tuple(n * each for n in row_major_strides(shape)) for shape, each in zip(items.lengths, items.item_bytes, strict=True)
+        ]
+        jobs = [self._job(items, i, offset, strides[i]) for i, offset in enumerate(at)]
+        parts = [job for job in jobs if isinstance(job, DevicePart)]
+        if parts:
             # Copy the message into a pinned buffer: that is kept while a device copies from it, the message's memory is not.
-            parts = []
-            for i in there:
-                strides = tuple(stride * items.item_bytes[i] for stride in row_major_strides(items.lengths[i]))
-                parts.append(self._part(items, i, at[i], strides))
             end = max(part.end for part in parts)
             self._devices.buffer(end)[:end] = data[:end]
             self._devices.place(parts)
-        for i, offset in enumerate(at):
-            if items.dest[i] not in self._on_device:
-                source = np.ndarray(items.lengths[i], RAW[items.item_bytes[i]], data, offset)
-                self._put(items, i, source, self._place_of(items, i))
-        extents = slice(self._extent_start[window], self._extent_start[window + 1])
-        self._tally.add(sum(self._high[extents]) - sum(self._low[extents]))
-
-    def _place_of(self, items: CopyItems, item: int) -> Elements | None:
-        """Return the elements of the target that an item fills, as a view; None if its bytes must be cast or go to a device."""
-        dest, each = items.dest[item], items.item_bytes[item]
-        if dest not in self._memories:
-            return None
-        memory, first = self._memories[dest]
-        strides = tuple(stride * each for stride in items.dst_strides[item])
-        place: Elements = np.ndarray(items.lengths[item], RAW[each], memory, first + items.dst[item] * each, strides)
-        return place
-
-    def _put(self, items: CopyItems, item: int, source: Elements, place: Elements | None) -> None:
-        """Copy an item's elements to `place`, or convert them into the target if that is None."""
-        if place is not None:
-            # Not by torch: each of our threads would start a pool of torch's own threads, which busy-wait for work.
-            np.copyto(place, source)
-            return
-        target = self.task.targets[items.dest[item]]
-        aligned = source if source.flags.aligned else source.copy()  # a foreign file need not align its elements
-        values = torch.from_numpy(aligned).view(target.dtype)
-        region(target.tensor, items.dst[item], items.lengths[item], items.dst_strides[item]).copy_(values)
-
-    def _part(self, items: CopyItems, item: int, offset: int, src_strides: Ints) -> DevicePart:
-        """Return an item that goes to a device; it lies at byte `offset` of this thread's buffer, with strides in bytes."""
-        target = self.task.targets[items.dest[item]]
-        base, strides, lengths = items.dst[item], items.dst_strides[item], items.lengths[item]
-        return DevicePart(target.tensor, base, strides, target.dtype, offset, lengths, src_strides)
+        for job in jobs:
+            if not isinstance(job, DevicePart):
+                job.fill(data)
+        self._tally.add(sum(extent.high - extent.low for extent in self._extents[window]))
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
         """Compare the blocks of an extent with their digests; do nothing if the file has none.
@@ -431,26 +516,30 @@ class Reader:
         """
         if window < 0:
             return set()
-        runs, items = self._runs_of(window), self._items_of(window)
-        run_src, src = self._reads.run_src[runs], self.task.plan.src[items]
-        near_runs = (run_src < high) & (run_src + self._reads.run_bytes[runs] > low)
-        near_items = (src < high) & (src + item_spans(self.task.plan)[items] > low)
-        landed = self._reads.run_dest[runs][near_runs].tolist()
-        copied = self.task.plan.dest[items[near_items]].tolist()
-        return {*landed, *copied}
+        found: set[int] = set()
+        for runs in (self._landing_of(window), self._copied_of(window)):
+            found.update(runs.dest[(runs.src < high) & (runs.src + runs.size > low)].tolist())
+        items = self._items_of(window)
+        src = self.task.plan.src[items]
+        near = (src < high) & (src + item_spans(self.task.plan)[items] > low)
+        return found.union(self.task.plan.dest[items[near]].tolist())
 
     def changed(self) -> list[str]:
         """Return the names of targets that may have new values, wholly or in part, sorted; without temporary buffers."""
-        landed = {dest for window in self._landed for dest in self._reads.run_dest[self._runs_of(window)].tolist()}
-        copied = {dest for window in self._copied for dest in self.task.plan.dest[self._items_of(window)].tolist()}
-        return self._names(dest for dest in landed | copied if not self.task.targets[dest].is_buffer)
+        found = {dest for window in self._landed for dest in self._landing_of(window).dest.tolist()}
+        for window in self._copied if self.task.copy else ():
+            found.update(self._copied_of(window).dest.tolist(), self.task.plan.dest[self._items_of(window)].tolist())
+        return self._names(dest for dest in found if not self.task.targets[dest].is_buffer)
 
-    def _runs_of(self, window: int) -> slice:
-        return slice(self._run_start[window], self._run_start[window + 1])
+    def _landing_of(self, window: int) -> Runs:
+        return self._reads.landing.take(slice(*self._reads.landing_start[window : window + 2]))
+
+    def _copied_of(self, window: int) -> Runs:
+        return self._reads.copied.take(slice(*self._reads.copied_start[window : window + 2]))
 
     def _items_of(self, window: int) -> I64:
-        """Return the items of a window that are copied, as indices into the load plan."""
-        return self._reads.items[self._item_start[window] : self._item_start[window + 1]]
+        """Return the items of a window that are in no run, as indices into the load plan."""
+        return self._reads.items[slice(*self._reads.item_start[window : window + 2])]
 
     def _names(self, dests: Iterable[int]) -> list[str]:
         return sorted({self.task.targets[dest].name for dest in dests})

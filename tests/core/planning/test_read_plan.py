@@ -20,7 +20,7 @@ from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, piece_columns
 from reshard_ckpt.core.geometry.columns import batches
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.match import match
-from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
+from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, Runs, plan_reads
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import planned_job, save_job
@@ -66,13 +66,12 @@ def bytes_from(file: int, src: np.ndarray, dest: int, dst: np.ndarray, size: int
     return np.stack([np.full(len(places[0]), file), places[0], np.full(len(places[0]), dest), places[1]], axis=1)
 
 
-def landing_bytes(reads: ReadPlan) -> np.ndarray:
-    """Each byte that lands."""
-    of_window = np.repeat(reads.file, np.diff(reads.run_start))
-    columns = (of_window, reads.run_src, reads.run_dest, reads.run_dst, reads.run_bytes)
-    runs = zip(*(column.tolist() for column in columns), strict=True)
+def run_bytes(reads: ReadPlan, start: np.ndarray, runs: Runs) -> np.ndarray:
+    """Each byte of some runs, in order of window."""
+    columns = (np.repeat(reads.file, np.diff(start)), runs.src, runs.dest, runs.dst, runs.size)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     return np.concatenate(
-        [np.empty((0, 4), np.int64), *(bytes_from(file, np.array([s]), dest, np.array([d]), n) for file, s, dest, d, n in runs)]
+        [np.empty((0, 4), np.int64), *(bytes_from(file, np.array([s]), dest, np.array([d]), n) for file, s, dest, d, n in rows)]
     )
 
 
@@ -112,7 +111,8 @@ def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
     plan = plan_for(catalog, specs, window)
     with patch.object(reads_module, "LAND_BYTES", land):
         reads = reads_for(catalog, plan, block_bytes)
-    landing, copying = landing_bytes(reads), item_bytes(plan, reads.items.tolist())
+    landing = run_bytes(reads, reads.landing_start, reads.landing)
+    copying = np.concatenate([run_bytes(reads, reads.copied_start, reads.copied), item_bytes(plan, reads.items.tolist())])
     landed = places(landing)  # these are not in the buffer that others are copied from
     assert len(np.unique(landed)) == len(landed)
     assert not np.isin(places(copying), landed).any()
@@ -122,8 +122,9 @@ def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
     assert np.array_equal(in_order(moved), in_order(wanted))
     for w in range(reads.num_windows):  # what lands or is copied lies in what its window reads
         extents = extents_of(reads, w)
-        for r in range(reads.run_start[w], reads.run_start[w + 1]):
-            assert any(low <= reads.run_src[r] and reads.run_src[r] + reads.run_bytes[r] <= high for low, high in extents)
+        for start, runs in ((reads.landing_start, reads.landing), (reads.copied_start, reads.copied)):
+            for r in range(start[w], start[w + 1]):
+                assert any(low <= runs.src[r] and runs.src[r] + runs.size[r] <= high for low, high in extents)
         copied = item_bytes(plan, reads.items[reads.item_start[w] : reads.item_start[w + 1]].tolist())[:, 1]
         assert np.any([(low <= copied) & (copied < high) for low, high in extents], axis=0).all()
     for file in range(len(catalog.files)):  # no two windows read the same, and together they read all
@@ -159,9 +160,11 @@ def test_groups_are_read_as_if_each_were_alone(
         assert together.low[extents].tolist() == alone.low.tolist()
         assert together.high[extents].tolist() == alone.high.tolist()
         assert together.items[items].tolist() == own[alone.items].tolist()
-        runs = slice(together.run_start[first], together.run_start[last])
-        for column in ("run_src", "run_bytes", "run_dest", "run_dst"):
-            assert getattr(together, column)[runs].tolist() == getattr(alone, column).tolist()
+        for name in ("landing", "copied"):
+            start = getattr(together, f"{name}_start")
+            runs = getattr(together, name).take(slice(start[first], start[last]))
+            for column in fields(Runs):
+                assert getattr(runs, column.name).tolist() == getattr(getattr(alone, name), column.name).tolist()
 
 
 def one_matrix(rows: int, columns: int, saved_columns: int) -> Catalog:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import Ints, Piece, TensorSpec, row_major_strides
 from reshard_ckpt.core.planning.load_plan import LoadPlan
 from reshard_ckpt.core.planning.read_plan import item_spans
+from reshard_ckpt.engine.loading import read
 from reshard_ckpt.engine.loading.load import LoadOptions, open_catalog
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.format.columns import TORCH_DTYPES
@@ -46,6 +47,10 @@ class Box(NamedTuple):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))]
+
+    def piece(self, base: int) -> Piece:
+        """Return the whole box as a piece that lies in row-major order from element `base` on."""
+        return Piece(self.offsets, self.lengths, 0, prod(self.lengths), base, row_major_strides(self.lengths))
 
 
 class Case(NamedTuple):
@@ -98,8 +103,7 @@ def _cuts(draw: st.DrawFn, shape: Ints) -> list[list[Box]]:
 def saved(case: Case) -> Iterator[LocalStorage]:
     ranks = []
     for box in case.saved:
-        piece = Piece(box.offsets, box.lengths, 0, prod(box.lengths), 0, row_major_strides(box.lengths))
-        ranks.append([(TensorSpec("t", case.dtypes[0], case.shape, (piece,)), box.of(case.whole).contiguous())])
+        ranks.append([(TensorSpec("t", case.dtypes[0], case.shape, (box.piece(0),)), box.of(case.whole).contiguous())])
     with tempfile.TemporaryDirectory() as folder, LocalStorage(folder) as storage:
         save_job(storage, ranks)
         yield storage
@@ -145,6 +149,29 @@ def short_preadv(most: int) -> object:
 def test_each_element_comes_to_its_place_and_nothing_else_changes(case: Case, verify: bool, most: int) -> None:
     with saved(case) as storage, patch("os.preadv", short_preadv(most) if most else os.preadv):
         memory, _ = load_into(storage, case, verify=verify)
+    assert torch.equal(memory, expected(case, memory))
+
+
+@given(st.integers(0, 9), st.sampled_from([1, 3, 16]), st.sampled_from(CASTS), st.sampled_from([0, 32, 1 << 40]))
+@examples(20, deadline=None)
+def test_rows_that_lie_in_several_files_in_turn_come_to_their_places(
+    seed: int, width: int, dtypes: tuple[str, str], few: int
+) -> None:
+    """Thousands of short runs, which are copied at once, one by one, or as the reader finds better."""
+    rows = 5000
+    case = Case((rows, width), [], Box((0, 0), (rows, width)), (0, 1), 0, dtypes)
+    owner = torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))
+    owner[1000:2000] = 0
+    ranks = []
+    for rank in range(3):
+        mine = [n for n in range(rows) if owner[n] == rank]
+        begins = [k for k, n in enumerate(mine) if k == 0 or mine[k - 1] != n - 1]
+        pieces = [Box((mine[k], 0), (end - k, width)).piece(k * width) for k, end in pairwise([*begins, len(mine)])]
+        ranks.append([(TensorSpec("t", dtypes[0], case.shape, tuple(pieces)), case.whole[owner == rank].contiguous())])
+    with tempfile.TemporaryDirectory() as folder, LocalStorage(folder) as storage, patch.object(read, "FEW_COPIES", few - 1):
+        save_job(storage, ranks)
+        memory, plan = load_into(storage, case, verify=True)
+    assert len(plan.src) > 1000
     assert torch.equal(memory, expected(case, memory))
 
 
