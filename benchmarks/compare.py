@@ -24,8 +24,9 @@ import torch.distributed.checkpoint as dcp
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common.host_memory import POOL
+from reshard_ckpt.storage.protocol import DISK
 
-from . import limits, peers
+from . import limits, load_steps, peers
 from .blocks import touched_bytes
 from .ranks import Ranks, Samples, launch, save_json
 from .report import Result, machine, show
@@ -239,6 +240,7 @@ class Run:
         self.facts[f"wanted, {what}"] = sum(self.ranks.gather(state.held_bytes))
         self.facts[f"touched, {what}"] = sum(self.ranks.gather(touched_bytes(ours, state.modules)))
         memory = [limits.as_bytes(local) for local in state.locals()]
+        profiles: list[list[dict[str, float]]] = []
         for _ in self.rounds(f"loads, {what}", self.options.pairs + 1, 0.04):
             self.time(f"raw read, {what}", lambda: limits.read(files, memory))
             state.clear()
@@ -248,7 +250,17 @@ class Run:
             self._prove(f"load unverified, {what}", state)
             state.clear()
             self.time(f"load, {what}", lambda: checkpoint.load(ours, state.modules))
+            if self.options.profile:
+                self.time(f"floor, {what}", lambda: limits.read(files, memory, DISK.read_bytes, load_steps.hash_blocks))
+                steps = load_steps.Steps()
+                with steps.measured():
+                    checkpoint.load(ours, state.modules)
+                profiles.append(self.ranks.gather(dict(steps.seconds)))
         self._prove(f"load, {what}", state)
+        if profiles:
+            least = min(profiles, key=lambda steps: sum(of_rank["total"] for of_rank in steps))
+            raw, floor = (self.samples.least(f"{name}, {what}", "cpu_s") for name in ("raw read", "floor"))
+            self.notes.append(load_steps.text_of(what, least, raw, floor))
 
     def _long_runs(self, what: str, target: Layout, path: Path) -> None:
         """Load the embedding alone: what each rank wants of it lies in runs of many blocks."""
@@ -320,6 +332,7 @@ def main() -> None:
     parser.add_argument("--out", default="bench_out/compare.json", help="the figures; the chart lies beside it, as .png")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds after which the run is ended")
     parser.add_argument("--verbose", action="store_true", help="print every sample")
+    parser.add_argument("--profile", action="store_true", help="print the steps of each load, beside reading and hashing alone")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -339,7 +352,7 @@ def main() -> None:
         "--folder",
         folder,
     ]
-    flags = [f"--{name}" for name in ("verbose", "replicated") if getattr(options, name)]
+    flags = [f"--{name}" for name in ("verbose", "replicated", "profile") if getattr(options, name)]
     passed += ["--out", Path(options.out).resolve(), "--ranks", options.ranks, *flags]
     try:
         launch("benchmarks.compare", options.ranks, [str(value) for value in passed], timeout_s=options.timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,14 +35,20 @@ def write_durably(path: Path, memory: Iterable[memoryview], num_bytes: int) -> N
         os.close(fd)
 
 
-def read(paths: Sequence[Path], memory: Iterable[memoryview]) -> None:
-    """Fill this memory from files, one after the other."""
+def read(
+    paths: Sequence[Path],
+    memory: Iterable[memoryview],
+    step: int = READ_BYTES,
+    use: Callable[[memoryview], object] = lambda part: None,
+) -> None:
+    """Fill this memory from files, one after the other, and call `use` with the bytes of each read."""
     files = iter(paths)
     fd, at = -1, 0
     try:
         for view in memory:
             while len(view):
-                got = os.preadv(fd, [view[:READ_BYTES]], at) if fd >= 0 else 0
+                got = os.preadv(fd, [view[:step]], at) if fd >= 0 else 0
+                use(view[:got])
                 view, at = view[got:], at + got
                 if not got:
                     if fd >= 0:

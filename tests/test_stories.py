@@ -11,7 +11,7 @@ import pytest
 
 BUDGETS = {
     "save": {"functions": 442, "frames": 757, "files": 52},
-    "load": {"functions": 368, "frames": 614, "files": 48},
+    "load": {"functions": 368, "frames": 613, "files": 48},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
 frames in 50 files for a save, and 400 in 45 for a load."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable, is_new, lex_order, running_max
+from ..geometry.columns import ColumnTable, is_new, running_max
 from ..geometry.runs import I64, Mask, dot, ranges, volumes
 from .load_plan import LoadPlan
 
@@ -118,7 +118,9 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
     order = np.lexsort((plan.src, plan.window, plan.file, batch))
     file, dst = plan.file[order], (plan.dst * plan.item_bytes)[order]
     spans = Runs(plan.src[order], item_spans(plan)[order], plan.dest[order], dst)
-    plain = _in_runs(plan, may_land)[order]
+    unit = plan.item_bytes
+    plain = may_land[plan.dest] & in_order(plan.lengths, plan.src_strides, unit)
+    plain = (plain & in_order(plan.lengths, plan.dst_strides, np.ones_like(unit)))[order]
     lands = _landing(spans, plain, is_new(batch[order], file))
     begins = is_new(batch[order], file, plan.window[order])
     # number: the window of each item in order; window_of: the same, in the items' original order.
@@ -129,7 +131,7 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
     extent_of, low, high = _extents(plan, window_of, block_bytes, file_bytes)
     landing_of, landing = _joined(spans.take(lands), number[lands])
     small = np.flatnonzero(plain & ~lands)
-    small = small[lex_order(number[small], spans.dest[small])]
+    small = small[np.lexsort((spans.dest[small], number[small]))]
     copied_of, copied = _joined(spans.take(small), number[small])
     return ReadPlan(
         group=batch[first],
@@ -212,15 +214,6 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
         step, index = np.divmod(step, repeats[owner, dim])
         low += index * plan.src_strides[owner, dim]
     return owner, low, low + span[owner]
-
-
-def _in_runs(plan: LoadPlan, may_land: Mask) -> Mask:
-    """Mark the items whose bytes are in order in the file and in memory, and need no cast."""
-    unit = plan.item_bytes
-    good = may_land[plan.dest]
-    good &= in_order(plan.lengths, plan.src_strides, unit)
-    good &= in_order(plan.lengths, plan.dst_strides, np.ones_like(unit))
-    return good
 
 
 def _landing(spans: Runs, plain: Mask, new: Mask) -> Mask:

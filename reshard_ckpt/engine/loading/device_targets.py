@@ -95,9 +95,6 @@ class DeviceTargets:
         self._local = threading.local()
         self._slots: list[_Slot] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._copy_streams)
-
     def has(self, target: torch.Tensor) -> bool:
         """Return whether a tensor is filled by queued copies."""
         return target.device in self._copy_streams.by_device

@@ -141,18 +141,12 @@ def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
 def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
     """Return the columns of some items of a plan as lists; `items` are their indices."""
 
-    def rows(columns: I64) -> list[tuple[int, ...]]:
-        return list(map(tuple, columns[items].tolist()))
-
-    return CopyItems(
-        src=plan.src[items].tolist(),
-        lengths=rows(plan.lengths),
-        src_strides=rows(plan.src_strides),
-        item_bytes=plan.item_bytes[items].tolist(),
-        dest=plan.dest[items].tolist(),
-        dst=plan.dst[items].tolist(),
-        dst_strides=rows(plan.dst_strides),
-    )
+    flat = (plan.src[items], plan.item_bytes[items], plan.dest[items], plan.dst[items])
+    src, item_bytes, dest, dst = map(np.ndarray.tolist, flat)
+    lengths = list(map(tuple, plan.lengths[items].tolist()))
+    src_strides = list(map(tuple, plan.src_strides[items].tolist()))
+    dst_strides = list(map(tuple, plan.dst_strides[items].tolist()))
+    return CopyItems(src, lengths, src_strides, item_bytes, dest, dst, dst_strides)
 
 
 def num_threads(tasks: int, hints: Hints = DISK) -> int:
@@ -338,7 +332,7 @@ class Reader:
             memory, first = self._memories[dest]
             views.append(memory[first + dst : first + dst + size])
         columns = (reads.extent_start, reads.landing_start, self._origin, reads.low, reads.high)
-        extent_start, run_start, origins, lows, highs = (column.tolist() for column in columns)
+        extent_start, run_start, origins, lows, highs = map(np.ndarray.tolist, columns)
         out: list[list[_Extent]] = []
         for window, origin in enumerate(origins):
             run, last_run = run_start[window : window + 2]
@@ -377,12 +371,10 @@ class Reader:
         end = np.append(begin[1:], len(src))
         together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
         columns = (begin, end, window[begin], runs.dest[begin], unit, together)
-        for low, high, w, dest, size, at_once in zip(*(column.tolist() for column in columns), strict=True):
+        for low, high, w, dest, size, at_once in zip(*map(np.ndarray.tolist, columns), strict=True):
             memory, part = self._memories[dest][0], slice(low, high)
             rows = src[part], dst[part], runs.size[part]
-            self._fills[w].append(
-                _ShortRuns(memory, size, *rows) if at_once else _Runs(memory, *(column.tolist() for column in rows))
-            )
+            self._fills[w].append(_ShortRuns(memory, size, *rows) if at_once else _Runs(memory, *map(np.ndarray.tolist, rows)))
 
     def _add_items(self) -> None:
         """Add the items that are copied, cast, or go to devices, one by one."""
@@ -423,10 +415,14 @@ class Reader:
         file = self._file[window]
         key = self.task.catalog.files[file].key
         extents = self._extents[window]
-        buffer = self._buffer(extents[-1].high - extents[0].low)
+        on_devices = self._parts[window]
+        size = extents[-1].high - extents[0].low
+        buffer = self._devices.buffer(size) if on_devices else self._buffer(size)
         # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
-        for low, _, where in extents:
+        size_read = 0
+        for low, high, where in extents:
+            size_read += high - low
             parts = [part if isinstance(part, memoryview) else buffer[part] for part in where]
             read_into(key, low, parts)
             if verify:
@@ -435,14 +431,12 @@ class Reader:
         self._copied.append(window)
         for job in self._fills[window]:
             job.fill(buffer)
-        if self._devices:
-            self._devices.place(self._parts[window])
-        self._tally.add(sum(extent.high - extent.low for extent in extents))
+        if on_devices:
+            self._devices.place(on_devices)
+        self._tally.add(size_read)
 
     def _buffer(self, size: int) -> memoryview:
-        """Return this thread's buffer for the bytes of a window that do not land."""
-        if self._devices:
-            return self._devices.buffer(size)
+        """Return this thread's buffer in host memory."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
