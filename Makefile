@@ -130,7 +130,7 @@ compat-megatron-bridge: $(STAMP)
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/megatron/test_bridge.py; \
 	done
 
-# The tests that need DeepSpeed, in a venv of its own: its folders and its engine, on the CPU. DeepSpeed is built without its operators.
+# The tests that need DeepSpeed, in a venv of its own: its folders and its engine, the Trainer and Lightning with it, on the CPU. DeepSpeed is built without its operators.
 COMPAT_DEEPSPEED ?= 0.19.8
 
 compat-deepspeed:
@@ -138,7 +138,7 @@ compat-deepspeed:
 	  echo "DeepSpeed $$v"; \
 	  venv=$(COMPAT_VENVS)/deepspeed-$$v; \
 	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
-	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch accelerate -e '.[dev,all]'; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch accelerate -e '.[dev,all,lightning]'; \
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
 	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/deepspeed; \
 	done

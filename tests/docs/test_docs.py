@@ -75,20 +75,20 @@ manager = checkpoint.Manager("run")
 }
 """The same for pages whose blocks are run on two ranks."""
 ELSEWHERE = {
+    "accelerate.md": "tests/families/accelerate/test_docs.py",
     "torchtitan.md": "tests/families/torchtitan/test_docs.py",
     "verl.md": "tests/families/verl/test_docs.py",
     "cookbook.md": "tests/examples/test_cookbook.py",
     "deepspeed.md": "tests/families/deepspeed/test_docs.py",
+    "trainer-deepspeed.md": "tests/families/deepspeed/test_docs.py",
     "ray.md": "tests/families/ray/test_train.py",
     "lightning.md": "tests/families/lightning/test_docs.py",
 }
 """Pages whose blocks another test runs."""
 NOT_RUN = {
-    "accelerate.md": "needs accelerate and a model; tests/families/accelerate has its calls",
     "megatron-bridge.md": "needs GPUs; tests/families/megatron/test_bridge.py has its calls",
     "megatron.md": "needs Megatron and its checkpoints; tests/families/megatron has its calls",
     "plugins.md": "shows a part of a pyproject.toml",
-    "trainer-deepspeed.md": "needs DeepSpeed and a model; tests/families/deepspeed/test_trainer.py has its calls",
 }
 
 

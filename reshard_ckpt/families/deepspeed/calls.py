@@ -23,7 +23,7 @@ from ...plugins.errors import UsageError
 from .engine import REPLACED, Engine, OldMethods, tells_tag_alone
 from .loading import load_checkpoint
 from .nebula import NebulaBlock, NebulaRun
-from .trainer import see_commits
+from .trainer import see_commits, see_commits_in_lightning
 
 BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
 """The blocks that choose this library, each with its attribute in DeepSpeed's config object."""
@@ -171,6 +171,8 @@ def install(*, always: bool = False) -> None:
         Attach every engine, without a block in its config: for programs that configure DeepSpeed by themselves. If transformers
         is installed, its Trainer resumes from committed checkpoints only, keeps the last one until the next is committed, and
         waits for the last save before ``train()`` returns. Call it before ``get_last_checkpoint`` is imported by its name.
+        Under Lightning's ``DeepSpeedStrategy``, an old checkpoint is removed after the commit of the next, and ``fit`` waits for
+        the last.
 
     Raises
     ------
@@ -205,6 +207,7 @@ def _configured(stock: Callable[..., None]) -> Callable[..., None]:
                     block.enabled = False
             stock(engine, *arguments)
         attach(engine)
+        see_commits_in_lightning()
 
     configure.of_reshard_ckpt = True  # type: ignore[attr-defined]
     return configure

@@ -1,4 +1,4 @@
-"""Commits of background saves, as the Trainer of transformers sees them.
+"""Commits of background saves, as the Trainers of transformers and of Lightning see them.
 
 The Trainer writes the folder ``checkpoint-N``, with DeepSpeed's checkpoint ``global_stepN`` in it. That is committed later, in
 the background, when the file ``latest`` appears. `see_commits` changes three functions of transformers:
@@ -6,11 +6,17 @@ the background, when the file ``latest`` appears. `see_commits` changes three fu
 1. ``get_last_checkpoint`` passes over folders that are not whole.
 2. ``rotate_checkpoints`` counts only whole folders: a whole one goes only if enough newer ones are whole.
 3. Before ``train()`` returns, all ranks wait for the last save, and the folders are rotated once more.
+
+`see_commits_in_lightning` changes two methods of Lightning's ``DeepSpeedStrategy``: the removal of an old checkpoint and the end
+of ``fit`` wait for the last save.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +82,25 @@ def see_commits() -> None:
     for module in (trainer, trainer_utils):
         vars(module).update(get_last_checkpoint=get_last_checkpoint, rotate_checkpoints=rotate_checkpoints)
     trainer.Trainer._finalize_training = finalize
+
+
+def see_commits_in_lightning() -> None:
+    """Change the ``DeepSpeedStrategy`` of each package of Lightning that is imported; a second call does nothing."""
+    for name in ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strategies.deepspeed"):
+        if name in sys.modules:
+            strategy = sys.modules[name].DeepSpeedStrategy
+            for method in ("remove_checkpoint", "teardown"):
+                if not hasattr(getattr(strategy, method), "of_reshard_ckpt"):
+                    setattr(strategy, method, _after_commit(getattr(strategy, method)))
+
+
+def _after_commit(stock: Callable[..., None]) -> Callable[..., None]:
+    @wraps(stock)
+    def call(strategy: Any, *arguments: Any) -> None:
+        ours = getattr(strategy.model, "checkpoint_engine", None)
+        if isinstance(ours, Engine):
+            ours.finish()
+        stock(strategy, *arguments)
+
+    call.of_reshard_ckpt = True  # type: ignore[attr-defined]
+    return call
