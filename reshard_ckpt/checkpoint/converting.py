@@ -16,6 +16,7 @@ from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
 from ..engine.loading.saved_values import blob_reader, open_values
+from ..engine.loading.scales import ENTRIES, Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..errors import UsageError
 from ..format.objects import names_kept
@@ -29,7 +30,7 @@ from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
 from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
 from .resharding import write_as_one_rank
-from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
+from .selecting import Names, SelectedNames, applied_scales, cast_dtypes, dequantizer_of, select_names, top_level_keys
 from .topology_options import check_rename
 
 MODEL = "model"
@@ -79,6 +80,9 @@ class _Conversion:
     left_out: tuple[str, ...]
     verify: bool
     report: OnProgress
+    dequantizer: Dequantizer | None = None
+    is_dequantized: bool = False
+    """Whether quantized tensors become floats, so that the result is not quantized any more."""
     unstacked: Unstacked | None = None
 
     @property
@@ -105,7 +109,8 @@ class _Conversion:
         asked = sum(run.count * ITEM_BYTES[self.catalog.dtype(run.tensor)] for run in runs)
         if asked < self.num_bytes:
             tally.add(self.num_bytes - asked)  # the other bytes are in files that an earlier attempt had finished
-        for part in stream(self.source.storage, self.saved, [self._cast(run) for run in runs], verify=self.verify):
+        cast = [self._cast(run) for run in runs]
+        for part in stream(self.source.storage, self.saved, cast, verify=self.verify, dequantizer=self.dequantizer):
             tally.add(len(part))  # before the yield: nobody resumes this generator after the last part
             yield part
 
@@ -166,6 +171,7 @@ def convert(
         As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
         Patterns of names, with the dtype that matching floating-point tensors get: ``{"model.*": "bfloat16"}``.
+        FP8 weights of a Hugging Face folder are multiplied by their scales, which the result then lacks.
     overwrite
         Replace a checkpoint at `dst`, once the new one is complete. Other files and folders are never replaced, nor is the root
         of a run, nor a step whose files another step refers to.
@@ -219,7 +225,8 @@ def convert(
                 new_folder(result, read, identity=identity, overwrite=overwrite) as output,
                 open_storage(output.result) as storage,
             ):
-                beside = partial(copy_side_files, source.storage, source.catalog) if file is None else None
+                less = ENTRIES if conversion.is_dequantized else ()
+                beside = partial(copy_side_files, source.storage, source.catalog, less=less) if file is None else None
                 bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, beside)
                 files = tuple(key for key, _ in storage.list() if key != PREFIX_LOCK)
     return ConvertReport(
@@ -279,18 +286,25 @@ def _select(
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     if not tensors and not values:
         raise UsageError(_nothing_selected(catalog, top, taken if taken.values else selected))
+    dequantizer = dequantizer_of(source, verify=verify) if cast else None
+    dtypes = cast_dtypes(catalog, tensors, cast, dequantizer)
+    applied = applied_scales(catalog, dtypes, dequantizer)
+    tensors = [name for name in tensors if name not in applied]
+    scale_of = dequantizer.quantized.scale if dequantizer else lambda *_: None
+    left = [name for name in tensors if name not in dtypes and scale_of(catalog, catalog.index(name))]
+    if applied and left and to == "safetensors":
+        raise UsageError(f"cast=…: {left[0]} stays quantized, but config.json describes all weights at once; cast it too")
     result = {*tensors, *values}
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
     left_out = tuple(name for name in everything if name not in result)
-    dtypes = cast_dtypes(catalog, tensors, cast)
     # kept: the selected tensors as they are read; out: the same with the dtypes of the result.
     kept = select_entries(catalog, tensors, values)
-    out = retyped(kept, dtypes)
+    out = retyped(kept, {name: code for name, code in dtypes.items() if name not in applied})
     if top:
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     opened = open_values(source.storage, kept, kept.value_names, verify=verify)
     decoded = {name: value.plain for name, value in opened.items()}
-    return _Conversion(source, kept, out, decoded, left_out, verify, report)
+    return _Conversion(source, kept, out, decoded, left_out, verify, report, dequantizer, bool(applied))
 
 
 def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:
@@ -353,7 +367,10 @@ def _write_folder(
         dtypes = {name: out.dtype(out.index(name)) for name in out.names}
         cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
         verify, report = conversion.verify, conversion.report
-        return write_as_one_rank(conversion.source, saved, cast, output.result, verify=verify, report=report).bytes_kept
+        written = write_as_one_rank(
+            conversion.source, saved, cast, output.result, conversion.dequantizer, verify=verify, report=report
+        )
+        return written.bytes_kept
     if to == "dcp":
         write_dcp(storage, out, conversion.values, conversion.run_bytes, optimizer=form)
         return 0

@@ -15,6 +15,7 @@ from ..comm import Comm, Exchange, open_exchange, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import matches
+from ..core.planning.scales import may_be_quantized
 from ..core.report import LoadReport
 from ..engine.common.progress import OnProgress, RankLog, reporter, size_text
 from ..engine.common.rename import renamed, without
@@ -23,19 +24,11 @@ from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_targe
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once, pays
-from ..engine.loading.saved_values import (
-    Quantization,
-    SavedValue,
-    blob_reader,
-    multiply,
-    open_values,
-    quantization_of,
-    read_scales,
-    scaled_targets,
-)
+from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
+from ..engine.loading.scales import Dequantizer, advice, multiply, parts_of_load, read_quantized
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..formats.source import NATIVE, Formats, Path, Source, known_formats, open_shared_source, with_options
+from ..formats.source import NATIVE, SAFETENSORS, Formats, Path, Source, known_formats, open_shared_source, with_options
 from ..state.capture import Target, prepare_load
 from ..state.shards import PerRankValues
 from ..storage import path_text
@@ -81,7 +74,7 @@ def load(
         Verify the blocks of all tensors before any tensor changes, at the price of reading twice.
     cast
         Tensors whose dtype may change: True for all, or a list of names, which also stand for everything below them, and of
-        shell-style patterns.
+        shell-style patterns. FP8 weights of a Hugging Face folder are multiplied by their scales.
     rename
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
@@ -229,9 +222,9 @@ def load_target(
     with outside_inference_mode(), ExitStack() as held, session as comm:
         # The source stays open until all ranks have left the session: it is entered before the session, so it closes after it.
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats, timeout_s=timeout_s))
-        quantization = quantization_of(source.storage) if source.format == "safetensors" else Quantization()
-        block = quantization.block if source.format == "safetensors" and options.cast else None
-        options = replace(options, tied_under_one_name=source.format != NATIVE, scale_block=block)
+        scaled_folder = source.format == SAFETENSORS and may_be_quantized(source.catalog)
+        quantized = read_quantized(source.storage, source.catalog, apply=scaled_folder) if options.cast or scaled_folder else None
+        options = replace(options, tied_under_one_name=source.format != NATIVE, quantized=quantized)
         SAVES.wait_staged()  # memory that a save of this process still copies must not change
         storage, saved = source.storage, source.catalog
         rename = rename if rename_of is None else rename_of(saved)
@@ -242,27 +235,30 @@ def load_target(
         if options.read_once == "auto":
             options = replace(options, read_once=comm.size > 1 and pays(storage, source.catalog))
         resolved = resolve(saved, target.tensors, options, window_bytes=storage.hints.read_bytes)
-        scales = scaled_targets(saved, resolved, block)
-        resolved = replace(resolved, named=resolved.named.union(scales.values()))
+        if quantized is not None:  # scales that are applied are used, so the state need not have a place for them
+            used = [part.scale.index for part in parts_of_load(saved, resolved, quantized)]
+            resolved = replace(resolved, named=resolved.named.union(used))
         # A name below a wanted one is wanted too, because some ranks may have no tensor there.
         prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
         # Every rank gets the same verdict: either all go on, or all raise the same error here.
         wanted = Wanted(() if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced)
-        hints = (*source.hints(target.prefixes), *target.hints(values), *quantization.hints)
+        hints = (*source.hints(target.prefixes), *target.hints(values), *(advice(quantized) if quantized else ()))
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)
         if verdict.has_ties:
             verify_ties(comm, storage, saved, resolved.ties, options)
         together = options.read_once and comm.size > 1
-        scaled = read_scales(storage, saved, resolved, block, verify=options.verify) if block else []
-        if together and block:
+        parts = parts_of_load(saved, resolved, quantized) if quantized else []
+        scaled = Dequantizer(storage, source.catalog, quantized, options.verify).read(parts) if quantized and parts else []
+        if together and scaled_folder:
             comm.gather(b"")  # a rank that could not read a scale raises here: the exchange that follows needs all ranks
         run = partial(execute_once, comm, partial(_among, process_group, timeout_s)) if together else execute
         report = reporter(progress if comm.rank == 0 else False)
         try:
             fetched = fetch(storage, saved, resolved, options, report=report, run=run)
-            multiply(scaled)
+            if scaled:
+                multiply(scaled)
             # Also after a failed read: tensors that were overwritten by then must count as changed for autograd.
         finally:
             target.count_up(spec.name for spec in resolved.specs)

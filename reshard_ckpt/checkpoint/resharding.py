@@ -19,6 +19,7 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums
 from ..engine.loading.saved_values import blob_reader, open_values
+from ..engine.loading.scales import Dequantizer
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
 from ..engine.resharding.read_back import ReadBack
 from ..engine.resharding.reshard import (
@@ -40,7 +41,7 @@ from ..format.files import RESHARD_LOCK, new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
 from ..storage.protocol import begin
-from .selecting import Names, as_list, cast_dtypes, select_names
+from .selecting import Names, applied_scales, as_list, cast_dtypes, dequantizer_of, select_names
 from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
 
@@ -130,6 +131,7 @@ def reshard(
         As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
         Patterns of names, with the dtype that matching floating-point tensors get: ``{"model.*": "bfloat16"}``.
+        FP8 weights of a Hugging Face folder are multiplied by their scales, which the result then lacks.
     dry_run
         Only plan and report; write nothing.
     verify
@@ -169,23 +171,31 @@ def reshard(
         catalog = source.catalog
         if rename is not None:
             catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
-        choice = _choice(catalog, select, exclude, drop, cast)
+        dequantizer = dequantizer_of(source, verify=verify) if cast else None
+        choice = _choice(catalog, select, exclude, drop, cast, dequantizer)
         topology = TargetTopology(
             new_mesh, placement_rules, stage_boundaries(stages, new_mesh), orders_of_groups(source, catalog, choice.values)
         )
         planned, report = plan_reshard(catalog, choice, topology), reporter(progress if comm.rank == 0 else False)
-        return _write(comm, source, planned, target, looking, verify=verify, report=report, dry_run=dry_run)
+        return _write(comm, source, planned, target, looking, dequantizer, verify=verify, report=report, dry_run=dry_run)
 
 
 def write_as_one_rank(
-    source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, *, verify: bool, report: OnProgress
+    source: Source,
+    catalog: Catalog,
+    dtypes: Mapping[str, str],
+    dst: Path,
+    dequantizer: Dequantizer | None,
+    *,
+    verify: bool,
+    report: OnProgress,
 ) -> ReshardReport:
     """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
         planned = plan_reshard(catalog, choice, topology)
-        return _write(SoloComm(), source, planned, target, lambda: look(target), verify=verify, report=report)
+        return _write(SoloComm(), source, planned, target, lambda: look(target), dequantizer, verify=verify, report=report)
 
 
 def _write(
@@ -194,6 +204,7 @@ def _write(
     planned: ReshardPlan,
     target: Storage,
     looking: Callable[[], PreviousCheckpoint] | None,
+    dequantizer: Dequantizer | None,
     *,
     verify: bool,
     report: OnProgress,
@@ -219,7 +230,9 @@ def _write(
         # list; if another reshard of this kind made one a moment ago, its files are replaced by equal ones.
         is_new = before is not None and save_id not in before.folders and not target.hints.has_locks
         there = dict(value_of_first(comm, lambda: [] if is_new else target.list(save_id)))
-        done, tally = write_share(comm, source.storage, target, planned, save_id, digests, there, report=report)
+        done, tally = write_share(
+            comm, source.storage, target, planned, save_id, digests, there, report=report, dequantizer=dequantizer
+        )
         read_back = ReadBack(target, enabled=verify and not target.hints.checks_uploads)
         done = commit(comm, target, planned, save_id, done, before, lease, read_back)
         tally.finish()
@@ -253,14 +266,23 @@ def _check_target(source: Storage, target: Storage) -> None:
         raise UsageError(f"{target.url}: is a file; pass the path of a folder, which need not be there yet")
 
 
-def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
+def _choice(
+    catalog: Catalog,
+    select: Names,
+    exclude: Names,
+    drop: Names,
+    cast: Mapping[str, Any] | None,
+    dequantizer: Dequantizer | None,
+) -> Choice:
     """Select the tensors and values to write, and the dtypes of tensors that are converted."""
     unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
     taken = select_names(catalog, select, unwanted or None)
     taken.refuse_unreadable(catalog)
     if not taken.tensors and not taken.values:
         raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
-    return Choice(taken.tensors, taken.values, cast_dtypes(catalog, taken.tensors, cast))
+    dtypes = cast_dtypes(catalog, taken.tensors, cast, dequantizer)
+    applied = applied_scales(catalog, dtypes, dequantizer)
+    return Choice([name for name in taken.tensors if name not in applied], taken.values, dtypes)
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..core.catalog.model import Catalog
-from ..core.planning.match import scaled_tensors
+from ..core.planning.scales import PACKED, may_be_quantized
 from ..core.report import hint_of
+from ..engine.loading.scales import Dequantizer, advice, read_quantized
 from ..errors import MismatchError, UnsupportedError, UsageError
 from ..format.columns import TORCH_DTYPES
+from ..formats.source import SAFETENSORS, Source
 
 Names = str | Sequence[str] | None
 
@@ -98,7 +100,24 @@ def as_list(names: Names) -> Sequence[str] | None:
     return [names] if isinstance(names, str) else names
 
 
-def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
+def dequantizer_of(source: Source, *, verify: bool) -> Dequantizer:
+    """Find the quantized tensors of a source, for a cast of some of its tensors."""
+    apply = source.format == SAFETENSORS and may_be_quantized(source.catalog)
+    return Dequantizer(source.storage, source.catalog, read_quantized(source.storage, source.catalog, apply=apply), verify)
+
+
+def applied_scales(saved: Catalog, dtypes: Mapping[str, str], dequantizer: Dequantizer | None) -> frozenset[str]:
+    """Return the names of the scales that the conversion to these dtypes applies, which the result therefore lacks."""
+    if dequantizer is None:
+        return frozenset()
+    cast = [index for name, code in dtypes.items() if code != saved.dtype(index := saved.index(name))]
+    scales = [dequantizer.quantized.scale(saved, index) for index in cast]
+    return frozenset(saved.tensors_table.names[scale.index] for scale in scales if scale is not None)
+
+
+def cast_dtypes(
+    saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None, dequantizer: Dequantizer | None
+) -> dict[str, str]:
     """Map tensors to the dtypes that they are converted to; the first pattern that matches a tensor wins.
 
     Raises
@@ -106,19 +125,23 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
     UsageError
         A dtype is not a floating-point one, or a pattern matches no floating-point tensor.
     UnsupportedError
-        A pattern matches a quantized tensor whose scale is saved beside it.
+        A pattern matches a quantized tensor that cannot be dequantized.
     """
     dtypes: dict[str, str] = {}
-    scaled = scaled_tensors(saved) if cast else {}
     for pattern, wanted in (cast or {}).items():
         code = _floating_code(pattern, wanted)
         fitting = set(tensors).intersection(_matching(saved.names, pattern))
         found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
+        packed = sorted(name for name in fitting if saved.dtype(saved.index(name)) in PACKED)
+        for line in advice(dequantizer.quantized) if packed and dequantizer else ():
+            raise UnsupportedError(f"cast={{{pattern!r}: …}}: {packed[0]} is {saved.dtype(saved.index(packed[0]))}: {line}")
         if not found:
             raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
         for name in found:
-            if name in scaled and code != saved.dtype(saved.index(name)):
-                raise UnsupportedError(f"cast={{{pattern!r}: …}}: {name} is {scaled[name]}, or convert without cast=")
+            index = saved.index(name)
+            refusal = dequantizer.quantized.refusal(saved, index, code) if dequantizer and code != saved.dtype(index) else None
+            if refusal is not None:
+                raise UnsupportedError(f"cast={{{pattern!r}: …}}: {name} is {refusal}, or convert without cast=")
             dtypes.setdefault(name, code)
     return dtypes
 

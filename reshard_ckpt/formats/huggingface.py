@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..core.catalog.model import Catalog
@@ -12,6 +12,7 @@ from ..errors import CorruptError, UsageError
 from ..storage import Storage
 from ..storage.protocol import key_parts, read_parts
 
+CONFIG = "config.json"
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 """The largest index that is read: over a million tensors."""
@@ -103,17 +104,27 @@ def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
     return weight_map
 
 
-def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
+def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, less: Collection[str] = ()) -> None:
     """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder with such endings.
 
     If there is no ``config.json``, nothing is copied. Nor is it from this library's own checkpoints, whose folders have none.
+
+    Parameters
+    ----------
+    less
+        Entries of ``config.json`` to leave out.
     """
     own = {file.key for file in catalog.files}
-    if any(file.digests_key for file in catalog.files) or "config.json" not in (keys := top_level(source)):
+    if any(file.digests_key for file in catalog.files) or CONFIG not in (keys := top_level(source)):
         return
     for key in keys:
         size = source.size(key)
         if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
+            continue
+        if key == CONFIG and less:
+            config = {name: value for name, value in json.loads(source.read(key, MAX_SIDE_BYTES)).items() if name not in less}
+            with target.create(key) as writer:
+                writer.write((json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
             continue
         with target.create(key) as writer:
             for _, part in read_parts(source, key, size, _STEP_BYTES):

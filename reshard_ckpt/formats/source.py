@@ -43,6 +43,9 @@ Path = str | os.PathLike[str]
 NATIVE = "reshard_ckpt"
 """The name of this library's own format."""
 
+SAFETENSORS = "safetensors"
+"""The name of the format of Hugging Face's folders."""
+
 
 @dataclass(frozen=True, slots=True)
 class RawValue:

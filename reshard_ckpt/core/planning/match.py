@@ -10,11 +10,12 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.names import bare
-from ..catalog.specs import CODES, Ints, PieceColumns, TensorSpec
+from ..catalog.specs import PieceColumns, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, find_faults
 from ..report import describe_region
 from .load_plan import LoadPlan
+from .scales import Quantized
 
 MISSING = "not in the checkpoint"
 
@@ -23,23 +24,6 @@ LEAVES_OUT = "ignore= of this name leaves it out"
 
 OTHER_NDIM = "of another number of dims"
 """In the line of a tensor that no allow_resize= can load."""
-
-
-SCALE_INV = "_scale_inv"
-"""The end of the name of a scale that a load applies, after the name of the weight."""
-
-SCALES = (SCALE_INV, "_scale", ".SCB", ".absmax")
-"""Ends of the names of scales, after the name of the quantized tensor: of block FP8 and other FP8 models of Hugging Face, and of
-bitsandbytes."""
-
-WITHOUT_SCALE = "which a cast would leave out: dequantize it before"
-"""The advice for such a tensor whose dtype is to be converted."""
-
-FLOATS = ("F16", "BF16", "F32", "F64")
-"""Dtypes of scales, and of tensors that scaled numbers may be loaded into."""
-
-QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
-"""Dtypes of tensors that may have such a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +62,18 @@ def match(
     allow_resize: Sequence[str] | bool,
     allow_missing: Sequence[str] | bool = False,
     tied_under_one_name: bool = False,
-    scale_block: Ints | None = None,
+    quantized: Quantized | None = None,
 ) -> Match:
     """Find each spec's source in the catalog; specs without one, or with one of another shape or dtype, are listed by reason.
 
-    With `scale_block`, FP8 weights that have a scale of such blocks may be converted. With `tied_under_one_name`, a missing
-    tensor is ignored if another name of the same memory has a source.
+    A tensor of `quantized` may be converted if its scale can be applied. With `tied_under_one_name`, a missing tensor is ignored
+    if another name of the same memory has a source.
     """
     saved_as = _without_wrappers(specs, catalog)
     found: list[int] = []
     missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
-    scaled = scaled_tensors(catalog) if cast else {}
-    block_scaled = block_scales(catalog, scale_block)
     for i, spec in enumerate(specs):
         name = saved_as.get(spec.name, spec.name)
         if name not in catalog:
@@ -106,8 +88,8 @@ def match(
             shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}{other}")
         elif code != spec.dtype and not matches(spec.name, cast):
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
-        elif code != spec.dtype and name in scaled and not (spec.dtype in FLOATS and index in block_scaled):
-            dtype.append(f"{spec.name}: wanted {spec.dtype}, {scaled[name]}")
+        elif code != spec.dtype and quantized is not None and (why := quantized.refusal(catalog, index, spec.dtype)):
+            dtype.append(f"{spec.name}: wanted {spec.dtype}, {why}")
         else:
             found.append(i)
     # source[k]: the index in the catalog of spec found[k].
@@ -125,32 +107,6 @@ def match(
         tuple(kept),
         saved_as,
     )
-
-
-def scaled_tensors(catalog: Catalog) -> dict[str, str]:
-    """Map each quantized tensor to a text about the scale that is saved beside it. Scales count also if they are ignored."""
-    table = catalog.tensors_table
-    names, scaled = set(table.names), {}
-    for i in np.flatnonzero(np.isin(table.dtype, [CODES.index(code) for code in QUANTIZED])).tolist():
-        scale = next((f"{table.names[i]}{end}" for end in SCALES if f"{table.names[i]}{end}" in names), None)
-        if scale is not None:
-            scaled[table.names[i]] = f"saved as {catalog.dtype(i)} with the scale {scale}, {WITHOUT_SCALE}"
-    return scaled
-
-
-def block_scales(catalog: Catalog, block: Ints | None) -> dict[int, int]:
-    """Map each FP8 matrix that has a float scale for each block of this shape to that scale; a scale counts also if ignored."""
-    found: dict[int, int] = {}
-    if block is None:
-        return found
-    names = catalog.tensors_table.names
-    scales = {name.removesuffix(SCALE_INV): i for i, name in enumerate(names) if name.endswith(SCALE_INV)}
-    for name, scale in scales.items():
-        if name in catalog and catalog.dtype(index := catalog.index(name)).startswith("F8_E") and catalog.dtype(scale) in FLOATS:
-            shape = catalog.shape(index)
-            if len(shape) == 2 and catalog.shape(scale) == tuple(-(-n // each) for n, each in zip(shape, block, strict=True)):
-                found[index] = scale
-    return found
 
 
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:

@@ -25,10 +25,11 @@ import torch
 from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import Segment, open_segment
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, PieceColumns, TensorSpec, piece_columns
+from ...core.catalog.specs import PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
+from ...core.planning.scales import Quantized
 from ...core.report import check_patterns, few, summarize
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
@@ -68,8 +69,8 @@ class LoadOptions:
     """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does: they keep their value."""
     offered: Collection[str] = ALL_CURES
     """The options among `ALL_CURES` that the function has which the user called, so that an error may advise them."""
-    scale_block: Ints | None = None
-    """The blocks of the scales of FP8 weights that the load applies; without it, such weights cannot be converted."""
+    quantized: Quantized | None = None
+    """The quantized tensors of the checkpoint, of a load with `cast`."""
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):
@@ -270,7 +271,7 @@ def resolve(
         allow_resize=options.allow_resize,
         allow_missing=options.allow_missing,
         tied_under_one_name=options.tied_under_one_name,
-        scale_block=options.scale_block,
+        quantized=options.quantized,
     )
     members = []
     for i, index in _without_shared(specs, found, catalog):

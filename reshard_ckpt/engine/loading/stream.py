@@ -33,6 +33,7 @@ from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.progress import Tally, silent
 from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
+from .scales import Dequantizer, Scaled, multiply
 
 WINDOW_BYTES = 4 << 20
 """Size of a window: two windows and the file bytes that go into them fit into the cache that cores share."""
@@ -72,7 +73,13 @@ def whole_run(catalog: Catalog, tensor: int) -> Run:
 
 
 def stream(
-    storage: Storage, catalog: Catalog, runs: Sequence[Run], *, verify: bool = True, window_bytes: int = WINDOW_BYTES
+    storage: Storage,
+    catalog: Catalog,
+    runs: Sequence[Run],
+    *,
+    verify: bool = True,
+    dequantizer: Dequantizer | None = None,
+    window_bytes: int = WINDOW_BYTES,
 ) -> Iterator[memoryview]:
     """Yield the bytes of all runs, one after the other.
 
@@ -82,6 +89,8 @@ def stream(
         Runs of tensors of the catalog; an alias is read as the tensor that has its bytes.
     verify
         Verify the checksum of every block that is read.
+    dequantizer
+        Applies the scales of quantized tensors that are converted.
     window_bytes
         Size of a window. The memory used is at most a few times that.
 
@@ -96,7 +105,7 @@ def stream(
         A file is damaged or missing, or the catalog does not cover each element of a tensor exactly once.
     """
     check_covered(catalog, runs)
-    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=verify))
+    reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=verify), dequantizer)
     for window in read_ahead(reader, cut_windows(reader, runs, window_bytes)):
         yield from window.joined()
 
@@ -154,8 +163,8 @@ class Window:
 class RunReader:
     """Plans the reading of windows, and remembers which files it has checked. Only one thread at a time may use it."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests) -> None:
-        self._storage, self._catalog, self._digests = storage, catalog, digests
+    def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests, dequantizer: Dequantizer | None = None) -> None:
+        self._storage, self._catalog, self._digests, self._dequantizer = storage, catalog, digests, dequantizer
         self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0
@@ -202,7 +211,25 @@ class RunReader:
         self.bytes_read += reads.num_bytes
         # The reader's windows (requests) from first[i] to first[i + 1] fill window i of this batch.
         first = np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist()
-        return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(pairwise(first), empty, strict=True)]
+        scaled = self._scaled(windows, targets)
+        filled = zip(pairwise(first), empty, scaled, strict=True)
+        return [partial(_fill, reader, range(*numbers), window, parts) for numbers, window, parts in filled]
+
+    def _scaled(self, windows: Sequence[Sequence[Run]], targets: Sequence[Sequence[ReadTarget]]) -> list[list[Scaled]]:
+        """Return the targets of each window that are to be dequantized, with their scales."""
+        scaled: list[list[Scaled]] = [[] for _ in windows]
+        if self._dequantizer is None:
+            return scaled
+        owner, parts = {}, []
+        for number, (runs, of_window) in enumerate(zip(windows, targets, strict=True)):
+            for run, target in zip(runs, of_window, strict=True):
+                part = self._dequantizer.part_of_run(self._catalog, run.tensor, target, run.offsets, run.lengths, run.start)
+                if part is not None:
+                    owner[id(target)] = number
+                    parts.append(part)
+        for one in self._dequantizer.read(parts):
+            scaled[owner[id(one.part.target)]].append(one)
+        return scaled
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Return the buffer of the next window, grown to `size` bytes if need be."""
@@ -230,13 +257,15 @@ class RunReader:
         return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in targets]), targets
 
 
-def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
-    """Read the windows `numbers` of the reader, and return `window`, whose buffer they fill."""
+def _fill(reader: Reader, numbers: Iterable[int], window: Window, scaled: Sequence[Scaled]) -> Window:
+    """Read the windows `numbers` of the reader, dequantize the `scaled` parts, and return `window`, whose buffer they fill."""
     try:
         for number in numbers:
             reader.read_window(number)
     except Damage as damage:
         raise reader.explain(damage) from None
+    if scaled:
+        multiply(scaled)
     return window
 
 

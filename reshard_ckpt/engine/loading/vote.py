@@ -15,7 +15,8 @@ from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP, OTHER_KIND
-from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, WITHOUT_SCALE, matches
+from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, matches
+from ...core.planning.scales import DEQUANTIZE
 from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
@@ -141,7 +142,7 @@ def _cures(report: LoadReport, offered: Collection[str]) -> str:
         cures["allow_missing"] = f"with allow_missing=[patterns] where the checkpoint may lack some{example}"
     if report.unexpected or any(LEAVES_OUT in line for line in report.values):
         cures["ignore"] = "with ignore=[patterns] to leave some out"
-    if any(WITHOUT_SCALE not in line for line in report.dtype):
+    if any(DEQUANTIZE not in line for line in report.dtype):
         cures["cast"] = "with cast=[patterns] to convert dtypes"
     if not all(line.endswith(OTHER_NDIM) for line in report.shape):
         cures["allow_resize"] = "with allow_resize=[patterns] to load what overlaps"

@@ -37,6 +37,7 @@ from ..common.progress import OnProgress, SharedTally, Tally
 from ..common.resuming import finished_digests, identity
 from ..common.sections import Section, SectionWriter, join, share
 from ..common.tensor_bytes import slices
+from ..loading.scales import Dequantizer
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.commit import publish
 from ..saving.messages import WrittenFile
@@ -146,6 +147,7 @@ def write_share(
     there: Mapping[str, int],
     *,
     report: OnProgress,
+    dequantizer: Dequantizer | None = None,
 ) -> tuple[ProcessReport, SharedTally]:
     """Write this process's share of the files of all new ranks, group by group, and make it durable. Collective.
 
@@ -157,6 +159,8 @@ def write_share(
         Reads the digests of the source's files, unless they are not verified.
     there
         Keys and sizes of files of an earlier attempt.
+    dequantizer
+        Applies the scales of quantized tensors that are converted.
 
     Raises
     ------
@@ -205,9 +209,9 @@ def write_share(
     threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(mine))
     if target.hints.requests > DISK.requests and threads > 1:
         with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-reshard") as pool:
-            written = list(pool.map(lambda number: write(number, RunReader(source, plan.catalog, digests)), mine))
+            written = list(pool.map(lambda number: write(number, RunReader(source, plan.catalog, digests, dequantizer)), mine))
     else:
-        shared = RunReader(source, plan.catalog, digests)
+        shared = RunReader(source, plan.catalog, digests, dequantizer)
         written = [write(number, shared) for number in mine]
     files = tuple(part for parts, _ in written for part in parts if isinstance(part, WrittenFile))
     sections = tuple(part for parts, _ in written for part in parts if isinstance(part, Section))
