@@ -73,7 +73,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Let a save that the test left under way come to its end before its folder is removed."""
     yield tmp_path
     if handle := sys.modules.get("reshard_ckpt.engine.saving.handle"):
-        for save in handle.SAVES._begun:
+        for save in handle.SAVES.begun:
             save.running.wait()
 
 

@@ -182,7 +182,8 @@ class Job:
         """Move the state that `begin` opened, in its session. Collective: gather, compare replicas, exchange."""
         opened, self._first = self._first, None
         assert opened is not None
-        SAVES.wait_staged()  # memory that a save of this process still copies must not change
+        for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
+            save.staged()
         comm.gather(b"")  # a rank that has failed raises here: the exchanges that follow need all ranks
         if self._options.compares:
             compare_live(comm, self._source, opened.held)
@@ -254,7 +255,8 @@ class Job:
 
     def _opened_again(self, held: LocalShards) -> _Opened:
         """Open both states again, and check that their layouts are the ones that `begin` planned for."""
-        SAVES.wait_staged()
+        for save in list(SAVES.begun):
+            save.staged()
         opened = self._open(held)
         if self._layout_of(opened) != self._layout:
             raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")

@@ -125,11 +125,14 @@ def load(
 
 
 Prepare = Callable[[Catalog, Comm], Target]
-"""Returns the tensors and values that this rank wants of a catalog."""
+"""A function that says which tensors and values of a catalog this rank loads, and where they go."""
 
 
 def target_of(state: Mapping[str, Any], *, adds: bool = True) -> Prepare:
-    """Return a function that wants everything that a state has a place for; with `adds`, dicts also get values they lack."""
+    """Return a function that takes a catalog and a `Comm`, and returns the load target of a whole state.
+
+    With `adds`, saved values that the dicts of the state lack are added to them; without, they are ignored.
+    """
     return lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=adds)
 
 
@@ -143,9 +146,9 @@ def load_wanted(
     read_once: bool = False,
     process_group: Any = None,
 ) -> LoadReport:
-    """Load into a state; or load the tensors and values that a function wants of a catalog, and nothing else.
+    """Load into a state, or load only the tensors and values that a function (`Prepare`) selects from the catalog.
 
-    For a function, dtypes are converted, and a tensor may have been saved with another global shape if the target's `check`
+    With a function, dtypes are converted, and a tensor may have been saved with another global shape if the target's `check`
     permits it.
 
     Parameters
@@ -225,7 +228,8 @@ def load_target(
         scaled_folder = source.format == SAFETENSORS and may_be_quantized(source.catalog)
         quantized = read_quantized(source.storage, source.catalog, apply=scaled_folder) if options.cast or scaled_folder else None
         options = replace(options, tied_under_one_name=source.format != NATIVE, quantized=quantized)
-        SAVES.wait_staged()  # memory that a save of this process still copies must not change
+        for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
+            save.staged()
         storage, saved = source.storage, source.catalog
         rename = rename if rename_of is None else rename_of(saved)
         if rename is not None:

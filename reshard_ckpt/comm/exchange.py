@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 from .bounded import bounded, named_failure
-from .group import current_group
+from .sessions import current_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,8 +16,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,12 +31,8 @@ from torch.distributed import DistError
 from ..errors import PeerError, UsageError
 from .bounded import BoundedStore, Line, bounded, held, named_failure
 from .home import REPLY_S, Home, HostedHome, SettledHome, own_address
-from .protocol import ALONE
 
 _ADDRESS_BYTES = 256
-
-MAX_TIMEOUT_S = 100_000_000
-"""Three years. Clocks and locks overflow at some hundred years."""
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
@@ -124,29 +119,16 @@ class Group:
             return self.line.open(timeout_s).below(f"{self.prefix}/{name}")
 
 
-def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
-    """Return the `Group` of a process group; None if this process is on its own.
+def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
+    """Return the `Group` of a process group that this process is in; make it in the first call.
 
     Raises
     ------
     UsageError
-        `timeout_s` is not a positive number of seconds, or this process is not in the group.
+        This process was forked from the one that joined the job.
     PeerError
         The job's store did not answer in time; or, if the job has none, another rank.
     """
-    _refuse_no_time(timeout_s)
-    if process_group is ALONE:
-        return None
-    if not dist.is_available() or not dist.is_initialized():
-        _refuse_forgotten_init(process_group)
-        return None
-    group = dist.group.WORLD if process_group is None else process_group
-    assert group is not None
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise UsageError(f"rank {dist.get_rank()} is no member of the process group passed; call this on its members only")
-    if dist.get_world_size(group) == 1:
-        return None
     if _INHERITED and dist.group.WORLD is _INHERITED[0]:
         raise UsageError(
             f"this process was forked from rank {dist.get_rank()} of the job and cannot speak for it; do this in the "
@@ -157,49 +139,6 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
             if (known := _GROUPS.get(group)) is None:
                 known = _GROUPS[group] = _make_group(group, timeout_s)
     return known
-
-
-def _refuse_no_time(timeout_s: Any) -> None:
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise UsageError(f"timeout_s={timeout_s!r}: pass seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
-
-
-@contextmanager
-def launched_group(timeout_s: float = 600) -> Iterator[None]:
-    """Join a process group of all processes that ``torchrun`` started. Does nothing for one process, or if there is a group.
-
-    Raises
-    ------
-    UsageError
-        `timeout_s` is not a positive number of seconds.
-    PeerError
-        Not all processes came in time.
-    """
-    _refuse_no_time(timeout_s)
-    size = os.environ.get("WORLD_SIZE", "")
-    if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
-        yield
-        return
-    join = partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=timeout_s))
-    what = f"the {size} processes of WORLD_SIZE did not meet"
-    with named_failure(what):
-        bounded(join, timeout_s, what)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _refuse_forgotten_init(process_group: object) -> None:
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if process_group is not None:
-        raise UsageError("a process_group was passed, but torch.distributed is not initialized: call init_process_group first")
-    if world_size.isdecimal() and int(world_size) > 1:
-        raise UsageError(
-            f"WORLD_SIZE is {world_size}, but torch.distributed is not initialized, so {world_size} processes would write to one "
-            "path: call torch.distributed.init_process_group first, or unset WORLD_SIZE if this process is on its own"
-        )
 
 
 def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:

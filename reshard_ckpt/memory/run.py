@@ -46,7 +46,7 @@ class MemoryHandle(SaveHandle):
 
     @property
     def copies(self) -> int:
-        """How many other nodes hold a copy of each image, at least; known once the save is done. 0 where it went to the store."""
+        """At least this many other nodes hold a copy of each image. Known once the save is done; 0 if it went to the store."""
         return 0 if self._target is None else self._target.copies
 
     def persisted(self, timeout: float | None = None) -> bool:

@@ -212,7 +212,7 @@ def _words_of(rank: int, others: Sequence[int], mesh: Mesh | None) -> list[str]:
 
 
 def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
-    """Map the names of ranks to their colours; if there are too many ranks, only of as many as the palette has colours."""
+    """Map the names of ranks to their colours. If there are too many ranks, show only as many as the palette has colours."""
     listed = known
     if len(known) > MAX_LEGEND:
         listed = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, len(PALETTE)).astype(int))]

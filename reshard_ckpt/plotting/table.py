@@ -106,7 +106,10 @@ def _middles(edges: I64, sizes: Ints) -> list[I64]:
 
 
 def _rectangles(parts: I64) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield rectangles as top, bottom, left, right and part: the runs of each row, joined with equal runs of the row above."""
+    """Yield rectangles of equal numbers in a table, as (top, bottom, left, right, number); negative numbers are left out.
+
+    The runs of each row are joined with the same runs of the row above.
+    """
     # begun: the runs of the row above, with the row in which each began.
     begun: dict[tuple[int, int, int], int] = {}
     for row, shown in enumerate(parts):

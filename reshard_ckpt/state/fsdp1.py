@@ -157,7 +157,10 @@ class FlatModule:
 
 
 def _place_of(shape: Ints, extension: Any, name: str) -> dict[str, Any]:
-    """Return the part of a global tensor that FSDP1 flattened: the whole, or the local tensor of a DTensor."""
+    """Return the keyword arguments that say which part of a global tensor FSDP1 flattened.
+
+    Without tensor parallelism it flattened the whole tensor; with it (`extension`), the local tensor of a DTensor.
+    """
     if extension is None:
         return {"global_shape": shape}
     # With tensor parallelism, the extension is the spec of the DTensor.

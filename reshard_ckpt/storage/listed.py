@@ -23,12 +23,12 @@ _SMALL_BYTES = 1 << 20
 
 
 class ListedStorage(FollowedStorage):
-    """A store whose listing, small documents and heads are kept once they were asked for.
+    """A store that caches its listing, its small files, and the first bytes (head) of each file, once somebody has read them.
 
     Parameters
     ----------
     only
-        The keys of the only files to show; by default all are listed.
+        If given, show only the files with these keys; by default all files are listed.
     """
 
     def __init__(self, own: Storage, only: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ class ListedStorage(FollowedStorage):
         self._heads: dict[str, bytes] = {}
 
     def below(self, folder: str, own: Storage) -> ListedStorage:
-        """Return the store of a folder of this one, `own`, of whose files the names and sizes are known."""
+        """Wrap `own`, the store of a folder of this one. The names and sizes of its files come from this store's listing."""
         found = ListedStorage(own)
         found._sizes = {key[len(folder) + 1 :]: size for key, size in self.list(folder)}
         return found

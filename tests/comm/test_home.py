@@ -13,12 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from reshard_ckpt.comm import StoreComm, _session
+from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm import peers as peers_module
 from reshard_ckpt.comm.bounded import Line
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import HostedHome
 from reshard_ckpt.comm.peers import Peers
+from reshard_ckpt.comm.sessions import _session
 from reshard_ckpt.comm.wire import Refusal, decode_frames
 from reshard_ckpt.errors import PeerError
 

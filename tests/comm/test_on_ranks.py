@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from reshard_ckpt.comm import Comm, open_session
 from reshard_ckpt.comm import group as group_module
-from reshard_ckpt.comm.group import current_group
+from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.errors import LayoutError, UsageError
 from tests.deadlines import over_when_here_are_all_but
 from tests.launch import run_ranks

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reshard_ckpt.comm import CHANGED, FAILED, Meeting, SoloComm, Turn
+from reshard_ckpt.comm import CHANGED, FAILED, SoloComm, Turn
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.calls import call_of
+from reshard_ckpt.comm.turns import Meeting
 from reshard_ckpt.errors import PeerError
 
 CALL = call_of("reshard_live", "")

@@ -35,7 +35,7 @@ WAITS = {
     ("comm/group.py", "connect"): ["the first session", "the job's store"],
     ("comm/group.py", "_make_group"): ["an own store"],
     ("comm/group.py", "_own_store"): ["an own store"],
-    ("comm/group.py", "launched_group"): ["joining"],
+    ("comm/sessions.py", "launched_group"): ["joining"],
     ("comm/home.py", "_start"): ["the first session"],
     ("comm/home.py", "_client_at"): ["the first session"],
     ("comm/node.py", "_join"): ["joining a machine"],

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard_ckpt.comm import StoreComm, _session
+from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm.bounded import BoundedStore
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
+from reshard_ckpt.comm.sessions import _session
 
 Body = Callable[[StoreComm], Any]
 

@@ -14,11 +14,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-import reshard_ckpt.comm as comm_module
+import reshard_ckpt.comm.sessions as comm_module
 from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.bounded import Line
-from reshard_ckpt.comm.group import Group, current_group
+from reshard_ckpt.comm.group import Group
 from reshard_ckpt.comm.home import SettledHome
+from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving.handle import SaveQueue
 

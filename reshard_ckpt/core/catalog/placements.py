@@ -29,11 +29,18 @@ Box = tuple[Ints, Ints]
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """A part of a tensor: the product of some ranges of each dim, and a flat range of its elements in row-major order."""
+    """The part of a tensor that one rank holds: some boxes, or a run of their elements.
+
+    Attributes
+    ----------
+    ranges
+        For each dim the ranges (first index, length) that the rank holds. Each choice of one range per dim is a box.
+    flat
+        First element and count of the run, in the row-major order of all boxes end to end; None stands for all elements.
+    """
 
     ranges: tuple[tuple[Range, ...], ...]
     flat: Range | None = None
-    """First element and count of the flat range; None stands for all elements."""
 
     @property
     def num_elements(self) -> int:

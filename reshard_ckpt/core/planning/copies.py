@@ -73,7 +73,10 @@ def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
 
 
 def pair_lost_share(nodes: int, copies: int) -> float:
-    """Compute the probability that the loss of two random nodes at once loses images, if each node is a machine of its own.
+    """Compute the probability of data loss when two nodes, drawn at random, fail at once.
+
+    Data are lost if the two nodes hold the only two copies of some node's images. `nodes` and `copies` are counts; each node is
+    a machine of its own.
 
     >>> pair_lost_share(8, 1) == 1 / 7, pair_lost_share(8, 0), pair_lost_share(8, 2)
     (True, 1.0, 0.0)

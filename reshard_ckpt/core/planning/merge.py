@@ -41,7 +41,10 @@ class MergedTables(TensorDescriptions):
 
 @dataclass(frozen=True, slots=True)
 class MergedRows(ColumnTable):
-    """Every piece of every rank that is not of an alias, sorted; ``local`` is the index of its row in its rank's metadata."""
+    """The pieces of all ranks in one table, without the pieces of aliases, sorted by tensor, box and start.
+
+    ``local[i]`` is the row of piece i in the metadata of rank ``rank[i]``.
+    """
 
     tensor: I64
     box: I64

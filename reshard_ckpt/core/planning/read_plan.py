@@ -150,7 +150,7 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
 
 
 def _starts(window: I64, count: int) -> I64:
-    """Find where the rows of each window begin among rows sorted by window; the last entry is their number."""
+    """Return the index of each window's first row, for rows sorted by window. The last entry is the number of rows."""
     return np.searchsorted(window, np.arange(count + 1))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import LayoutError
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
-from ..geometry.columns import group_ids, is_new, lex_order
+from ..geometry.columns import concatenated, group_ids, is_new, lex_order
 from ..geometry.runs import I64, Mask, as_boxes, strides_of
 from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
@@ -219,18 +219,16 @@ def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num
     # rank[i]: the rank that writes run alone[i]; loads: bytes that each rank writes of these.
     rank = rows.rank[runs.holder[runs.begin[alone]]]
     loads = np.bincount(rank, weights=elements[alone] * each[alone], minlength=num_ranks).astype(np.int64)
+    own = Assigned(alone, rank, np.zeros_like(alone), elements[alone])
+    if not len(shared):
+        return own
     # slices[r]: elements of one slice of run r's box along its outermost dim that is longer than 1.
     outer = np.argmax(boxes.lengths > 1, axis=1)
     slices = np.maximum(strides_of(boxes.lengths)[np.arange(len(outer)), outer], 1)[runs.box]
     # A run is split only if all of its rows are DECLARED; PLAIN, the weakest, forbids it for the whole run.
     splits = (runs.replication == Replication.DECLARED) & (elements * each > SPLIT_BYTES) & may_split
     cut = assign(_replica_groups(rows, runs, shared, splits), elements, each, slices, loads)
-    return Assigned(
-        np.concatenate([alone, cut.item]),
-        np.concatenate([rank, cut.rank]),
-        np.concatenate([np.zeros_like(alone), cut.start]),
-        np.concatenate([elements[alone], cut.count]),
-    )
+    return concatenated([own, cut])
 
 
 def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) -> list[ReplicaGroup]:

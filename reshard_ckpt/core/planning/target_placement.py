@@ -99,7 +99,10 @@ class _Placer:
         return placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
-        """Map tensors to the coordinates of an axis that hold them, as far as names tell; other tensors are left out."""
+        """Map tensors to the coordinates along `axis` that hold them: stages of a pipeline, or experts.
+
+        Tensors whose names say neither a stage nor an expert are left out.
+        """
         size = self.mesh.sizes[self.mesh.axes.index(axis)]
         saved_size = self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:

@@ -38,7 +38,7 @@ from ...storage.protocol import DISK, Hints, Storage
 from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
-from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
+from ..common.tensor_bytes import RAW, count_up, has_streams, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
 REQUEST_BYTES = 8 << 20
@@ -307,7 +307,8 @@ class Reader:
             if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
                 ask_for_large_pages(tensor)
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
-        self._devices = DeviceTargets([targets[i].tensor for i in used])
+        streamed = [targets[i].tensor for i in used if has_streams(targets[i].tensor.device)]
+        self._devices = DeviceTargets(streamed) if streamed else None
         self._file = reads.file.tolist()
         # _origin[w]: byte of the file that is byte 0 of the buffer of window w
         self._origin = reads.low[reads.extent_start[:-1]] if reads.num_windows else reads.low
@@ -392,13 +393,14 @@ class Reader:
             memory, first = self._memories[dest]
             in_bytes = tuple(stride * each for stride in dst_strides)
             return _Copy(np.ndarray(lengths, RAW[each], memory, first + base * each, in_bytes), lengths, offset, strides)
-        if self._devices.has(target.tensor):
+        if self._devices and self._devices.has(target.tensor):
             return DevicePart(target.tensor, base, dst_strides, target.dtype, offset, lengths, strides)
         return _Cast(region(target.tensor, base, lengths, dst_strides), target.dtype, lengths, offset, strides)
 
     def finish(self) -> None:
         """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
-        self._devices.finish()
+        if self._devices:
+            self._devices.finish()
         for dest in self._memories:
             count_up(self.task.targets[dest].tensor)
 
@@ -417,7 +419,7 @@ class Reader:
         extents = self._extents[window]
         on_devices = self._parts[window]
         size = extents[-1].high - extents[0].low
-        buffer = self._devices.buffer(size) if on_devices else self._buffer(size)
+        buffer = self._devices.buffer(size) if self._devices and on_devices else self._buffer(size)
         # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
         size_read = 0
@@ -431,7 +433,7 @@ class Reader:
         self._copied.append(window)
         for job in self._fills[window]:
             job.fill(buffer)
-        if on_devices:
+        if self._devices and on_devices:
             self._devices.place(on_devices)
         self._tally.add(size_read)
 
@@ -457,7 +459,7 @@ class Reader:
         ]
         jobs = [self._job(items, i, offset, strides[i]) for i, offset in enumerate(at)]
         parts = [job for job in jobs if isinstance(job, DevicePart)]
-        if parts:
+        if self._devices and parts:
             # Copy the message into a pinned buffer: that is kept while a device copies from it, the message's memory is not.
             end = max(part.end for part in parts)
             self._devices.buffer(end)[:end] = data[:end]

@@ -187,7 +187,9 @@ def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piec
 
 
 def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements of a box at places before `at`. Strides fall, and each exceeds the reach of all later dims together.
+    """Count the elements of a box that lie in memory before offset `at` (in elements, from the box's first element).
+
+    Strides fall from dim to dim, and each exceeds the reach of all later dims together.
 
     >>> [_num_before(at, [2, 3], [10, 2]) for at in (-1, 0, 1, 5, 10, 11, 99)]
     [0, 0, 1, 3, 3, 4, 6]

@@ -149,7 +149,11 @@ def _check_room(storage: Storage, files: list[FileEntry]) -> None:
 
 
 def _new_keys(catalog: Catalog, borrowed: list[int], save_id: str) -> dict[int, str]:
-    """Return a key for the copy of each borrowed file, by its index. Files that one rank wrote are numbered as its parts."""
+    """Choose the key of the copy of each borrowed file.
+
+    `borrowed` has indices into ``catalog.files``, and so has the result. Copies of files that the same rank wrote are named as
+    parts 0, 1, … of that rank's file of save `save_id`.
+    """
     parts: Counter[int] = Counter()
     keys = {}
     for index in borrowed:

@@ -255,7 +255,7 @@ class SaveQueue:
     """The saves of this process, one at a time: they share the staging memory, and each error has to be raised somewhere."""
 
     def __init__(self) -> None:
-        self._begun: list[SaveHandle] = []
+        self.begun: list[SaveHandle] = []
         """The saves that no `wait_turn` has waited for yet; more than one if several threads began saves at once."""
 
     def wait_turn(self, *, when_busy: str) -> None:
@@ -270,7 +270,7 @@ class SaveQueue:
         CheckpointError
             An earlier save failed in the background.
         """
-        begun = list(self._begun)
+        begun = list(self.begun)
         for save in begun:
             if when_busy == "error" and not save.done():
                 raise UsageError(
@@ -279,23 +279,18 @@ class SaveQueue:
         for save in begun:
             save.running.wait()
         # A save that another thread has begun meanwhile stays in the list for the next call.
-        self._begun = [save for save in self._begun if save not in begun]
+        self.begun = [save for save in self.begun if save not in begun]
         errors = [error for save in begun if (error := save.running.take_error()) is not None]
         if errors:
             raise joint_error(errors, " before this one") from errors[0]
 
-    def wait_staged(self) -> None:
-        """Wait until the state that the earlier saves copy may change."""
-        for save in list(self._begun):
-            save.staged()
-
     def join(self, handle: SaveHandle) -> None:
         """Add a save that has begun to the queue."""
-        self._begun.append(handle)
+        self.begun.append(handle)
 
     def forget(self) -> None:
         """Drop all saves from the queue, in a forked child."""
-        self._begun = []
+        self.begun = []
 
 
 SAVES = SaveQueue()

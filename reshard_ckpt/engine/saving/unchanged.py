@@ -51,7 +51,7 @@ class Base:
     storage, catalog
         The base, open for reading.
     files
-        For each file of the catalog, its entry in the catalog of the new checkpoint; None if that may not refer to it.
+        For each file of the base, the entry with which the new checkpoint's catalog refers to it; None if it may not.
     verify
         Compare bytes of the base with those of this rank, not their digests alone.
     """

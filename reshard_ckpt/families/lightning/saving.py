@@ -33,7 +33,7 @@ STATE_DICT = "state_dict"
 if TYPE_CHECKING:
 
     class _Strategy:
-        """The strategy of Lightning that stands behind `TrainerSaves`."""
+        """Declares the methods that `TrainerSaves` calls of the Lightning strategy it is mixed into; for type checkers alone."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...

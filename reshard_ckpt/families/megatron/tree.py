@@ -213,7 +213,10 @@ def objects_of(node: Node) -> Iterator[ObjectLeaf]:
 
 
 def common_of(node: Node) -> Any:
-    """Return the common state of a lowered tree; `NOTHING` if there is none. The remaining items of a list close up."""
+    """Return the common state of a lowered tree; `NOTHING` if there is none.
+
+    Items without common state are dropped from lists, so the items behind them move up.
+    """
     if isinstance(node, dict):
         found = {key: value for key, child in node.items() if (value := common_of(child)) is not NOTHING}
         return found if found or not node else NOTHING

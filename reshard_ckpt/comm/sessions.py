@@ -1,0 +1,276 @@
+"""Sessions, in which the ranks of one save or load exchange messages, and an error of one rank is raised on all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import PeerError, UsageError
+from .bounded import BoundedStore, bounded, named_failure
+from .calls import call_of
+from .group import Group, Missed, SessionCounter, group_of_ranks
+from .node import NodeComm
+from .peers import Ended
+from .protocol import ALONE, Comm, SoloComm, merge_of_all
+from .stopping import AgreedStop, SoloStop, Stop
+from .store import StoreComm
+from .turns import Meeting, Turn
+
+AnyComm = TypeVar("AnyComm", bound=NodeComm)
+
+MAX_TIMEOUT_S = 100_000_000
+"""Three years. Clocks and locks overflow at some hundred years."""
+
+
+def open_session(
+    kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> AbstractContextManager[Comm]:
+    """Open a session of all ranks of a process group, to be used in a ``with`` block by one thread.
+
+    The n-th call of one rank meets the n-th call of the others, whenever and in whichever thread the block is entered. So open
+    the session in the thread that calls save or load, and do everything that may fail inside the block: if a rank raises before
+    this call, the others wait for their deadline.
+
+    If an exception leaves the block on one rank, every rank raises it, at the latest when it leaves its own block: the same class
+    if it is a `CheckpointError`, else a `PeerError`. The message begins with the number of the rank within the group.
+
+    Parameters
+    ----------
+    kind, subject
+        The operation and its object ("save", "/ckpt/step_100"). If ranks pass different ones, a `PeerError` names them.
+    process_group
+        The ranks that take part; by default all. `ALONE` stands for this process on its own.
+    timeout_s
+        Seconds to wait for the other ranks in each step.
+
+    Raises
+    ------
+    UsageError
+        ``WORLD_SIZE`` is above 1 without a process group, or this rank is not in the group.
+    PeerError
+        Another rank did not arrive in time, called something else, or failed.
+    """
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return nullcontext(SoloComm())
+
+    return _opened(group, group.sessions, "", kind, subject, timeout_s)
+
+
+def open_session_by_name(
+    kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> Callable[[str], AbstractContextManager[Comm]]:
+    """Return a function that opens a session by its name, which no other session may have; so the order of calls does not matter.
+
+    For steps that only some saves take. The process group is looked up now; the function may be called later, in any thread.
+    """
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return lambda name: nullcontext(SoloComm())
+    return lambda name: _opened(group, SessionCounter(), f"{name} ", kind, subject, timeout_s)
+
+
+def values_of_all(
+    kind: str, subject: str, own: Any, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> list[Any]:
+    """Return the small values of all ranks, by rank, in a session of its own. They travel as msgpack: tuples become lists."""
+    with open_session(kind, subject, process_group=process_group, timeout_s=timeout_s) as comm:
+        values: list[Any] = merge_of_all(comm, own)
+    return values
+
+
+def open_turn(kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
+    """Return a `Turn`: it takes a number among the sessions, as `open_session` does, but its session need not be opened."""
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return Turn(nullcontext(SoloComm()))
+    sessions, turn = group.sessions, group.sessions.take()
+    comm_of = _comm_of(group, "", kind, subject, timeout_s, Meeting)
+    session = _session(comm_of, sessions, turn, kind, subject)
+    return Turn(session, lambda: comm_of(sessions.number(turn)), call_of(kind, subject))
+
+
+def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
+    """Return the `Group` of a process group; None if this process is on its own.
+
+    Raises
+    ------
+    UsageError
+        `timeout_s` is not a positive number of seconds, or this process is not in the group.
+    PeerError
+        The job's store did not answer in time; or, if the job has none, another rank.
+    """
+    _refuse_no_time(timeout_s)
+    if process_group is ALONE:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        _refuse_forgotten_init(process_group)
+        return None
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UsageError(f"rank {dist.get_rank()} is no member of the process group passed; call this on its members only")
+    if dist.get_world_size(group) == 1:
+        return None
+    return group_of_ranks(group, timeout_s)
+
+
+def _refuse_no_time(timeout_s: Any) -> None:
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(f"timeout_s={timeout_s!r}: pass seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
+
+
+@contextmanager
+def launched_group(timeout_s: float = 600) -> Iterator[None]:
+    """Join a process group of all processes that ``torchrun`` started. Does nothing for one process, or if there is a group.
+
+    Raises
+    ------
+    UsageError
+        `timeout_s` is not a positive number of seconds.
+    PeerError
+        Not all processes came in time.
+    """
+    _refuse_no_time(timeout_s)
+    size = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
+        yield
+        return
+    join = partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=timeout_s))
+    what = f"the {size} processes of WORLD_SIZE did not meet"
+    with named_failure(what):
+        bounded(join, timeout_s, what)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _refuse_forgotten_init(process_group: object) -> None:
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if process_group is not None:
+        raise UsageError("a process_group was passed, but torch.distributed is not initialized: call init_process_group first")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {world_size}, but torch.distributed is not initialized, so {world_size} processes would write to one "
+            "path: call torch.distributed.init_process_group first, or unset WORLD_SIZE if this process is on its own"
+        )
+
+
+def _opened(
+    group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
+) -> AbstractContextManager[Comm]:
+    return _session(_comm_of(group, prefix, kind, subject, timeout_s, NodeComm), sessions, sessions.take(), kind, subject)
+
+
+def _comm_of(
+    group: Group, prefix: str, kind: str, subject: str, timeout_s: float, made: type[AnyComm]
+) -> Callable[[int], AnyComm]:
+    title = f"{kind} {subject!r}"
+
+    def comm_of(number: int) -> AnyComm:
+        name = f"{prefix}{number}"
+        store, near = group.home.session(name, title=title, timeout_s=timeout_s)
+        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name, hosts=True)
+
+    return comm_of
+
+
+def shared_store(
+    name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> tuple[BoundedStore, Ended] | None:
+    """Return the part of the job's store below a name that was never used before, and a function that returns the ended ranks.
+
+    The ranks must have met in a session before. Return None if this process is on its own.
+    """
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return None
+    _, near = group.home.session(name, title=f"open {name}", timeout_s=timeout_s)
+    return group.named(name, timeout_s), near.ended
+
+
+def open_stop(
+    name: str, wanted: Callable[[], bool], *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> AbstractContextManager[Stop]:
+    """Open a `Stop` for a ``with`` block: once one rank of a process group is told to stop, all ranks stop at the same step.
+
+    Parameters
+    ----------
+    name
+        The same on all ranks; no other stop may have it.
+    wanted
+        Returns whether this rank has been told to stop; called again and again in another thread.
+    process_group, timeout_s
+        As for `open_session`.
+    """
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return nullcontext(SoloStop(wanted))
+    return AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s)
+
+
+@contextmanager
+def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, kind: str, subject: str) -> Iterator[Comm]:
+    call = call_of(kind, subject)
+    comm = _come(comm_of, sessions, turn, call)
+    before, sessions.unopened = sessions.unopened, call
+    try:
+        while not comm.open(kind, subject, before=before):
+            comm.leave()
+            sessions.skip()
+            comm, before = (
+                comm_of(sessions.number(turn)),
+                b"",
+            )  # once: two ranks that call things crosswise must not go on for ever
+        sessions.unopened = sessions.late = b""
+        yield comm
+        comm.gather(b"")  # the vote: everyone has come through
+    except BaseException as error:
+        comm.abort(error)
+        if comm.late:
+            _resynchronize(comm_of, sessions, turn, call)
+        raise
+    finally:
+        comm.leave()
+        comm.undo()
+
+
+def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
+    """Return the `Comm` of a session. If rank 0 has not come, note the session as missed, and tell rank 0 as soon as it comes."""
+    number = sessions.number(turn)
+    try:
+        comm = comm_of(number)
+    except PeerError as reason:
+        sessions.missed.append(Missed(number, call, reason))
+        raise
+    while sessions.missed:
+        missed = sessions.missed.popleft()
+        comm_of(missed.number).miss(missed.call, missed.reason)
+    return comm
+
+
+def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:
+    """Get back in step with the others after this rank came too late for a call that is repeated, such as a save to one path.
+
+    Either this rank was slow, and its next call meets the next one of the others. Or it left a call out; then the others will
+    wait for it again. The first lateness counts as slow. After the second one in a row, this rank gives up the next session for
+    all ranks, and is in step.
+    """
+    again, sessions.late = sessions.late == call, call
+    if not again:
+        return
+    sessions.late = b""
+    with suppress(PeerError):  # the store is gone, and the error at hand says more
+        declined = False
+        while not declined:
+            declined = comm_of(sessions.number(turn + 1)).decline(call)
+            sessions.skip()
