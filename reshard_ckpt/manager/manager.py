@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -20,9 +20,9 @@ from typing import Any
 from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
-from ..core.report import LoadReport, SaveReport, duration_s
+from ..core.report import SaveReport, duration_s
 from ..engine.common.lineage import RunLineage
-from ..engine.common.step_folders import STEP_NAME, StepNames, name_steps, names_at
+from ..engine.common.step_folders import STEP_NAME, StepNames, names_at
 from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
@@ -34,7 +34,7 @@ from .attempts import PRIOR_S, AttemptLog
 from .exports import Exports
 from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
-from .restoring import LoadedStep, Restoring
+from .restoring import Restoring
 from .retention import Retention
 from .run_folder import checked_full_every, checked_root, known_names, refuse_memory_unless, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
@@ -197,19 +197,6 @@ class Manager(RunSteps):
                 **self._session,
             )  # fmt: skip
 
-    def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
-
-        Raises
-        ------
-        CheckpointNotFound
-            That step has no checkpoint.
-        """
-        self._refuse_unless_open("read")
-        step = checked_step(step)
-        self._wait()
-        return self._restoring.read(step, names)
-
     @property
     def failures(self) -> tuple[str, ...]:
         """The background saves that failed in a row, with ``on_failure="warn"``: a line for each, known once the next begins."""
@@ -341,30 +328,6 @@ class Manager(RunSteps):
         self._wait()
         return {"base": self._stored.next_base(self._full_every)}
 
-    def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
-        """Load the checkpoint of one step.
-
-        Parameters
-        ----------
-        options
-            Options of `checkpoint.load`.
-
-        Raises
-        ------
-        CheckpointNotFound
-            The step has no checkpoint; the message lists the run's steps.
-        """
-        return self._load(step, state, options, goes_on=True)
-
-    def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
-        self._refuse_unless_open("load")
-        step = checked_step(step)
-        self._wait()
-        try:
-            return self._restoring.load(step, state, options, goes_on=goes_on).report
-        except CheckpointNotFound as error:
-            raise CheckpointNotFound(f"{self._stored.path(step)}: no committed checkpoint; {self._steps_text()}") from error
-
     def delete(self, step: int) -> None:
         """Remove the checkpoint of one step, even if the rule keeps it. Files that another step refers to stay.
 
@@ -388,33 +351,6 @@ class Manager(RunSteps):
             if self._is_first and not self._stored.delete(step) and not in_memory:
                 raise CheckpointNotFound(f"{path}: no committed checkpoint; {self._steps_text()}")
         self._stored.note_deleted(step)
-
-    def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
-        """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
-
-        Parameters
-        ----------
-        options
-            Options of `checkpoint.load`. ``verify_first=True`` is the default with ``strict=False``, ``allow_missing`` or
-            ``allow_resize``, because parts of the state then keep their value: a damaged checkpoint must not change them.
-
-        Returns
-        -------
-        LoadedStep or None
-            None if the run has no checkpoint yet.
-
-        Raises
-        ------
-        CorruptError
-            All checkpoints of the run are damaged.
-        StorageError
-            A rank could not read the newest checkpoint, which need not be damaged; see docs/manager.md.
-        MismatchError
-            Checkpoint and state disagree.
-        """
-        self._refuse_unless_open("load_latest")
-        self._wait()
-        return self._restoring.load_latest(state, options)
 
     def close(self) -> None:
         """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
@@ -464,11 +400,6 @@ class Manager(RunSteps):
             with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
                 self._tolerated.compare(comm)
 
-    def _wait(self) -> None:
-        """Wait for the saves in progress and for the pruning after each."""
-        if not self._preemption.gave_up:
-            self._pending.wait()
-
     def _look_ahead(self) -> None:
         if self._is_first and self._rule.keep_last is not None:
             self._stored.look_ahead()
@@ -490,8 +421,3 @@ class Manager(RunSteps):
                 self._stored.prune()
             except CheckpointError as error:  # the save itself is done
                 warnings.warn(f"saved, but not all that may go is removed: {error}; the next save tries again", stacklevel=3)
-
-    def _steps_text(self) -> str:
-        folders = self._stored.folders()
-        named = {step: folders.get(step, self._names.of(step)) for step in self.steps()}
-        return f"the run has {name_steps(named) or 'none at all'}"

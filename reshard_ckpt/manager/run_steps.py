@@ -1,21 +1,31 @@
-"""The read-only part of a manager: the steps of a run in its store and in the memory of this node, with paths and metadata."""
+"""The reading part of a manager: the steps of a run in its store and in the memory of this node, their metadata, and loads."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
 from ..core.catalog.model import Catalog
+from ..core.report import LoadReport
+from ..engine.common.step_folders import StepNames, name_steps
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import open_source
 from ..memory.run import MemoryRun
+from .pending import PendingSaves
+from .preemption import Preemption
+from .restoring import LoadedStep, Restoring
 from .retention import Retention
 from .stored import StoredSteps
 
 
 class RunSteps:
-    """The methods of a manager that ask no other rank. They also work on a closed manager."""
+    """The methods of a manager that read.
+
+    `steps`, `latest`, `best`, `path`, `catalog` and `metadata` ask no other rank, and also work on a closed manager. Loads and
+    `read` are collective.
+    """
 
     _root: str
     _process: int
@@ -23,7 +33,11 @@ class RunSteps:
     _is_closed: bool
     _rule: Retention
     _stored: StoredSteps
+    _names: StepNames
     _memory: MemoryRun | None
+    _pending: PendingSaves
+    _preemption: Preemption
+    _restoring: Restoring
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step."""
@@ -69,6 +83,80 @@ class RunSteps:
             in_memory = {step: metric_of(catalog.metadata) for step, catalog in self._memory.catalogs().items()}
             metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
         return next(iter(self._rule.ranked(self.steps(), metrics)), None)
+
+    def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
+
+        Raises
+        ------
+        CheckpointNotFound
+            That step has no checkpoint.
+        """
+        self._refuse_unless_open("read")
+        step = checked_step(step)
+        self._wait()
+        return self._restoring.read(step, names)
+
+    def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
+        """Load the checkpoint of one step.
+
+        Parameters
+        ----------
+        options
+            Options of `checkpoint.load`.
+
+        Raises
+        ------
+        CheckpointNotFound
+            The step has no checkpoint; the message lists the run's steps.
+        """
+        return self._load(step, state, options, goes_on=True)
+
+    def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
+        self._refuse_unless_open("load")
+        step = checked_step(step)
+        self._wait()
+        try:
+            return self._restoring.load(step, state, options, goes_on=goes_on).report
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(f"{self._stored.path(step)}: no committed checkpoint; {self._steps_text()}") from error
+
+    def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
+        """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
+
+        Parameters
+        ----------
+        options
+            Options of `checkpoint.load`. ``verify_first=True`` is the default with ``strict=False``, ``allow_missing`` or
+            ``allow_resize``, because parts of the state then keep their value: a damaged checkpoint must not change them.
+
+        Returns
+        -------
+        LoadedStep or None
+            None if the run has no checkpoint yet.
+
+        Raises
+        ------
+        CorruptError
+            All checkpoints of the run are damaged.
+        StorageError
+            A rank could not read the newest checkpoint, which need not be damaged; see docs/manager.md.
+        MismatchError
+            Checkpoint and state disagree.
+        """
+        self._refuse_unless_open("load_latest")
+        self._wait()
+        return self._restoring.load_latest(state, options)
+
+    def _wait(self) -> None:
+        """Wait for the saves in progress and for the pruning after each."""
+        if not self._preemption.gave_up:
+            self._pending.wait()
+
+    def _steps_text(self) -> str:
+        folders = self._stored.folders()
+        named = {step: folders.get(step, self._names.of(step)) for step in self.steps()}
+        return f"the run has {name_steps(named) or 'none at all'}"
 
     def _refuse_unless_open(self, call: str) -> None:
         if self._is_forked():
