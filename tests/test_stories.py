@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 438, "frames": 751, "files": 50},
-    "load": {"functions": 360, "frames": 602, "files": 45},
+    "save": {"functions": 439, "frames": 752, "files": 50},
+    "load": {"functions": 362, "frames": 604, "files": 45},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
 frames in 50 files for a save, and 400 in 45 for a load."""
