@@ -16,11 +16,11 @@ import pytest
 from tests.launch import ROOT, project_table
 
 PROGRAM = """
-import importlib.metadata, pkgutil, sys
+import importlib.metadata, pkgutil, runpy, sys
 import reshard_ckpt, torch
 from reshard_ckpt import checkpoint
 
-site, version = sys.argv[1:]
+site, version, script = sys.argv[1:]
 assert reshard_ckpt.__file__.startswith(site), reshard_ckpt.__file__
 assert reshard_ckpt.__version__ == importlib.metadata.version("reshard-ckpt") == version
 model = torch.nn.Linear(3, 2)
@@ -33,6 +33,8 @@ checkpoint.convert("ckpt", "weights.safetensors", to="safetensors", select=["mod
 found = importlib.metadata.distribution("reshard-ckpt").entry_points.select(group="reshard_ckpt.formats")
 assert len({each.load().name for each in found}) == len(found) > 5
 print(*sorted(module.name for module in pkgutil.walk_packages(reshard_ckpt.__path__, "reshard_ckpt.")), sep="\\n")
+sys.argv = [script, "inspect", "ckpt", "model.weight"]
+runpy.run_path(script, run_name="__main__")  # here, because another process would import torch again
 """
 
 
@@ -61,10 +63,12 @@ def test_wheel_works_in_a_fresh_environment_outside_of_the_tree(tmp_path: Path):
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 
     version = project_table()["version"]
-    modules = run([str(python), "-c", PROGRAM, str(site), version], tmp_path).split()
+    script = fresh / "bin" / "reshard-ckpt"
+    assert script.read_text().startswith(f"#!{python}\n")
+    modules, _, inspected = run([str(python), "-c", PROGRAM, str(site), version, str(script)], tmp_path).partition("model.weight")
     source = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "reshard_ckpt").rglob("*.py")]
-    assert {*modules} == {".".join(path.parts).removesuffix(".__init__") for path in source} - {"reshard_ckpt"}
-    assert "weight" in run([str(fresh / "bin" / "reshard-ckpt"), "inspect", "ckpt", "model.weight"], tmp_path)
+    assert {*modules.split()} == {".".join(path.parts).removesuffix(".__init__") for path in source} - {"reshard_ckpt"}
+    assert "F32" in inspected
     assert importlib.metadata.version("reshard-ckpt") == version
 
 
