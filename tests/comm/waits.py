@@ -37,6 +37,7 @@ from reshard_ckpt.comm import (
     open_stop,
     open_turn,
     peers,
+    sessions,
     shared_store,
     values_of_all,
 )
@@ -211,7 +212,7 @@ def host_group(rank: int, seconds: float, folder: Path, die: Die) -> None:
 def own_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
     die()
     with mock.patch.object(group, "_default_store", return_value=None):
-        group.current_group(None, seconds)
+        sessions.current_group(None, seconds)
 
 
 def named_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
@@ -219,14 +220,14 @@ def named_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
     while True:  # until rank 0 is gone
         group._GROUPS.clear()
         group._CONNECTIONS.clear()
-        met = group.current_group(None, seconds)
+        met = sessions.current_group(None, seconds)
         assert met is not None
         met.named("a name", seconds)
 
 
 def join(rank: int, seconds: float, folder: Path, die: Die) -> None:
     die()
-    with group.launched_group(seconds):
+    with sessions.launched_group(seconds):
         pass
 
 
