@@ -8,8 +8,14 @@ The owner of a part keeps a copy of the elements that it sent last, its snapshot
    sends the size of its message of each round.
 3. The messages. A message is whole if its runs would be larger.
 
-Runs of a part are encoded as pairs of a gap and a length, in elements, and the new elements. Both numbers have 1, 2 or 4 bytes,
-whichever is smallest in all; a larger number is split into several pairs.
+The changed elements of a part are encoded in one of two ways, whichever is smaller:
+
+- Runs: pairs of a gap and a length, in elements, and the new elements. A number too large for its bytes is split into several
+  pairs.
+- Single elements, which cost less where changes are scattered: the gap before each one. The largest number says that so many
+  elements are unchanged, and that no changed one follows.
+
+Numbers have 1, 2 or 4 bytes, whichever is smallest in all.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ from ..loading.ties import INTS
 from .live import Mover
 
 _HEAD = struct.Struct("<BI")
-"""The head of an encoded part: the bytes of each number, and how many pairs follow."""
+"""The head of an encoded part: the bytes of each number, with `_SINGLE` if these are gaps alone, and how many numbers follow."""
+
+_SINGLE = 0x80
 
 _DIGEST_BYTES = 16
 _WIDTHS = (1, 2, 4)
@@ -49,9 +57,12 @@ def encode_runs(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
     if not len(changed):
         return _HEAD.pack(1, 0)
     # A gap of one element costs no more to send than another pair.
+    singles = _encode_singles(changed, new)
     first = np.concatenate([[True], np.diff(changed) > 2])
     start, end = changed[first], np.concatenate([changed[:-1][first[1:]], changed[-1:]]) + 1
     gap, length = start - np.concatenate([[0], end[:-1]]), end - start
+    if len(singles) < _HEAD.size + 2 * len(start) + int(length.sum()) * new.itemsize:  # less than pairs of one byte each
+        return singles
     _, inside = ranges(length)
     elements = new[np.repeat(start, length) + inside]
     width = min(_WIDTHS, key=lambda w: w * int(_num_pairs(gap, length, w).sum()))
@@ -62,7 +73,20 @@ def encode_runs(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
     gaps = np.where(number < before, limit, np.where(number == before, gap[owner] % limit, 0))
     lengths = np.clip(length[owner] - (number - before) * limit, 0, limit) * (number >= before)
     numbers = np.column_stack([gaps, lengths]).astype(f"<u{width}")
-    return _HEAD.pack(width, len(numbers)) + numbers.tobytes() + elements.tobytes()
+    runs = _HEAD.pack(width, numbers.size) + numbers.tobytes() + elements.tobytes()
+    return min(runs, singles, key=len)
+
+
+def _encode_singles(changed: I64, new: np.ndarray[Any, Any]) -> bytes:
+    """Encode the elements at some indices, each with the gap before it."""
+    gap = np.diff(changed, prepend=-1) - 1
+    width = min(_WIDTHS, key=lambda w: w * (len(gap) + int((gap // ((1 << 8 * w) - 1)).sum())))
+    limit = (1 << 8 * width) - 1
+    # numbers: the limit as often as it fits into a gap, then the rest of the gap, which is smaller
+    ends = np.cumsum(gap // limit + 1)
+    numbers = np.full(int(ends[-1]), limit, f"<u{width}")
+    numbers[ends - 1] = gap % limit
+    return _HEAD.pack(width | _SINGLE, len(numbers)) + numbers.tobytes() + new[changed].tobytes()
 
 
 def _num_pairs(gap: I64, length: I64, width: int) -> I64:
@@ -75,12 +99,17 @@ def decoded_runs(data: Any, dtype: Any) -> Iterator[tuple[I64, np.ndarray[Any, A
     """Yield the indices and the elements of each encoded part, from one part after the other in `data`."""
     at = 0
     while at < len(data):
-        width, num = _HEAD.unpack_from(data, at)
-        numbers = np.frombuffer(data, f"<u{width}", 2 * num, at + _HEAD.size).reshape(-1, 2).astype(np.int64)
-        gaps, lengths = numbers.T
-        at += _HEAD.size + 2 * width * num
-        _, inside = ranges(lengths)
-        index = np.repeat(np.cumsum(gaps + lengths) - lengths, lengths) + inside
+        form, num = _HEAD.unpack_from(data, at)
+        width = form & ~_SINGLE
+        numbers = np.frombuffer(data, f"<u{width}", num, at + _HEAD.size).astype(np.int64)
+        at += _HEAD.size + width * num
+        if form & _SINGLE:
+            after = np.cumsum(numbers)[numbers != (1 << 8 * width) - 1]
+            index = after + np.arange(len(after))
+        else:
+            gaps, lengths = numbers.reshape(-1, 2).T
+            _, inside = ranges(lengths)
+            index = np.repeat(np.cumsum(gaps + lengths) - lengths, lengths) + inside
         elements = np.frombuffer(data, dtype, len(index), at)
         at += elements.nbytes
         yield index, elements
@@ -196,8 +225,8 @@ class DeltaMover(Mover):
         for i in parts:
             into, wire = self._wanted.region(self._into, i), self._wire[i]
             index, elements = next(decoded_runs(left, INTS_NUMPY[wire.itemsize]))
-            width, num = _HEAD.unpack_from(left)
-            left = left[_HEAD.size + 2 * width * num + elements.nbytes :]
+            form, num = _HEAD.unpack_from(left)
+            left = left[_HEAD.size + (form & ~_SINGLE) * num + elements.nbytes :]
             if not len(index):
                 continue
             raw = _raw(into, wire)  # the elements themselves, or a copy where they are strided, on a device, or of another dtype
