@@ -15,4 +15,4 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "torchtitan.md"
 
 def test_script_of_the_page_runs_and_shows_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_document(PAGE, tmp_path) == 6
+    assert run_document(PAGE, tmp_path) == 7
