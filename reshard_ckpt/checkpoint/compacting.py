@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
+from ..comm import ALONE, open_session, value_of_first
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.load import read_catalog_bytes
 from ..engine.resharding.compact import CompactReport
 from ..engine.resharding.compact import compact as compact_in_place
 from ..errors import StorageError, UsageError
 from ..format.catalog import decode_catalog
-from ..formats.source import NATIVE, Path, open_source, reading
+from ..formats.source import NATIVE, Path, open_shared_source, reading
 from .reading import check_workers
 
 
-def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> CompactReport:
-    """Copy the files of other checkpoints that a checkpoint refers to into its own folder, in one process.
+def compact(
+    path: Path,
+    *,
+    workers: int | None = None,
+    progress: bool | OnProgress = False,
+    process_group: Any = ALONE,
+    timeout_s: float = 3600.0,
+) -> CompactReport:
+    """Copy the files of other checkpoints that a checkpoint refers to into its own folder, in one process or together.
 
     Afterwards the other checkpoints may be removed or moved away. The tensors, their rows and the metadata stay as they are.
     Every byte that is copied is verified. Whole files are copied, including bytes that this checkpoint no longer refers to. If
@@ -27,7 +38,12 @@ def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgre
     workers
         Threads that copy, one file and 8 MiB of memory each; by default as many as a load uses.
     progress
-        As for `load`; the step is "compact".
+        As for `load`; the step is "compact", and rank 0 reports the bytes of all ranks.
+    process_group
+        The ranks that share the files, by their bytes. Each calls with the same path, and gets the same result. None stands for
+        all ranks. By default this process is on its own.
+    timeout_s
+        Seconds to wait for the other ranks in each step.
 
     Returns
     -------
@@ -47,13 +63,18 @@ def compact(path: Path, *, workers: int | None = None, progress: bool | OnProgre
         changed.
     """
     check_workers(workers)
-    with open_source(path) as source:
+    with (
+        open_session("compact", str(path), process_group=process_group, timeout_s=timeout_s) as comm,
+        open_shared_source(comm, path, timeout_s=timeout_s) as source,
+    ):
         if source.format != NATIVE:
             raise UsageError(f"{source.storage.url}: is a {source.format} checkpoint, which refers to no other")
-        with reading(source.storage):  # again: a save may have replaced the catalog that `open_source` locked
-            encoded = read_catalog_bytes(source.storage)
+        # Again: a save may have replaced the catalog that `open_shared_source` locked.
+        with reading(source.storage) if comm.rank == 0 else nullcontext():
+            encoded = value_of_first(comm, lambda: read_catalog_bytes(source.storage))
             if decode_catalog(encoded).save_id != source.catalog.save_id:
                 raise StorageError(
                     f"{source.storage.url}: somebody saved there just now; look again whether it is to be compacted"
                 )
-            return compact_in_place(source.storage, source.catalog, encoded, workers=workers, report=reporter(progress))
+            report = reporter(progress if comm.rank == 0 else False)
+            return compact_in_place(comm, source.storage, source.catalog, encoded, workers=workers, report=report)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+from ..comm import ALONE, Comm, SoloComm, open_session, value_of_first
 from ..core.catalog.model import Catalog, TensorKind, retyped, select_entries
 from ..core.catalog.specs import ITEM_BYTES
-from ..engine.common.progress import OnProgress, Tally, reporter
+from ..engine.common.progress import OnProgress, SharedTally, reporter
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.loading.scales import ENTRIES, Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
+from ..engine.resharding.reshard import agree_on_id
 from ..errors import UsageError
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import PREFIX_LOCK, OutputFolder, new_file, new_folder
 from ..formats.huggingface import copy_side_files
-from ..formats.safetensors import finished_files, lay_out, write_safetensors
-from ..formats.source import Format, Path, Source, known_formats, locate, open_source, with_options
+from ..formats.safetensors import lay_out, write_safetensors
+from ..formats.source import Format, Path, Source, known_formats, locate, open_shared_source, open_source, with_options
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
@@ -80,6 +83,7 @@ class _Conversion:
     left_out: tuple[str, ...]
     verify: bool
     report: OnProgress
+    comm: Comm
     dequantizer: Dequantizer | None = None
     is_dequantized: bool = False
     """Whether quantized tensors become floats, so that the result is not quantized any more."""
@@ -97,17 +101,15 @@ class _Conversion:
         own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
-    def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
-        """Yield the bytes of whole tensors, converted, one after another."""
-        if self.unstacked is not None:
-            return self.run_bytes([self.unstacked.runs[index] for index in tensors])
-        return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
+    def run_of(self, index: int) -> Run:
+        """Return the run that has the bytes of a tensor of `written`."""
+        return whole_run(self.catalog, index) if self.unstacked is None else self.unstacked.runs[index]
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
         """Yield the bytes of parts of tensors, converted, one after another."""
-        tally = Tally("convert", self.num_bytes, self.report)
+        tally = SharedTally(self.comm, "convert", self.num_bytes, self.report)
         asked = sum(run.count * ITEM_BYTES[self.catalog.dtype(run.tensor)] for run in runs)
-        if asked < self.num_bytes:
+        if self.comm.size == 1 and asked < self.num_bytes:
             tally.add(self.num_bytes - asked)  # the other bytes are in files that an earlier attempt had finished
         cast = [self._cast(run) for run in runs]
         for part in stream(self.source.storage, self.saved, cast, verify=self.verify, dequantizer=self.dequantizer):
@@ -118,9 +120,9 @@ class _Conversion:
         dtype = self.catalog.dtype(run.tensor)
         return run if dtype == self.saved.dtype(run.tensor) else replace(run, dtype=dtype)
 
-    def identity(self, *options: object) -> str | None:
-        """Return a digest of the source's bytes and the options; None if the source has no checksums that identify its bytes."""
-        return identity(self.saved, self.catalog, self.verify, options) if has_checksums(self.saved) else None
+    def identity(self, *options: object) -> str:
+        """Return a digest of the source's catalog and the options."""
+        return identity(self.saved, self.catalog, self.verify, options)
 
 
 def convert(
@@ -139,8 +141,12 @@ def convert(
     overwrite: bool = False,
     verify: bool = True,
     progress: bool | OnProgress = False,
+    process_group: Any = ALONE,
+    timeout_s: float = 3600.0,
 ) -> ConvertReport:
     """Write a checkpoint in another format. Memory is bounded at any size; `dst` appears whole, or not at all.
+
+    One process does all of it, or the ranks of a process group share it by bytes and write the same files.
 
     Parameters
     ----------
@@ -178,7 +184,12 @@ def convert(
     verify
         Verify the checksum of every block that is read, if the source has checksums.
     progress
-        As for `load`.
+        As for `load`; rank 0 reports the bytes of all ranks.
+    process_group
+        The ranks that share the work. Each calls with the same arguments, and gets the same result. None stands for all ranks.
+        By default this process is on its own.
+    timeout_s
+        Seconds to wait for the other ranks in each step.
 
     Returns
     -------
@@ -187,7 +198,7 @@ def convert(
     Raises
     ------
     UsageError
-        The options do not fit the checkpoint; or something else is at `dst`.
+        The options do not fit the checkpoint, or differ between ranks; or something else is at `dst`.
     UnsupportedError
         The format has no place for a selected tensor or value.
     CheckpointNotFound, CorruptError
@@ -206,32 +217,31 @@ def convert(
     formats = with_options(forms[optimizer]) if optimizer is not None else known_formats
     if unstack and to != "safetensors":
         raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
-    with open_source(src, formats) as source:
-        conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
+    with (
+        open_session("convert", f"{src} to {dst}", process_group=process_group, timeout_s=timeout_s) as comm,
+        open_shared_source(comm, src, formats, timeout_s=timeout_s) as source,
+    ):
+        report = reporter(progress if comm.rank == 0 else False)
+        conversion = _select(comm, source, to, root, select, exclude, rename, cast, verify, report)
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
-        result = path_text(dst)
+        identity = conversion.identity(to, max_bytes, unstack, form)
+        agree_on_id(comm, identity)
         above, file = locate(path_text(src))
         with above:  # the folder of a source that is a file; its storage too is of that folder
             read = source.storage.url if file is None else f"{above.url}/{file}"
-        files: tuple[str, ...] = (os.path.basename(result),)
-        bytes_kept = 0
+        place = _Place(comm, path_text(dst), read, identity if has_checksums(conversion.saved) else None, overwrite)
         if to == "torch":
-            with new_file(result, read, overwrite=overwrite) as path:
-                write_torch(path, conversion.catalog, conversion.values, conversion.tensor_bytes)
+            files, bytes_kept = _write_torch(conversion, place), 0
         else:
-            identity = conversion.identity(to, max_bytes, unstack) if to in ("safetensors", "reshard") else None
-            with (
-                new_folder(result, read, identity=identity, overwrite=overwrite) as output,
-                open_storage(output.result) as storage,
-            ):
-                less = ENTRIES if conversion.is_dequantized else ()
-                beside = partial(copy_side_files, source.storage, source.catalog, less=less) if file is None else None
-                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, beside)
-                files = tuple(key for key, _ in storage.list() if key != PREFIX_LOCK)
+            less = ENTRIES if conversion.is_dequantized else ()
+            beside = partial(copy_side_files, source.storage, source.catalog, less=less) if file is None else None
+            files, bytes_kept = _write_folder(to, writer, conversion, place, max_bytes, form, beside)
+        if to != "reshard" and comm.size > 1:  # the ranks' last counts do not arrive before the end
+            report("convert", conversion.num_bytes, conversion.num_bytes)
     return ConvertReport(
         format=to,
-        files=files,
+        files=tuple(files),
         num_tensors=len(conversion.written.names),
         num_values=len(conversion.values),
         num_bytes=conversion.num_bytes,
@@ -248,13 +258,11 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
     write_beside
         Writes the files beside the tensors, before these; it gets the catalog of the export.
     """
-    with open_source(src) as source, new_folder(dst, src, overwrite=not is_object_path(dst)) as output:
-        conversion = _select(source, "safetensors", root, None, None, None, None, True, reporter(False))
-        with open_storage(output.result) as storage:
-            max_bytes = parse_size(MAX_SHARD_SIZE)
-            _write_folder(
-                "safetensors", None, conversion, output, storage, max_bytes, "", partial(write_beside, conversion.catalog)
-            )
+    with open_source(src) as source:
+        conversion = _select(SoloComm(), source, "safetensors", root, None, None, None, None, True, reporter(False))
+        place = _Place(conversion.comm, dst, src, None, not is_object_path(dst))
+        beside = partial(write_beside, conversion.catalog)
+        _write_folder("safetensors", None, conversion, place, parse_size(MAX_SHARD_SIZE), "", beside)
 
 
 def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
@@ -264,6 +272,7 @@ def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
 
 
 def _select(
+    comm: Comm,
     source: Source,
     to: str,
     root: str | None,
@@ -304,7 +313,7 @@ def _select(
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     opened = open_values(source.storage, kept, kept.value_names, verify=verify)
     decoded = {name: value.plain for name, value in opened.items()}
-    return _Conversion(source, kept, out, decoded, left_out, verify, report, dequantizer, bool(applied))
+    return _Conversion(source, kept, out, decoded, left_out, verify, report, comm, dequantizer, bool(applied))
 
 
 def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:
@@ -336,49 +345,96 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit_bytes  # not through a float, which is inexact above 2⁵³
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of the result. Rank 0 makes the folder or file beside it, and moves it there."""
+
+    comm: Comm
+    dst: str
+    src: str
+    identity: str | None
+    overwrite: bool
+
+    @contextmanager
+    def folder(self) -> Iterator[OutputFolder]:
+        """Yield the folder to write in. Once all ranks have left the block, the result is in its place. Collective."""
+        with ExitStack() as stack:
+
+            def made() -> list[str]:
+                folder = new_folder(self.dst, self.src, identity=self.identity, overwrite=self.overwrite)
+                output = stack.enter_context(folder)
+                return [output.result, output.resume_info]
+
+            yield OutputFolder(*value_of_first(self.comm, made))
+        value_of_first(self.comm, lambda: None)
+
+    @contextmanager
+    def file(self) -> Iterator[str]:
+        """Yield the path of the file to write; see `folder`."""
+        with ExitStack() as stack:
+            file = new_file(self.dst, self.src, overwrite=self.overwrite)
+            yield value_of_first(self.comm, lambda: stack.enter_context(file))
+        value_of_first(self.comm, lambda: None)
+
+
+def _write_torch(conversion: _Conversion, place: _Place) -> list[str]:
+    """Write one file of torch, and return its name. Collective. In an object store a file has one writer: rank 0."""
+    is_shared, comm = not is_object_path(place.dst), conversion.comm
+    with place.file() as path:
+        if is_shared or comm.rank == 0:
+            comm = comm if is_shared else SoloComm()
+            write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=comm)
+    return [os.path.basename(place.dst)]
+
+
 def _write_folder(
     to: str,
     writer: Format | None,
     conversion: _Conversion,
-    output: OutputFolder,
-    storage: Storage,
+    place: _Place,
     max_bytes: int,
     form: str,
     write_beside: Callable[[Storage], None] | None,
-) -> int:
-    """Write the files of a format that is a folder; return the bytes of kept files, finished by an attempt that was killed.
+) -> tuple[list[str], int]:
+    """Write the files of a format that is a folder; return their keys, and the bytes of files that were kept. Collective.
 
     Parameters
     ----------
     write_beside
-        Writes the files beside the tensors of ``to="safetensors"``.
+        Writes the files beside the tensors of ``to="safetensors"``, on rank 0.
     """
-    saved, out = conversion.saved, conversion.catalog
-    if to == "safetensors":
-        files = lay_out(conversion.written, max_bytes)
-        with LocalStorage(output.resume_info) as resume_info:
-            kept = finished_files(storage, resume_info, files)
-            storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
-            if write_beside is not None:
-                write_beside(storage)
-            write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
-        return sum(file.num_bytes for file in kept)
-    if to == "reshard":
-        dtypes = {name: out.dtype(out.index(name)) for name in out.names}
-        cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
-        verify, report = conversion.verify, conversion.report
-        written = write_as_one_rank(
-            conversion.source, saved, cast, output.result, conversion.dequantizer, verify=verify, report=report
-        )
-        return written.bytes_kept
-    if to == "dcp":
-        write_dcp(storage, out, conversion.values, conversion.run_bytes, optimizer=form)
-        return 0
-    assert writer is not None
-    assert writer.write is not None
-    # Objects of the other library's classes are written under their names, although it is not installed.
-    with names_kept():  # so that objects of the other library's classes are written as such, though it is not installed
-        opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
-        values = {name: value.plain for name, value in opened.items()}
-    writer.write(storage, out, values, conversion.run_bytes)
-    return 0
+    saved, out, comm, run_bytes = conversion.saved, conversion.catalog, conversion.comm, conversion.run_bytes
+    if writer is not None and not writer.shares:
+        place = replace(place, identity=None)  # it expects an empty folder
+    with place.folder() as output, open_storage(output.result) as storage, LocalStorage(output.resume_info) as notes:
+        shared: Any = {"comm": comm, "notes": notes if storage.hints.shares_files else None}
+        kept = 0
+        if to == "safetensors":
+            beside = [write_beside] if write_beside is not None and comm.rank == 0 else []
+            # In an object store the index comes last. In a folder, files that nobody has noted as finished are deleted first.
+            for write in beside if is_object_path(place.dst) else ():
+                write(storage)
+            files = lay_out(conversion.written, max_bytes, conversion.run_of)
+            kept = write_safetensors(storage, files, run_bytes, **shared)
+            for write in () if is_object_path(place.dst) else beside:
+                write(storage)
+        elif to == "reshard":
+            dtypes = {name: out.dtype(out.index(name)) for name in out.names}
+            cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
+            verify, report = conversion.verify, conversion.report
+            done = write_as_one_rank(
+                comm, conversion.source, saved, cast, output.result, conversion.dequantizer, verify=verify, report=report
+            )
+            kept = done.bytes_kept
+        elif to == "dcp":
+            kept = write_dcp(storage, out, conversion.values, run_bytes, optimizer=form, **shared)
+        else:
+            assert writer is not None
+            assert writer.write is not None
+            # Objects of the other library's classes are written under their names, although it is not installed.
+            with names_kept():
+                opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
+                values = {name: value.plain for name, value in opened.items()}
+            if writer.shares or comm.rank == 0:
+                kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
+        return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != PREFIX_LOCK]), kept

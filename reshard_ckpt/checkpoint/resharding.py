@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm import Comm, SoloComm, open_session, value_of_first
+from ..comm import Comm, open_session, value_of_first
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import AxisPlacement, Mesh
@@ -181,6 +181,7 @@ def reshard(
 
 
 def write_as_one_rank(
+    comm: Comm,
     source: Source,
     catalog: Catalog,
     dtypes: Mapping[str, str],
@@ -190,12 +191,13 @@ def write_as_one_rank(
     verify: bool,
     report: OnProgress,
 ) -> ReshardReport:
-    """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it, in this process."""
+    """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it. Collective."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
         planned = plan_reshard(catalog, choice, topology)
-        return _write(SoloComm(), source, planned, target, lambda: look(target), dequantizer, verify=verify, report=report)
+        looking = (lambda: look(target)) if comm.rank == 0 else None
+        return _write(comm, source, planned, target, looking, dequantizer, verify=verify, report=report)
 
 
 def _write(

@@ -5,20 +5,25 @@ from __future__ import annotations
 from ..engine.common.progress import size_text
 from .app import command, print_json, print_text, progress
 from .formatting import plural
-from .options import AsJson, Path, Workers
+from .options import AsJson, Path, TimeoutS, Workers
 
 
 @command("reshard-ckpt compact ckpt/step_100")
 def compact(
     path: Path,
     workers: Workers = None,
+    timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> int:
-    """Copy the files of other checkpoints that this one refers to into its own folder, so that the others may go."""
-    from ..checkpoint import compact as compact_checkpoint
+    """Copy the files of other checkpoints that this one refers to into its own folder, so that the others may go.
 
-    with progress() as on_progress:
-        report = compact_checkpoint(path, workers=workers, progress=on_progress)
+    Under torchrun all processes share the work.
+    """
+    from ..checkpoint import compact as compact_checkpoint
+    from ..comm import launched_group
+
+    with launched_group(), progress() as on_progress:
+        report = compact_checkpoint(path, workers=workers, progress=on_progress, process_group=None, timeout_s=timeout_s)
     if as_json:
         print_json(report)
     elif not report.num_files:

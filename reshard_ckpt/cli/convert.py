@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ..engine.common.progress import size_text
-from .app import command, print_json, print_note, print_text, progress, refuse_ranks
+from .app import command, print_json, print_note, print_text, progress
 from .formatting import plural
-from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_pairs, refuse_memory
+from .options import AsJson, Cast, Exclude, Rename, Select, Src, TimeoutS, parse_pairs, refuse_memory
 
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.")]
 To = Annotated[
@@ -38,6 +38,7 @@ Root = Annotated[
 @command(
     "reshard-ckpt convert ckpt/step_100 llama-hf --max-shard-size 5GB --cast 'model.*=bfloat16'",
     "reshard-ckpt convert llama-hf llama.pt --to torch",
+    "torchrun --nproc-per-node=4 -m reshard_ckpt convert ckpt/step_100 llama-hf",
 )
 def convert(
     src: Src,
@@ -55,17 +56,18 @@ def convert(
     cast: Cast = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify the checksums of what is read.")] = False,
+    timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format, in bounded memory. DST appears whole, or not at all.
 
-    Run again after a kill, it keeps the safetensors files that were finished.
+    Run again after a kill, it keeps the files that were finished. Under torchrun all processes share the work.
     """
     from ..checkpoint import convert as convert_checkpoint
+    from ..comm import launched_group
 
     refuse_memory(dst)
-    refuse_ranks("convert")
-    with progress() as on_progress:
+    with launched_group(), progress() as on_progress:
         report = convert_checkpoint(
             src,
             dst,
@@ -81,6 +83,8 @@ def convert(
             overwrite=overwrite,
             verify=not no_verify,
             progress=on_progress,
+            process_group=None,
+            timeout_s=timeout_s,
         )
     if as_json:
         print_json(report)

@@ -21,23 +21,24 @@ Writing, as a stream, into files of limited size:
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
+from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ITEM_BYTES, Ints
-from ..engine.common.resuming import finished_digests
-from ..engine.saving.write import FileLayout
+from ..engine.loading.stream import Run
 from ..errors import CorruptError, UsageError
-from ..format.files import BlockHasher
 from ..format.shard_file import METADATA, Header, Member, header, header_cost, header_num_bytes, parse_header
 from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, is_shard, weight_files
 from .parts import Part
-from .source import Format, Source
-from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
+from .shared_files import NewFile, NewPart, write_files
+from .source import BytesOf, Format, Source
+from .tensor_stream import aliases_of, in_natural_order
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file are put."""
@@ -162,24 +163,40 @@ FORMAT = Format(
 
 
 STEM = "model"
+PART_BYTES = 64 << 20
+"""The most bytes of a tensor that one process writes without a cut."""
+
 MAX_HEADER_BYTES = 48 << 20
 """A new file is begun before its header has this many bytes: safetensors reads up to 100 MB."""
 
 
-def lay_out(catalog: Catalog, max_shard_bytes: int | None) -> list[FileLayout]:
-    """Divide the tensors over files of at most `max_shard_bytes` of data each, unless a single tensor has more."""
+def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int], Run]) -> list[NewFile]:
+    """Divide the tensors over files of at most `max_shard_bytes` of data each, unless a single tensor has more.
+
+    Parameters
+    ----------
+    run_of
+        Returns the run that has the bytes of a tensor, by its index in the catalog.
+    """
     aliases = aliases_of(catalog)
     own = [index for index in in_natural_order(catalog) if _name(catalog, index) not in aliases]
     groups = list(_divide([_member(catalog, index) for index in own], max_shard_bytes))
-    layouts: list[FileLayout] = []
-    begin = 0
+    files: list[NewFile] = []
     for number, group in enumerate(groups, start=1):
         stem = f"{STEM}-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else STEM
-        members = tuple(sorted(group, key=lambda member: -ITEM_BYTES[member.dtype]))
-        items = slice(begin, begin + len(group))
-        layouts.append(FileLayout(f"{stem}.safetensors", items, members, _header(members, aliases)))
-        begin += len(group)
-    return layouts
+        members = sorted(group, key=lambda member: -ITEM_BYTES[member.dtype])
+        runs = ((run_of(catalog.index(member.name)), ITEM_BYTES[member.dtype]) for member in members)
+        parts = tuple(part for run, each in runs for part in _cut(run, each))
+        files.append(NewFile(f"{stem}.safetensors", _header(members, aliases), parts))
+    return files
+
+
+def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:
+    """Cut a run into parts of `PART_BYTES`, so that several processes can write one tensor."""
+    step = max(PART_BYTES // item_bytes, 1)
+    for at in range(0, run.count, step):
+        part = replace(run, start=run.start + at, count=min(step, run.count - at))
+        yield NewPart(part, part.count * item_bytes)
 
 
 def _name(catalog: Catalog, index: int) -> str:
@@ -215,66 +232,43 @@ def _header(members: Sequence[Member], aliases: Mapping[str, str]) -> bytes:
     return header(members, {**tied, "format": "pt"})
 
 
-def finished_files(storage: Storage, resume_info: Storage, files: Sequence[FileLayout]) -> list[FileLayout]:
-    """Return the files that an earlier attempt finished: every block of them has its recorded digest."""
-    return [
-        file
-        for file in files
-        if finished_digests(storage, file.key, file.num_bytes, file.header, resume_info, _digests_key(file)) is not None
-    ]
-
-
-def _digests_key(file: FileLayout) -> str:
-    return f"{file.key}.digests"
-
-
 def write_safetensors(
     storage: Storage,
-    catalog: Catalog,
-    bytes_of: TensorBytes,
-    files: Sequence[FileLayout],
+    files: Sequence[NewFile],
+    bytes_of: BytesOf,
     *,
-    resume_info: Storage,
-    kept: Collection[FileLayout] = (),
-) -> None:
+    comm: Comm | None = None,
+    notes: Storage | None = None,
+) -> int:
     """Write the files, and an index if there are several, and make them durable.
 
     Parameters
     ----------
-    resume_info
-        A store that keeps the digests of each finished file, for the next attempt if this one is killed.
-    kept
-        Finished files of an earlier attempt, which are not written again.
+    files
+        From `lay_out`.
+    comm, notes
+        The ranks that share the work, by default this process alone, and the store of notes; see `shared_files.write_files`.
+
+    Returns
+    -------
+    int
+        Bytes of files that an earlier attempt had finished.
 
     Raises
     ------
     StorageError
         The store failed.
     """
-    missing = [file for file in files if file not in kept]
-    parts = ByteStream(bytes_of([catalog.index(member.name) for file in missing for member in file.members]))
-    for file in missing:
-        hasher = BlockHasher()
-        with storage.create(file.key) as writer:
-            for part in _bytes_of_file(file, parts):
-                hasher.update(part)
-                writer.write(part)
-        if len(files) > 1:
-            # Publish the digests after the file is durable. Otherwise a power cut could lose bytes that the digests vouch for.
-            resume_info.publish(_digests_key(file), hasher.finish())
-    if len(files) > 1:
+    comm = comm or SoloComm()
+    kept = write_files(comm, storage, files, bytes_of, notes=notes)
+    if len(files) > 1 and comm.rank == 0:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))
-    storage.sync([file.key for file in files])
+    return kept
 
 
-def _bytes_of_file(file: FileLayout, parts: ByteStream) -> Iterator[bytes | memoryview]:
-    yield file.header
-    for member in file.members:
-        yield from parts.take(member.num_bytes)
-
-
-def _index(files: Sequence[FileLayout]) -> bytes:
-    weight_map = {member.name: file.key for file in files for member in file.members}
-    total = sum(member.num_bytes for file in files for member in file.members)
+def _index(files: Sequence[NewFile]) -> bytes:
+    members = [(member, file.key) for file in files for member in parse_header(memoryview(file.header)).members]
+    weight_map = {member.name: key for member, key in members}
+    total = sum(member.num_bytes for member, _ in members)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

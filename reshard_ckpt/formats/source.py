@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
 from urllib.parse import unquote
 
 from ..comm.protocol import Comm
@@ -101,13 +100,6 @@ BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
 """Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is requested."""
 
 
-class WriteFolder(Protocol):
-    """Writes tensors and values as the files of a folder that holds nothing yet."""
-
-    def __call__(self, storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, /) -> None:
-        """Write all tensors of `catalog` with the bytes that `bytes_of` streams, and all values by name."""
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of another library.
@@ -133,7 +125,10 @@ class Format:
     root_marks
         Files that the root of a run has beside the folders of its checkpoints. A conversion never replaces a root.
     write
-        Writes a checkpoint as a folder of this format, for ``convert``.
+        Writes a checkpoint as a folder of this format, for ``convert``: called with a store that holds nothing yet, the catalog
+        of the tensors, all values by name, and a `BytesOf` for the tensors of the catalog.
+    shares
+        Whether several ranks write together. Each of them calls `write`, with ``comm=`` and ``notes=`` for `write_folder`.
     forms
         The values of ``optimizer=`` of ``convert`` for this format, each with the options with which the source is opened.
     """
@@ -146,7 +141,8 @@ class Format:
     options: Mapping[str, bool] = field(default_factory=dict)
     latest: Callable[[Storage], str | None] | None = None
     root_marks: tuple[str, ...] = ()
-    write: WriteFolder | None = None
+    write: Callable[..., int | None] | None = None
+    shares: bool = False
     forms: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from ..core.catalog.model import Catalog
-
-TensorBytes = Callable[[Sequence[int]], Iterator[memoryview]]
-"""Streams the bytes of whole tensors, by their catalog indices, end to end. A part is valid until the next one is requested."""
 
 _NUMBER = re.compile(r"(\d+)")
 

@@ -2,7 +2,8 @@
 
 1. Build the state from placeholder tensors: views of one sparse file, which take neither memory nor disk.
 2. Pickle it with ``torch.save`` under ``skip_data``, which leaves the bytes out.
-3. Write a zip of uncompressed records: the pickle, then the bytes of each storage, aligned as torch aligns them.
+3. Write a zip of uncompressed records: the pickle, then the bytes of each storage, aligned as torch aligns them. Several
+   processes divide the storages (`shared_files`).
 
 An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, and their names in ``param_names``.
 """
@@ -13,8 +14,9 @@ import io
 import os
 import sys
 import tempfile
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -22,19 +24,24 @@ from typing import Any
 
 import torch
 
+from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..core.trees import put
+from ..engine.loading.stream import Run, whole_run
 from ..errors import StorageError, UnsupportedError
 from ..format.columns import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
-from ..torchfile.zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
-from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
+from ..storage import LocalStorage
+from ..torchfile.zip_records import ALIGNMENT, ZipRecord, ZipRecords, directory, lay_out_records, whole_record
+from .shared_files import NewFile, NewPart, write_files
+from .source import BytesOf
+from .tensor_stream import aliases_of, in_natural_order
 
 
-def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: TensorBytes) -> None:
+def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm | None = None) -> None:
     """Write one file that ``torch.load(path, weights_only=True, mmap=True)`` reads, and make it durable.
 
     Parameters
@@ -43,6 +50,8 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         The path of the file, which must not exist.
     values
         All values of the catalog, by name.
+    comm
+        The ranks that share the work, by tensors; by default this process alone.
 
     Raises
     ------
@@ -52,7 +61,8 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         The disk is full.
     """
     _check_values(values)
-    with tempfile.TemporaryDirectory(prefix=".description-", dir=os.path.dirname(path)) as folder:
+    above, name = os.path.split(path)
+    with tempfile.TemporaryDirectory(prefix=".description-", dir=above) as folder:
         try:
             placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
             state = _state(catalog, values, placeholders)
@@ -60,26 +70,51 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         except RuntimeError as error:  # torch raises this if the disk is full
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
     # index_of: by id of a placeholder, the catalog index of its bytes. tensors[n]: the tensor whose storage is record n.
-    # wanted: the indices in the order of the records, so that one stream gives the bytes of all.
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
     tensors = list(_tensors_in_order(state))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
-    wanted = [index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]
-    parts = ByteStream(bytes_of(wanted))
-    stored = zip(tensors, sizes, strict=True)
-    with open(path, "xb") as file:
-        records: list[NewRecord] = [
-            ("data.pkl", len(pickled), [pickled]),
-            ("byteorder", len(sys.byteorder), [sys.byteorder.encode()]),
-            *(
-                (f"data/{number}", size, parts.take(size) if id(tensor) in index_of else [_storage_bytes(tensor)])
-                for number, (tensor, size) in enumerate(stored)
-            ),
-            ("version", len(version), [version]),
-        ]
-        write_records(file.write, records)
-        file.flush()
-        os.fsync(file.fileno())
+    runs = [
+        whole_run(catalog, index) if (index := index_of.get(id(tensor))) is not None and tensor.numel() else None
+        for tensor in tensors
+    ]
+    held: dict[str, bytes | memoryview] = {
+        f"data/{n}": _storage_bytes(tensor) for n, tensor in enumerate(tensors) if runs[n] is None
+    }
+    literal: dict[str, bytes | memoryview] = {
+        "data.pkl": pickled,
+        "byteorder": sys.byteorder.encode(),
+        **held,
+        "version": version,
+    }
+    data_sizes = [(f"data/{n}", size) for n, size in enumerate(sizes)]
+    first = [(name, len(literal[name])) for name in ("data.pkl", "byteorder")]
+    records = lay_out_records([*first, *data_sizes, ("version", len(version))])
+    with LocalStorage(above) as storage:
+        file = _zip_file(name, records, literal, {f"data/{n}": run for n, run in enumerate(runs) if run is not None})
+        write_files(comm or SoloComm(), storage, [file], bytes_of)
+
+
+def _zip_file(
+    key: str, records: Sequence[ZipRecord], literal: Mapping[str, bytes | memoryview], runs: Mapping[str, Run]
+) -> NewFile:
+    """Lay out a file of these records; the data of each are literal bytes, or a run of a tensor."""
+    parts: list[NewPart] = []
+    before: list[bytes] = []  # literal bytes behind the last part
+    for record in records:
+        if record.name in runs:
+            before.append(record.head)
+            parts.append(NewPart(runs[record.name], record.size, b"".join(before), record.tail))
+            before = []
+        else:
+            before.append(whole_record(record, literal[record.name]))
+    rest = b"".join(before)
+    known = {name: zlib.crc32(data) for name, data in literal.items()}
+
+    def end(crcs: Sequence[int]) -> bytes:
+        found = iter(crcs)
+        return rest + directory(records, [next(found) if one.name in runs else known[one.name] for one in records])
+
+    return NewFile(key, b"", tuple(parts), end)
 
 
 def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:

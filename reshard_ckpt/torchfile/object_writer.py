@@ -7,7 +7,8 @@ Megatron's enums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 from math import prod
@@ -23,7 +24,7 @@ from ..format.objects import Named
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
 from .pickle_writer import Built, FunctionCall, Global, Instance, Pairs, PersistentId, pickled
 from .tensors import STORAGE_DTYPES
-from .zip_records import NewRecord, write_records
+from .zip_records import directory, lay_out_records, whole_record, write_records
 
 
 def object_bytes(value: Any, name: str) -> bytes:
@@ -157,15 +158,17 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
     return FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name))
 
 
-def write_tensor(
-    write: Callable[[bytes | memoryview], None], dtype: torch.dtype, shape: Ints, parts: Iterable[memoryview]
-) -> int:
-    """Write a file as ``torch.save`` of one tensor does, with its bytes from `parts`; return the number of bytes written."""
+def around_tensor(dtype: torch.dtype, shape: Ints) -> tuple[bytes, Callable[[int], bytes]]:
+    """Return the bytes of a file of ``torch.save`` before a tensor's data, and the bytes behind by the CRC-32 of the data."""
     described = tensor_pickle(dtype, shape)
-    records: list[NewRecord] = [
-        ("data.pkl", len(described), [described]),
-        ("byteorder", 6, [b"little"]),
-        ("data/0", prod(shape) * dtype.itemsize, parts),
-        ("version", 2, [b"3\n"]),
-    ]
-    return write_records(write, records)
+    data = {"data.pkl": described, "byteorder": b"little", "version": b"3\n"}
+    sizes = [("data.pkl", len(described)), ("byteorder", 6), ("data/0", prod(shape) * dtype.itemsize), ("version", 2)]
+    records = lay_out_records(sizes)
+    first, second, own, last = records
+    before = b"".join(whole_record(record, data[record.name]) for record in (first, second)) + own.head
+
+    def behind(crc: int) -> bytes:
+        crcs = [crc if record is own else zlib.crc32(data[record.name]) for record in records]
+        return own.tail(crc) + whole_record(last, data["version"]) + directory(records, crcs)
+
+    return before, behind

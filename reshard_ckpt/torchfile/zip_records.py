@@ -12,8 +12,9 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from ..errors import CorruptError, UnsupportedError
 from ..storage.protocol import Storage
@@ -28,7 +29,10 @@ MAX_PICKLE_BYTES = 1 << 30
 """The most bytes of the pickle of one file: a thousand times the size that a large model needs."""
 
 _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
-_ENCRYPTED = 1
+_ENCRYPTED, _SIZES_BEHIND = 1, 8
+_UNKNOWN, _MOST_RECORDS, _ZIP64, _UNIX = 0xFFFFFFFF, 0xFFFF, 45, 3
+_DAY = 33
+"""The first day that a zip knows: 1980-01-01."""
 
 _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
@@ -164,38 +168,107 @@ def refuse_legacy(head: bytes, name: str) -> None:
         )
 
 
-class _Output:
-    """The output file for `zipfile`: it can be written to, but not seek, so `zipfile` puts checksums behind the records."""
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """A record of a zip that is written front to back: where its header begins, and its size.
 
-    def __init__(self, write: Callable[[bytes | memoryview], object]) -> None:
-        self._write, self._size = write, 0
+    The sizes of a zip are known before its data, so several processes can write it.
+    """
 
-    def write(self, data: bytes | memoryview) -> int:
-        self._write(data)
-        self._size += len(data)
-        return len(data)
+    name: str
+    size: int
+    at: int
 
-    def tell(self) -> int:
-        return self._size
+    @property
+    def head(self) -> bytes:
+        """The header, padded so that the data begin aligned: torch maps storages into memory."""
+        # The extra field "FB" pads it: two bytes of name, two of length, then the padding.
+        plain = self.at + _LOCAL_HEADER_BYTES + len(self._path) + 4 + _ZIP64_BYTES * self._is_large
+        # Checksum and sizes stand behind the data.
+        extra = self._padding(-plain % ALIGNMENT) + (struct.pack("<HHQQ", 1, 16, 0, 0) if self._is_large else b"")
+        size = _UNKNOWN if self._is_large else 0
+        fields = (b"PK\3\4", self._version, _SIZES_BEHIND, 0, 0, _DAY, 0, size, size, len(self._path), len(extra))
+        return struct.pack("<4s5H3L2H", *fields) + self._path + extra
 
-    def flush(self) -> None:
-        """Do nothing, because nothing is buffered."""
+    def tail(self, crc: int) -> bytes:
+        """Return the bytes behind the data, given the CRC-32 of the data."""
+        return struct.pack("<4sLQQ" if self._is_large else "<4sLLL", b"PK\7\10", crc, self.size, self.size)
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.at + len(self.head) + self.size + len(self.tail(0))
+
+    def entry(self, crc: int) -> bytes:
+        """Return the entry in the directory."""
+        padding = len(self.head) - _LOCAL_HEADER_BYTES - len(self._path) - 4 - _ZIP64_BYTES * self._is_large
+        large = [self.size] * 2 if self.size > zipfile.ZIP64_LIMIT else []
+        far = [self.at] if self.at > zipfile.ZIP64_LIMIT else []
+        beyond = struct.pack(f"<HH{len(large + far)}Q", 1, 8 * len(large + far), *large, *far) if large or far else b""
+        extra = beyond + self._padding(padding)
+        version, size = _ZIP64 if beyond else self._version, _UNKNOWN if large else self.size
+        made_by = version | _UNIX << 8
+        return (
+            struct.pack("<4s6H3L", b"PK\1\2", made_by, version, _SIZES_BEHIND, 0, 0, _DAY, crc, size, size)
+            + struct.pack("<5H2L", len(self._path), len(extra), 0, 0, 0, 0o600 << 16, _UNKNOWN if far else self.at)
+            + self._path
+            + extra
+        )
+
+    @property
+    def _path(self) -> bytes:
+        return f"archive/{self.name}".encode("ascii")
+
+    @property
+    def _is_large(self) -> bool:
+        return self.size > zipfile.ZIP64_LIMIT // 2
+
+    @property
+    def _version(self) -> int:
+        return _ZIP64 if self._is_large else 20
+
+    @staticmethod
+    def _padding(num: int) -> bytes:
+        return b"FB" + num.to_bytes(2, "little") + b"Z" * num
+
+
+def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
+    """Lay out records of these names and sizes, one after the other."""
+    records: list[ZipRecord] = []
+    for name, size in sizes:
+        records.append(ZipRecord(name, size, records[-1].end if records else 0))
+    return records
+
+
+def whole_record(record: ZipRecord, data: bytes | memoryview) -> bytes:
+    """Return a record with its data."""
+    return b"".join((record.head, data, record.tail(zlib.crc32(data))))
+
+
+def directory(records: Sequence[ZipRecord], crcs: Sequence[int]) -> bytes:
+    """Return the end of a zip, which lists its records with the CRC-32 of each."""
+    entries = b"".join(record.entry(crc) for record, crc in zip(records, crcs, strict=True))
+    at, size, num = records[-1].end if records else 0, len(entries), len(records)
+    far = b""
+    if num > _MOST_RECORDS or max(at, size) > zipfile.ZIP64_LIMIT:
+        far = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, _ZIP64, _ZIP64, 0, 0, num, num, size, at)
+        far += struct.pack("<4sLQL", b"PK\6\7", 0, at + size, 1)
+    num, size, at = min(num, _MOST_RECORDS), min(size, _UNKNOWN), min(at, _UNKNOWN)
+    return entries + far + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, num, num, size, at, 0)
 
 
 def write_records(write: Callable[[bytes | memoryview], object], records: Iterable[NewRecord]) -> int:
     """Write a zip as ``torch.save`` does, by calls of `write`; return the number of bytes written."""
-    out = _Output(write)
-    with zipfile.ZipFile(cast(Any, out), "w", zipfile.ZIP_STORED) as archive:
-        for name, size, parts in records:
-            member = zipfile.ZipInfo(f"archive/{name}")
-            member.file_size = size
-            is_large = size > zipfile.ZIP64_LIMIT // 2
-            # torch maps storages into memory, so their bytes must begin aligned. The extra field "FB" of the header pads them:
-            # two bytes of name, two of length, then the padding. zipfile adds its own extra field if the record is large.
-            head = out.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + 4 + _ZIP64_BYTES * is_large
-            padding = -head % ALIGNMENT
-            member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-            with archive.open(member, "w", force_zip64=is_large) as record:
-                for part in parts:
-                    record.write(part)
-    return out.tell()
+    new = list(records)
+    laid_out, crcs = lay_out_records((name, size) for name, size, _ in new), []
+    for record, (_, _, parts) in zip(laid_out, new, strict=True):
+        write(record.head)
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+            write(part)
+        write(record.tail(crc))
+        crcs.append(crc)
+    end = directory(laid_out, crcs)
+    write(end)
+    return laid_out[-1].end + len(end)

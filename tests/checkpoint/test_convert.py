@@ -487,6 +487,7 @@ def test_what_a_killed_conversion_of_another_state_or_without_checksums_left_is_
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "to": [{"to": "reshard", "root": "model"}],
     "max_shard_size": [{"max_shard_size": 200}],
+    "optimizer": [{"to": "dcp", "optimizer": form} for form in ("nested", "flat")],
     "unstack": [{"unstack": True}],
     "root": [{"root": ""}, {"root": "model.layers"}],
     "select": [{"select": "model.layers.0"}],
@@ -498,9 +499,10 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 WITHOUT_EFFECT = {
     "src": "its catalog counts, which has the digests of all files",
     "dst": "what is kept lies beside it",
-    "optimizer": "is for formats of which nothing is kept",
     "overwrite": "says what may be replaced by the same bytes",
     "progress": "is told, and decides nothing",
+    "process_group": "any number of processes write the same files",
+    "timeout_s": "a limit of waiting",
 }
 
 

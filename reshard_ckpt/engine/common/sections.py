@@ -98,7 +98,7 @@ class SectionWriter:
         begin = self._body[0]
         return begin, min(begin + len(self.digests) * BLOCK_BYTES, self._body[1])
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes."""
         view = memoryview(data)
         while len(view):

@@ -1,11 +1,14 @@
 """Making a checkpoint self-contained: files of other checkpoints that its catalog refers to are copied into its own folder.
 
 1. Each file is copied into a folder of a new save id, and every block is verified on the way. Nothing refers to the copies yet.
-2. A new manifest is written beside the copies, and the timeline is copied there, if the checkpoint has them.
+   Several processes divide the files by their bytes.
+2. Rank 0 does the rest. A new manifest is written beside the copies, and the timeline is copied there, if there are such files.
 3. A catalog that refers to the copies replaces the old one. From this step on the checkpoint needs no other. The new catalog has
    the new save id, and the same tensors and rows. Each file entry keeps the id of the save that wrote the file.
 4. Only then are the files deleted that the old catalog alone referred to. If the process is killed before step 3, the checkpoint
    is unchanged, and the copies are leftovers, which the next save, manager or call of `compact` removes.
+
+Collectives, in order: a broadcast of the new save id, and a gather of the copied files with a broadcast of the end.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CheckpointError, CorruptError, StorageError
 from ...format.catalog import encode_catalog
@@ -36,10 +41,12 @@ from ...format.files import (
 from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, PublishUnknown, Storage, conflict, read_parts, write_file
 from ..common.files import open_files
-from ..common.progress import OnProgress, Tally, silent
+from ..common.progress import OnProgress, SharedTally, Tally, silent
+from ..common.sections import share
 from ..common.step_folders import clean_up
 from ..loading.read import REQUEST_BYTES, num_threads
 from ..saving.commit import look
+from ..saving.options import PreviousCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +72,30 @@ class CompactReport:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """The catalog entry of a copied file, and the SHA-256 of the file and of its digests file; None without a manifest."""
+    """The key of a copied file, and the SHA-256 of the file and of its digests file; None without a manifest."""
 
-    entry: FileEntry
+    key: str
     sha256: tuple[bytes, bytes] | None
+
+    @property
+    def packed(self) -> list[Any]:
+        """The copy as a message to rank 0."""
+        return [self.key, self.sha256]
+
+    @classmethod
+    def of(cls, key: str, sha256: list[bytes] | None) -> _Copied:
+        """Decode a message."""
+        return cls(key, None if sha256 is None else (sha256[0], sha256[1]))
+
+    def entry(self, file: FileEntry) -> FileEntry:
+        """Return the catalog entry of the copy of a file."""
+        return replace(file, key=self.key, digests_key=digests_key(self.key), checkpoint="")
 
 
 def compact(
-    storage: Storage, catalog: Catalog, encoded: bytes, *, workers: int | None = None, report: OnProgress = silent
+    comm: Comm, storage: Storage, catalog: Catalog, encoded: bytes, *, workers: int | None = None, report: OnProgress = silent
 ) -> CompactReport:
-    """Make a checkpoint self-contained.
+    """Make a checkpoint self-contained. Collective.
 
     Parameters
     ----------
@@ -85,7 +106,7 @@ def compact(
     workers
         The number of threads that copy; by default chosen from the number of files.
     report
-        Called with the progress.
+        Called with the progress, on rank 0.
 
     Raises
     ------
@@ -97,46 +118,75 @@ def compact(
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
         return CompactReport(catalog.save_id, 0, 0, ())
-    open_files(storage, catalog, borrowed)
-    _check_room(storage, [catalog.files[index] for index in borrowed])
-    before, save_id = look(storage), new_save_id()
+    mine = [borrowed[i] for i in share((catalog.files[index].size for index in borrowed), comm.rank, comm.size)]
+    open_files(storage, catalog, mine)
+    before = look(storage) if comm.rank == 0 else None
+
+    def begun() -> str:
+        _check_room(storage, [catalog.files[index] for index in borrowed])
+        return new_save_id()
+
+    save_id = value_of_first(comm, begun)
     listed = _listed(storage, catalog)
     keys = _new_keys(catalog, borrowed, save_id)
     made = [*keys.values(), *map(digests_key, keys.values()), manifest_key(save_id), timeline_key(save_id)]
     num_bytes = sum(catalog.files[index].size for index in borrowed)
-    tally = Tally("compact", num_bytes, report)
+    tally = SharedTally(comm, "compact", num_bytes, report)
+
+    def published(of_ranks: list[Any]) -> None:
+        assert before is not None
+        copied = {int(index): _Copied.of(*packed) for of_rank in of_ranks for index, packed in of_rank}
+        storage.sync([*keys.values(), *map(digests_key, keys.values())])
+        _publish(storage, catalog, encoded, before, save_id, copied, listed)
+
     try:
-        count = num_threads(len(borrowed), storage.hints) if workers is None else workers
-        with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-compact") as pool:
-            copied = dict(
-                zip(borrowed, pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), borrowed), strict=True)
-            )
-        files = tuple(copied[i].entry if i in copied else file for i, file in enumerate(catalog.files))
-        replacement = encode_catalog(replace(catalog, files=files, save_id=save_id))
-        if listed is not None:
-            write_file(storage, manifest_key(save_id), _manifest(catalog, listed, copied, replacement))
-        if storage.size(old := timeline_key(catalog.save_id)) is not None:
-            write_file(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
-        # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
-        storage.sync(key for key, size in zip(made, storage.stat(made), strict=True) if size is not None)
-        open_files(storage, replace(catalog, files=files), borrowed)
-        if before.catalog != encoded:
-            raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
-        storage.publish(CATALOG_KEY, replacement, expected=before.version)
+        count = num_threads(len(mine), storage.hints) if workers is None else workers
+        with ThreadPoolExecutor(max(count, 1), thread_name_prefix="reshard-ckpt-compact") as pool:
+            copies = list(pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), mine))
+        merge_of_all(comm, [[i, one.packed] for i, one in zip(mine, copies, strict=True)], published)
     except BaseException as error:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
             # The new catalog is not in place and will not come there, so nothing refers to the copies.
-            if not isinstance(error, PublishUnknown) and look(storage).catalog == encoded:
+            if comm.rank == 0 and not isinstance(error, PublishUnknown) and look(storage).catalog == encoded:
                 storage.delete(made)
         raise
+    tally.finish()
+    places = dict.fromkeys(catalog.files[index].checkpoint for index in borrowed)
+    return CompactReport(save_id, len(borrowed), num_bytes, tuple(places))
+
+
+def _publish(
+    storage: Storage,
+    catalog: Catalog,
+    encoded: bytes,
+    before: PreviousCheckpoint,
+    save_id: str,
+    copied: dict[int, _Copied],
+    listed: dict[str, bytes] | None,
+) -> None:
+    """Write the files beside the copies, replace the catalog, and delete the files that the old one alone referred to."""
+    files = tuple(copied[i].entry(file) if i in copied else file for i, file in enumerate(catalog.files))
+    new = replace(catalog, files=files, save_id=save_id)
+    replacement = encode_catalog(new)
+    beside = {}
+    if listed is not None:
+        beside[manifest_key(save_id)] = _manifest(catalog, listed, copied, replacement)
+    if storage.size(old := timeline_key(catalog.save_id)) is not None:
+        beside[timeline_key(save_id)] = storage.read(old, MAX_TIMELINE_BYTES)
+    for key, data in beside.items():
+        write_file(storage, key, data)
+    # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
+    storage.sync(beside)
+    open_files(storage, new, list(copied))
+    if before.catalog != encoded:
+        raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
+    storage.publish(CATALOG_KEY, replacement, expected=before.version)
     try:
-        clean_up(storage, replace(catalog, files=files, save_id=save_id), before.folders)
+        clean_up(storage, new, before.folders)
     except StorageError as error:  # the checkpoint is self-contained by now, so this is a warning and not an error
         warnings.warn(
             f"compacted, but what was replaced is not all deleted: {error}; the next save there tries again", stacklevel=2
         )
-    places = dict.fromkeys(catalog.files[index].checkpoint for index in borrowed)
-    return CompactReport(save_id, len(borrowed), num_bytes, tuple(places))
 
 
 def _check_room(storage: Storage, files: list[FileEntry]) -> None:
@@ -195,14 +245,13 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
             tally.add(len(window))
     proof = storage.read(file.digests_key, digests_file_bytes(file.size, 64 << 10))
     write_file(storage, digests_key(key), proof)
-    entry = replace(file, key=key, digests_key=digests_key(key), checkpoint="")
     if hasher is None or listed is None:
-        return _Copied(entry, None)
+        return _Copied(key, None)
     found = hasher.digest(), hashlib.sha256(proof).digest()
     for name, sha256 in zip(file.keys, found, strict=True):
         if name in listed and listed[name] != sha256:
             raise CorruptError(f"{storage.url}: {name} is not the file that the manifest lists: it was changed; nothing was done")
-    return _Copied(entry, found)
+    return _Copied(key, found)
 
 
 def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Copied], encoded: bytes) -> bytes:
@@ -212,7 +261,7 @@ def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Cop
         if index in copied:
             new = copied[index]
             assert new.sha256 is not None
-            digests[new.entry.key], digests[new.entry.digests_key] = new.sha256
+            digests[new.key], digests[digests_key(new.key)] = new.sha256
         else:
             digests.update((key, listed[key]) for key in file.keys if key in listed)
     return encode_manifest(digests)

@@ -297,6 +297,7 @@ FORMAT = Format(
     takes=("as_saved", "named"),
     root_marks=(LATEST_KEY,),
     write=write_megatron,
+    shares=True,
     forms={FULLY_RESHARDABLE: {"named": True}},
 )
 _PLANNER = "torch.distributed.checkpoint.planner"

@@ -43,7 +43,7 @@ _WITHOUT_CHAIN = "chained_optim_avoid_prefix"
 _ADVICE = "leave one of them out with exclude="
 
 
-def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf) -> None:
+def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, **shared: Any) -> int:
     """Write a folder for Megatron-Core.
 
     Parameters
@@ -54,6 +54,13 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
         All tensors, and all values by name. Objects whose classes this program lacks are `Named`.
     bytes_of
         Streams the bytes of tensors.
+    shared
+        The ranks that share the work, and the store of notes; see `write_folder`.
+
+    Returns
+    -------
+    int
+        Bytes of files that an earlier attempt had finished.
 
     Raises
     ------
@@ -66,9 +73,11 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     common = _common_state(catalog, values)
     layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
     data = object_bytes(common, f"{storage.url}: {COMMON_FILE}")
-    write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
-    storage.publish(COMMON_FILE, data)
-    storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode())
+    kept = write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url), **shared)
+    if shared.get("comm") is None or shared["comm"].rank == 0:
+        storage.publish(COMMON_FILE, data)
+        storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode())
+    return kept
 
 
 def _refuse_other_models(catalog: Catalog) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...core.catalog.specs import Ints
+from ...format.files import digest128
 from ...torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 from .metadata import DCP_FILES, DCP_METADATA, Extent, SavedTensor
 from .names import KeyPath
@@ -48,12 +49,12 @@ def metadata_bytes(
         },
         "planner_data": dict(paths),
         "storage_data": Pairs(stored),
-        "storage_meta": _dcp(
-            "StorageMeta", {"checkpoint_id": where, "save_id": str(uuid.uuid4()), "load_id": None, "modules": []}
-        ),
         "version": VERSION,
     }
-    return pickled(_dcp("Metadata", fields))
+    # The id follows from the content, so that any number of processes write the same bytes.
+    save_id = uuid.UUID(bytes=digest128(pickled(_dcp("Metadata", fields))))
+    about: dict[str, Any] = {"checkpoint_id": where, "save_id": str(save_id), "load_id": None, "modules": []}
+    return pickled(_dcp("Metadata", {**fields, "storage_meta": _dcp("StorageMeta", about)}))
 
 
 def _dcp(name: str, state: Any) -> Instance:

@@ -2,21 +2,23 @@
 
 1. Flatten values as DCP does, and give each name the keys that lead to it (`lay_out`).
 2. Cut tensors into chunks along their outermost dims, so that a rank that wants a part need not read all of it.
-3. Write every value and every chunk as a file of ``torch.save``, one after the other in ``__0_N.distcp``.
-4. Publish ``.metadata``, which lists them all, last.
+3. Lay out every value and every chunk as a file of ``torch.save``, one after the other in ``__0_N.distcp``.
+4. Write the files, on one process or on several (`shared_files`).
+5. Publish ``.metadata``, which lists them all, last.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...comm.protocol import Comm, SoloComm
 from ...core.catalog.model import Catalog
 from ...core.catalog.names import optimizer_of
 from ...core.catalog.specs import Ints, ValueKind
@@ -27,10 +29,10 @@ from ...errors import NameCollisionError
 from ...format.columns import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
-from ...storage.protocol import ABSENT, Storage, Writer
-from ...torchfile.object_writer import write_tensor
+from ...storage.protocol import ABSENT, Storage
+from ...torchfile.object_writer import around_tensor
+from ..shared_files import NewFile, NewPart, write_files
 from ..source import BytesOf
-from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
 from .names import KeyPath, key_path, state_path, taken_apart
@@ -39,9 +41,6 @@ CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk, because ``torch.distributed.checkpoint.load`` has a whole chunk in memory at once."""
 
 FILE_BYTES = 4 << 30
-GATHERED_BYTES = 1 << 20
-"""Small parts are gathered up to this size and written in one call: a tensor in ``torch.save``'s format has some thirty."""
-
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
@@ -63,13 +62,15 @@ def write_dcp(
     optimizer: str = "nested",
     chunk_bytes: int = CHUNK_BYTES,
     file_bytes: int = FILE_BYTES,
-) -> None:
+    comm: Comm | None = None,
+    notes: Storage | None = None,
+) -> int:
     """Write a folder for ``torch.distributed.checkpoint``.
 
     Parameters
     ----------
     storage
-        The store to write to; it must be empty.
+        The store to write to; without `notes` it must be empty.
     catalog, values
         All tensors, and all values by name. A value that each rank has its own of is written as a list.
     bytes_of
@@ -79,6 +80,13 @@ def write_dcp(
         ``flatten_optimizer_state_dict=True``.
     chunk_bytes, file_bytes
         The most bytes of a chunk, unless one element is larger; and the size after which a file is followed by another one.
+    comm, notes
+        The ranks that share the work, by default this process alone, and the store of notes; see `shared_files.write_files`.
+
+    Returns
+    -------
+    int
+        Bytes of files that an earlier attempt had finished.
 
     Raises
     ------
@@ -86,7 +94,8 @@ def write_dcp(
         Two values or tensors have one name after values are flattened.
     """
     layout = lay_out(catalog, values, optimizer)
-    write_folder(storage, catalog, layout, bytes_of, _torch_saved, chunk_bytes=chunk_bytes, file_bytes=file_bytes)
+    sizes = {"chunk_bytes": chunk_bytes, "file_bytes": file_bytes}
+    return write_folder(storage, catalog, layout, bytes_of, _torch_saved, **sizes, comm=comm, notes=notes)
 
 
 def write_folder(
@@ -98,68 +107,66 @@ def write_folder(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write a folder of this layout; `encoded` converts a value to bytes."""
-    out = _Files(storage, file_bytes)
+    comm: Comm | None = None,
+    notes: Storage | None = None,
+) -> int:
+    """Write a folder of this layout, as `write_dcp` does; `encoded` converts a value to bytes."""
+    comm, out = comm or SoloComm(), _Files(file_bytes)
+    places = _lay_out_values(out, layout.values, encoded)
+    tensors = _lay_out_tensors(out, catalog, layout, chunk_bytes)
     try:
-        places = _write_values(out, layout.values, encoded)
-        tensors = _write_tensors(out, catalog, layout, bytes_of, chunk_bytes)
-        out.finish()
+        kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
         # Readers look for ``.metadata``. It is published last, when all other files are durable.
-        storage.sync(out.keys)
-        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
+        if comm.rank == 0:
+            storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
     except BaseException:
-        out.abort()
-        storage.delete(out.keys)
+        storage.delete(file.key for file in out.all())
         raise
+    return kept
 
 
-@dataclass(slots=True)
 class _Files:
-    """The files of the folder, written one after the other."""
+    """The layout of the files of the folder, one after the other."""
 
-    storage: Storage
-    file_bytes: int
-    keys: list[str] = field(default_factory=list)
-    size: int = 0
-    writer: Writer | None = None
-    _gathered: bytearray = field(default_factory=bytearray)
+    def __init__(self, file_bytes: int) -> None:
+        self._file_bytes, self._done = file_bytes, list[NewFile]()
+        self._begin_file()
+
+    def _begin_file(self) -> None:
+        # before: literal bytes behind the last part
+        self._parts, self._before, self.size = list[NewPart](), list[bytes](), 0
+
+    def all(self) -> list[NewFile]:
+        """Return all files."""
+        return [*self._done, *([self._file()] if self.size else [])]
+
+    def _file(self) -> NewFile:
+        rest = b"".join(self._before)
+        if not self._parts:
+            return NewFile(self._key, rest, ())
+        return NewFile(self._key, b"", tuple(self._parts), (lambda crcs: rest) if rest else None)
+
+    @property
+    def _key(self) -> str:
+        return f"__0_{len(self._done)}.distcp"
 
     def begin(self) -> None:
-        """Open the next file if there is none yet, or if this one has reached its size."""
-        if self.writer is not None and self.size < self.file_bytes:
-            return
-        self.finish()
-        self.keys.append(f"__0_{len(self.keys)}.distcp")
-        self.writer, self.size = self.storage.create(self.keys[-1]), 0
+        """Begin the next file if this one has reached its size."""
+        if self.size >= self._file_bytes:
+            self._done.append(self._file())
+            self._begin_file()
 
-    def write(self, data: bytes | memoryview) -> None:
-        self.size += len(data)
-        if len(self._gathered) + len(data) > GATHERED_BYTES:
-            self._write_gathered()
-        if len(data) > GATHERED_BYTES:
-            assert self.writer is not None
-            self.writer.write(data)
-        else:
-            self._gathered += data
-
-    def _write_gathered(self) -> None:
-        if self.writer is not None and self._gathered:
-            self.writer.write(self._gathered)
-            self._gathered = bytearray()
-
-    def extent_since(self, begin: int) -> Extent:
-        """Return the extent of the bytes written to this file since its size was `begin`."""
-        return Extent(self.keys[-1], begin, self.size - begin)
-
-    def finish(self) -> None:
-        if self.writer is not None:
-            self._write_gathered()
-            self.writer.finish()
-
-    def abort(self) -> None:
-        if self.writer is not None:
-            self.writer.abort()
+    def add(self, data: bytes, run: Run | None = None, num_bytes: int = 0, after: Callable[[int], bytes] | None = None) -> Extent:
+        """Add literal bytes, and then a run with the bytes behind it, which are a function of its CRC-32; return their extent."""
+        begin = self.size
+        self._before.append(data if num_bytes or after is None else data + after(0))
+        if num_bytes:
+            assert run is not None
+            part = NewPart(run, num_bytes, b"".join(self._before), after)
+            self._parts.append(part)
+            self._before = []
+        self.size += len(data) + num_bytes + (len(after(0)) if after else 0)
+        return Extent(self._key, begin, self.size - begin)
 
 
 def _torch_saved(value: Any) -> bytes:
@@ -168,33 +175,24 @@ def _torch_saved(value: Any) -> bytes:
     return data.getvalue()
 
 
-def _write_values(out: _Files, values: Mapping[str, Any], encoded: Callable[[Any], bytes]) -> dict[str, Extent]:
+def _lay_out_values(out: _Files, values: Mapping[str, Any], encoded: Callable[[Any], bytes]) -> dict[str, Extent]:
     places: dict[str, Extent] = {}
     for name, value in values.items():
         out.begin()
-        begin = out.size
-        out.write(encoded(value))
-        places[name] = out.extent_since(begin)
+        places[name] = out.add(encoded(value))
     return places
 
 
-def _write_tensors(
-    out: _Files, catalog: Catalog, layout: FolderLayout, bytes_of: BytesOf, chunk_bytes: int
-) -> dict[str, SavedTensor]:
-    """Write each tensor that has bytes of its own once; aliases refer to the same chunks."""
-    sources = sorted({catalog.source(index) for index in layout.tensors.values()})
-    boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
-    runs = [run for index in sources for _, _, run in boxes[index] if run.count]
-    parts = ByteStream(bytes_of(runs))
+def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout, chunk_bytes: int) -> dict[str, SavedTensor]:
+    """Lay out each tensor that has bytes of its own once; aliases refer to the same chunks."""
     written: dict[int, SavedTensor] = {}
-    for index in sources:
+    for index in sorted({catalog.source(index) for index in layout.tensors.values()}):
         dtype = TORCH_DTYPES[catalog.dtype(index)]
         chunks: list[Chunk] = []
-        for offsets, lengths, run in boxes[index]:
+        for offsets, lengths, run in _boxes(catalog, index, chunk_bytes):
             out.begin()
-            begin = out.size
-            write_tensor(out.write, dtype, lengths, parts.take(run.count * dtype.itemsize))
-            chunks.append(Chunk(offsets, lengths, out.extent_since(begin)))
+            before, behind = around_tensor(dtype, lengths)
+            chunks.append(Chunk(offsets, lengths, out.add(before, run, run.count * dtype.itemsize, behind)))
         written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
 

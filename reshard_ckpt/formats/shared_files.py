@@ -1,0 +1,215 @@
+"""Writing files of other formats, on one process or on several that share the work by bytes.
+
+1. A writer lays out its files before any byte is read: literal bytes, runs of tensors, and bytes that need checksums of the
+   runs (`NewFile`). Every process makes the same layout.
+2. Files that an earlier attempt finished are kept; the processes verify an even share of them each.
+3. The processes divide the parts of all other files by their bytes (`engine.common.sections`), and write them as a stream.
+4. Rank 0 joins files that several processes wrote.
+
+Collectives, in order, for files with notes: a gather and a broadcast of the kept files; then for all: a gather of the written
+sections, and a broadcast.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import numpy as np
+
+from ..comm.protocol import Comm, merge_of_all
+from ..engine.common.resuming import finished_digests
+from ..engine.common.sections import Section, SectionWriter, join, share
+from ..engine.loading.stream import Run
+from ..format.files import BLOCK_BYTES, encode_digests
+from ..storage import Storage
+from .source import BytesOf
+from .tensor_stream import ByteStream
+
+GATHERED_BYTES = 1 << 20
+"""Small parts are gathered up to this size and written in one call: a tensor in ``torch.save``'s format has some thirty."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewPart:
+    """A part of a file that one process writes: a run of `num_bytes`, and the literal bytes around it.
+
+    Attributes
+    ----------
+    after
+        Returns the bytes behind the run, given the CRC-32 of the run; their number does not depend on it.
+    """
+
+    run: Run
+    num_bytes: int
+    before: bytes = b""
+    after: Callable[[int], bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part in the file."""
+        return len(self.before) + self.num_bytes + (len(self.after(0)) if self.after else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to write: a header, the parts, and the bytes behind them.
+
+    Attributes
+    ----------
+    end
+        Returns the last bytes of the file, given the CRC-32 of the run of each part; their number does not depend on it.
+    """
+
+    key: str
+    header: bytes
+    parts: tuple[NewPart, ...]
+    end: Callable[[Sequence[int]], bytes] | None = None
+
+    @property
+    def end_bytes(self) -> int:
+        """The number of bytes behind the last part."""
+        return len(self.end([0] * len(self.parts))) if self.end else 0
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each part begins, and where the last one ends."""
+        return list(accumulate((part.size for part in self.parts), initial=len(self.header)))
+
+
+def write_files(
+    comm: Comm, storage: Storage, files: Sequence[NewFile], bytes_of: BytesOf, *, notes: Storage | None = None
+) -> int:
+    """Write files, each process its share, and make them durable; return the bytes of the files that were kept. Collective.
+
+    Parameters
+    ----------
+    bytes_of
+        Streams the bytes of runs.
+    notes
+        A store that keeps the digests of each finished file for the next attempt, if this one is killed. Files in `storage` that
+        an earlier attempt has not finished are deleted then. Without it, `storage` must have none of the files.
+
+    Raises
+    ------
+    StorageError
+        The store failed.
+    """
+    sizes = {file.key: file.offsets[-1] + file.end_bytes for file in files}
+    kept = frozenset[str]() if notes is None else _keep_finished(comm, storage, files, sizes, notes)
+    missing = [file for file in files if file.key not in kept]
+    mine = list(_share(missing, comm, by_file=not storage.hints.shares_files))
+    runs = [part.run for file, parts in mine for part in (file.parts[i] for i in parts) if part.num_bytes]
+    stream = ByteStream(bytes_of(runs))
+    sections: list[tuple[Section, dict[int, int]]] = []
+    for file, parts in mine:
+        done = _write_section(storage, file, parts, sizes[file.key], stream, notes)
+        if done is not None:
+            sections.append(done)
+    if mine:
+        storage.sync([file.key for file, _ in mine])
+    packed = [[astuple(section), crcs] for section, crcs in sections]
+
+    def joined(of_ranks: list[Any]) -> None:
+        found: dict[str, list[tuple[Section, dict[int, int]]]] = {}
+        for data, crcs in (one for of_rank in of_ranks for one in of_rank):
+            section = Section(*data)
+            found.setdefault(section.key, []).append((section, crcs))
+        for file in (file for file in missing if file.key in found):
+            crc_of = {number: crc for _, crcs in found[file.key] for number, crc in crcs.items()}
+            end = file.end([crc_of[number] for number in range(len(file.parts))]) if file.end else b""
+            whole = join(storage, file.key, sizes[file.key], [section for section, _ in found[file.key]], end)
+            storage.sync([file.key])
+            if notes is not None:
+                notes.publish(_digests_key(file), whole.digests)
+
+    merge_of_all(comm, packed, joined)
+    return sum(sizes[key] for key in kept)
+
+
+def _share(files: Sequence[NewFile], comm: Comm, *, by_file: bool) -> Iterator[tuple[NewFile, range]]:
+    """Yield the files that this process writes, each with the numbers of its parts; a file without parts is one part."""
+    units = [(file, number) for file in files for number in range(1 if by_file else max(len(file.parts), 1))]
+    sizes = (
+        file.offsets[-1] if by_file or not file.parts else file.parts[number].size + len(file.header) * (number == 0)
+        for file, number in units
+    )
+    mine = [units[i] for i in share(sizes, comm.rank, comm.size)]
+    for _, group in groupby(mine, key=lambda unit: id(unit[0])):
+        (file, first), *rest = group
+        last = len(file.parts) if by_file else min((rest[-1][1] if rest else first) + 1, len(file.parts))
+        yield file, range(first, last)
+
+
+def _write_section(
+    storage: Storage, file: NewFile, parts: range, size: int, stream: ByteStream, notes: Storage | None
+) -> tuple[Section, dict[int, int]] | None:
+    """Write some parts of a file; return the section and the CRC-32 of each run, or None if it is the whole file."""
+    offsets = file.offsets
+    is_whole = (parts.start, parts.stop) == (0, len(file.parts))
+    low = 0 if parts.start == 0 else offsets[parts.start]
+    writer = SectionWriter(storage, file.key, low, size if is_whole else offsets[parts.stop], size)
+    gathered = bytearray()
+
+    def write(data: bytes | memoryview) -> None:
+        nonlocal gathered
+        if len(gathered) + len(data) > GATHERED_BYTES:
+            writer.write(gathered)
+            gathered = bytearray()
+        if len(data) > GATHERED_BYTES:
+            writer.write(data)
+        else:
+            gathered += data
+
+    crcs: dict[int, int] = {}
+    try:
+        write(file.header if parts.start == 0 else b"")
+        for number in parts:
+            part, crc = file.parts[number], 0
+            write(part.before)
+            for data in stream.take(part.num_bytes):
+                if part.after or file.end:
+                    crc = zlib.crc32(data, crc)
+                write(data)
+            write(part.after(crc) if part.after else b"")
+            crcs[number] = crc
+        if is_whole and file.end:
+            write(file.end([crcs[number] for number in parts]))
+        writer.write(gathered)
+        if not is_whole:
+            return writer.finish(), crcs if file.end else {}
+        writer.sync()
+        # Publish the digests after the file is durable. Otherwise a power cut could lose bytes that the digests vouch for.
+        if notes is not None:
+            notes.publish(_digests_key(file), encode_digests(np.array(writer.digests, np.uint64), BLOCK_BYTES, size))
+    except BaseException:
+        writer.abort()
+        raise
+    return None
+
+
+def _keep_finished(
+    comm: Comm, storage: Storage, files: Sequence[NewFile], sizes: dict[str, int], notes: Storage
+) -> frozenset[str]:
+    """Return the keys of files that an earlier attempt finished, and have rank 0 delete all other files. Collective."""
+    there = dict(storage.list())
+    left = [file for file in files if there.get(file.key) == sizes[file.key]]
+    finished = [
+        left[i].key
+        for i in share((sizes[file.key] for file in left), comm.rank, comm.size)
+        if finished_digests(storage, left[i].key, sizes[left[i].key], left[i].header, notes, _digests_key(left[i])) is not None
+    ]
+
+    def without_others(of_ranks: list[Any]) -> list[str]:
+        kept = [key for of_rank in of_ranks for key in of_rank]
+        storage.delete(there.keys() - set(kept))
+        return kept
+
+    return frozenset(merge_of_all(comm, finished, without_others))
+
+
+def _digests_key(file: NewFile) -> str:
+    return f"{file.key}.digests"
