@@ -22,9 +22,10 @@ from ..engine.loading.scales import ENTRIES, Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import agree_on_id
 from ..errors import UsageError
+from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
-from ..formats.destination import PREFIX_LOCK, OutputFolder, new_file, new_folder
+from ..formats.destination import OutputFolder, new_file, new_folder
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
 from ..formats.source import Format, Path, Source, known_formats, locate, open_shared_source, open_source, with_options
@@ -437,4 +438,4 @@ def _write_folder(
                 values = {name: value.plain for name, value in opened.items()}
             if writer.shares or comm.rank == 0:
                 kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
-        return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != PREFIX_LOCK]), kept
+        return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != CONVERT_LOCK]), kept

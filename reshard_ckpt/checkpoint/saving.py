@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from ..comm import open_session
 from ..comm.protocol import Comm, merge_of_all
 from ..core.catalog.model import ValueEntry
-from ..core.report import SaveReport
+from ..core.report import SaveReport, duration_s
 from ..engine.common.host_memory import POOL
 from ..engine.common.progress import OnProgress, RankLog, Recorder, TimedComm, reporter
 from ..engine.common.tensor_bytes import outside_inference_mode
@@ -72,6 +72,7 @@ def save(
     base: Path | None = None,
     verify_base: bool = False,
     rows: TouchedRows | None = None,
+    grace: str | float = "10min",
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveReport:
@@ -111,6 +112,9 @@ def save(
     rows
         A `TouchedRows`: of the tables that it tracks, write only the rows that its policy chooses, and refer to `base` for the
         others. Pass it to every save, also to full ones. On all ranks, each with its own.
+    grace
+        In an object store, which has no locks: how long the files of the checkpoint that this one replaces stay for its readers,
+        a duration. A later save there removes them. 0 removes them at once.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead, with
         the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
@@ -134,6 +138,7 @@ def save(
     options = SaveOptions(
         mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
         replicas=replicas, exclude=exclude, base=base, verify_base=verify_base, rows=rows,
+        grace_s=duration_s(grace, option="grace", or_zero=True),
     )  # fmt: skip
     return _save(path, _capture_of(state, options), options)
 
@@ -282,6 +287,7 @@ def async_save(
     base: Path | None = None,
     verify_base: bool = False,
     rows: TouchedRows | None = None,
+    grace: str | float = "10min",
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -289,8 +295,10 @@ def async_save(
 
     Parameters
     ----------
-    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, base, verify_base, rows, progress, timeout_s
-        As for `save`; a `progress` function is called in the thread that writes.
+    path, state, exclude, mesh, process_group, metadata, timeline, sha256, replicas, base, verify_base, rows, grace, timeout_s
+        As for `save`.
+    progress
+        As for `save`; a function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
         ``staged()`` of the handle returns. The steps of the optimizers in the state wait for that by themselves, so a training
@@ -337,6 +345,7 @@ def async_save(
         base,
         verify_base,
         rows,
+        duration_s(grace, option="grace", or_zero=True),
     )
     return begin_save(path, state, options)
 

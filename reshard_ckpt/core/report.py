@@ -350,8 +350,8 @@ _UNITS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 
 
-def duration_s(text: str | float, *, option: str) -> float:
-    """Convert a duration to seconds; a number is taken as seconds.
+def duration_s(text: str | float, *, option: str, or_zero: bool = False) -> float:
+    """Convert a duration to seconds; a number is taken as seconds. `or_zero` allows the number 0.
 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)
@@ -368,7 +368,7 @@ def duration_s(text: str | float, *, option: str) -> float:
             seconds = float(match[1]) * _UNITS[match[2]]
     elif isinstance(text, int | float) and not isinstance(text, bool):
         seconds = float(text)
-    if not 0 < seconds < math.inf:
+    if not (0 < seconds < math.inf or (or_zero and seconds == 0)):
         raise UsageError(f'{option}={text!r}: wanted a duration above zero: seconds, or text such as "90s", "10min", "6h", "2d"')
     return seconds
 

@@ -40,6 +40,9 @@ CATALOG_KEY = "catalog.msgpack"
 RUN_LOCK_KEY = ".reshard_ckpt.lock"
 """The key of the lock in the root of a run; the job that manages the run holds it."""
 
+CONVERT_LOCK = "convert.lock"
+"""In an object store: the lease of a conversion that writes here, or that was killed."""
+
 RESHARD_LOCK = "reshard.lock"
 """The name of the lock of an offline reshard, in the folder of its files."""
 

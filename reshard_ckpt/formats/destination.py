@@ -9,8 +9,10 @@
    first moves the old content to ``.NAME.….replaced``. If the process is cut off between the two moves, the place stays empty
    until the next conversion moves the old content back.
 
-An object store has no folder to move. There a result is written in place, into a prefix that was empty, and its index comes last.
-A lease under a key of its own marks it as unfinished; the next conversion deletes the files of a killed one.
+An object store has no folder to move. There a result is written in place, into a prefix that was empty. A lease under a key of
+its own marks it as unfinished: no reader takes it for a checkpoint, and the next conversion deletes the files of a killed one. To
+replace a checkpoint, the result is made below ``.NAME.partial``; then the old files are deleted, and the store copies the new
+ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..format.files import CATALOG_KEY, CONVERT_LOCK
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage, is_object_path, open_storage, resolved_path
 from ..storage.posix import Explained, sync_folder
-from ..storage.protocol import PROBE, read_parts
+from ..storage.protocol import PROBE, at_once, copy_file
 from ..storage.swap import swap
 from .source import known_formats, open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
-PREFIX_LOCK = "convert.lock"
 _TRIES = 10
 
 
@@ -75,7 +78,7 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
         Another conversion to `dst` is under way.
     """
     if is_object_path(dst):
-        with _new_prefix(dst, overwrite) as storage, tempfile.TemporaryDirectory() as notes:
+        with _new_prefix(dst, src, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
             yield OutputFolder(storage.url, notes)
         return
     with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
@@ -96,10 +99,8 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
             if storage.size(name) is not None and not overwrite:
                 raise UsageError(f"{dst}: already exists; pass another path, or overwrite=True to replace it")
             yield os.path.join(spool, name)
-            size = os.path.getsize(os.path.join(spool, name))
-            with LocalStorage(spool) as local, storage.create(name, size, replace=True) as writer:
-                for _, part in read_parts(local, name, size, storage.hints.part_bytes):
-                    writer.write(part)
+            with LocalStorage(spool) as local:
+                copy_file(local, name, storage)
         return
     with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
@@ -110,28 +111,53 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _new_prefix(dst: str, overwrite: bool) -> Iterator[Storage]:
-    """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there."""
+def _new_prefix(dst: str, src: str, *, overwrite: bool) -> Iterator[Storage]:
+    """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there.
+
+    If `dst` holds a checkpoint, the prefix is another one beside it, and its files take the place of the old ones at the end.
+    """
     with open_storage(dst) as storage:
+        above, _, name = storage.url.rpartition("/")
+        beside = f"{above}/.{name}.partial"
         found = {key for key, _ in storage.list()}
-        if overwrite or (PREFIX_LOCK not in found and any(posixpath.basename(key) != PROBE for key in found)):
-            raise UsageError(
-                f"{dst}: {'overwrite=True' if overwrite else 'already exists'}: an object store cannot replace a folder in one "
-                "step; pass an empty prefix, without overwrite=True"
-            )
-        lease = storage.lease(PREFIX_LOCK, b"conversion", once=True)
-        if lease is None:
-            raise _busy_error(dst)
-        with lease:
-            storage.delete(found - {PREFIX_LOCK})  # of a killed conversion
-            try:
-                yield storage
+        if CONVERT_LOCK in found or all(posixpath.basename(key) == PROBE for key in found):
+            with _leased(storage) as lease:
+                storage.delete(found - {CONVERT_LOCK})  # of a killed process
+                if CONVERT_LOCK in found:  # it may have been replacing a checkpoint
+                    with open_storage(beside) as left:
+                        left.delete([key for key, _ in left.list()])
+                try:
+                    yield storage
+                    lease.check()
+                except BaseException:
+                    with suppress(StorageError):
+                        lease.check()  # of another process by now: these are its files
+                        storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
+                    raise
+            return
+        if not overwrite:
+            raise _exists(dst)
+        _check_replaceable(storage, src)
+        with _new_prefix(beside, src, overwrite=False) as made:
+            yield made
+            _refuse_referred(storage.url)  # again, because it may have taken hours to make the result
+            keys = sorted((key for key, _ in made.list() if key != CONVERT_LOCK), key=lambda key: (key == CATALOG_KEY, key))
+            with _leased(storage) as lease:
+                storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
+                at_once(storage, *(partial(copy_file, made, key, storage) for key in keys if key != CATALOG_KEY))
                 lease.check()
-            except BaseException:
-                with suppress(StorageError):
-                    lease.check()  # of another process by now: these are its files
-                    storage.delete(key for key, _ in storage.list() if key != PREFIX_LOCK)
-                raise
+                for key in keys[-1:] if CATALOG_KEY in keys else ():  # last: with it, the checkpoint is there
+                    copy_file(made, key, storage)
+            made.delete(keys)
+
+
+@contextmanager
+def _leased(storage: Storage) -> Iterator[Lock]:
+    lease = storage.lease(CONVERT_LOCK, b"conversion", once=True)
+    if lease is None:
+        raise _busy_error(storage.url)
+    with lease:
+        yield lease
 
 
 @contextmanager
@@ -241,16 +267,29 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     if not _is_occupied(path):
         return path
     if not overwrite:
-        raise UsageError(f"{path}: already exists; pass another path, or overwrite=True to replace a checkpoint that is there")
-    real_src, real_dst = os.path.realpath(src), os.path.realpath(path)
-    if os.path.commonpath([real_src, real_dst]) == real_dst:
+        raise _exists(path)
+    _check_replaceable(storage, src)
+    return path
+
+
+def _exists(path: str) -> UsageError:
+    return UsageError(f"{path}: already exists; pass another path, or overwrite=True to replace a checkpoint that is there")
+
+
+def _check_replaceable(storage: Storage, src: str) -> None:
+    """Check that a place holds a checkpoint that may be replaced, and that it is not the one to be read."""
+    path = storage.url
+    is_local = isinstance(storage, LocalStorage)
+    real_src, real_dst = (os.path.realpath(src), os.path.realpath(path)) if is_local else (resolved_path(src), path)
+    if f"{real_src}/".startswith(f"{real_dst}/"):
         raise UsageError(f"{path}: is, or holds, the checkpoint to be read; write to another path")
     _refuse_referred(path)
-    root = next((key for one in known_formats() for key in one.root_marks if os.path.isfile(os.path.join(path, key))), None)
-    if root is not None:
+    marks = [key for one in known_formats() for key in one.root_marks]
+    has = [os.path.isfile(os.path.join(path, key)) for key in marks] if is_local else [s is not None for s in storage.stat(marks)]
+    if any(has):
         raise UsageError(
-            f"{path}: has the file {root}, so it is the root of a run, which is never replaced; pass the path of one checkpoint "
-            "in it"
+            f"{path}: has the file {marks[has.index(True)]}, so it is the root of a run, which is never replaced; pass the path "
+            "of one checkpoint in it"
         )
     try:
         with open_source(path):
@@ -259,7 +298,6 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
         raise UsageError(f"{path}: holds no checkpoint, and nothing else is replaced; remove it, or pass another path") from error
     except CheckpointError:
         pass  # a damaged checkpoint may be replaced
-    return path
 
 
 def _refuse_referred(path: str) -> None:
@@ -274,7 +312,7 @@ def _refuse_referred(path: str) -> None:
     """
     if os.path.islink(path):
         return  # only the link will be replaced, not the checkpoint that it points to
-    with LocalStorage(path) as storage:
+    with open_storage(path) as storage:
         try:
             steps = sorted({step for key, step in referred_by_others(storage).items() if storage.size(key) is not None})
         except CorruptError as error:

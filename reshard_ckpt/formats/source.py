@@ -30,7 +30,7 @@ from ..engine.loading.load import Found, Identified, identified_catalog, open_sa
 from ..engine.loading.stream import Run
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError
 from ..format.catalog import encode_catalog
-from ..format.files import CATALOG_KEY, digest128
+from ..format.files import CATALOG_KEY, CONVERT_LOCK, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
@@ -288,6 +288,8 @@ def _open_foreign(
 ) -> Identified[Source]:
     url, is_listed = storage.url, isinstance(storage, ListedStorage)
     folder, key = (storage, None) if is_listed and storage.list() else locate(path)
+    if key is None and is_listed and storage.size(CONVERT_LOCK) is not None:
+        raise CheckpointNotFound(f"{url}: a conversion writes there now, or was killed; wait for its end, or run it again")
     if key is None:
         folder = storage
     elif is_listed:

@@ -134,7 +134,7 @@ class Manager(RunSteps):
         timeout_s: float = 600.0,
     ) -> None:
         grace_s = grace_of(finish_on_sigterm)
-        keep_s = 0.0 if grace == 0 else duration_s(grace, option="grace")
+        keep_s = duration_s(grace, option="grace", or_zero=True)
         names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         self._num_ranks, rule = 1, None
@@ -145,6 +145,7 @@ class Manager(RunSteps):
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
         self._exports = None if also is None else Exports(also, self._root)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
+        self._grace_s = keep_s
         self._read_only = read_only
         self._process = os.getpid()
         self._is_first = True
@@ -194,7 +195,7 @@ class Manager(RunSteps):
         with open_session("open the memory of", self._root, **self._session) as comm:
             return MemoryRun(
                 memory, self._root, storage, self._names, comm, self._lineage, persist_every, self._stored.keeps, self._committed,
-                **self._session,
+                grace_s=self._grace_s, **self._session,
             )  # fmt: skip
 
     @property
@@ -263,7 +264,7 @@ class Manager(RunSteps):
         with self._preemption.deferring(), self._costs.saving() as saved:
             self._restoring.begin_attempt()
             self._look_ahead()
-            options = {**self._session, **self._base(), **options}
+            options = {**self._session, "grace": self._grace_s, **self._base(), **options}
             report = save(path, state, metadata=with_metric(metadata, metric), **options)
             saved.append(report)
             if self._memory is not None:
@@ -292,7 +293,9 @@ class Manager(RunSteps):
         with self._preemption.deferring():
             self._costs.begin()
             try:
-                options = {"metadata": with_metric(metadata, metric), **self._session, **self._base(), **options}
+                options = {
+                    "metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **self._base(), **options,
+                }  # fmt: skip
                 self._restoring.begin_attempt()
                 if self._memory is None:
                     self._look_ahead()

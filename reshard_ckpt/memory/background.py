@@ -102,9 +102,10 @@ class Persisting:
         then: Callable[[bool, bool], object],
         *,
         timeout_s: float,
+        grace_s: float,
     ) -> None:
         self._folder, self.generation, self._mine, self._path = folder, generation, mine, path
-        self._session, self.before, self._then, self._timeout_s = session, before, then, timeout_s
+        self._session, self.before, self._then, self._timeout_s, self._grace_s = session, before, then, timeout_s, grace_s
         self._over = threading.Event()
         self._error: BaseException | None = None
         # Not a daemon thread: when the job ends, the interpreter waits for it, as for a save.
@@ -120,7 +121,7 @@ class Persisting:
             with self._session as comm, open_storage(self._path, timeout_s=self._timeout_s) as storage:
                 images = NodeImages(self._folder, self.generation.save_id)
                 try:
-                    is_new = persist(comm, images, self.generation, self._mine, storage)
+                    is_new = persist(comm, images, self.generation, self._mine, storage, grace_s=self._grace_s)
                 finally:
                     images.close()
         except BaseException as error:

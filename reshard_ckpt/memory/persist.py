@@ -21,13 +21,14 @@ from typing import cast
 from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
+from ..engine.common.reader_notes import GRACE_S
 from ..engine.common.step_folders import clean_up
-from ..engine.saving.commit import look
+from ..engine.saving.commit import is_uncommitted, look, see_again
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
 from ..format.files import CATALOG_KEY, digests_file_bytes, wrong_blocks
-from ..storage.protocol import Storage, read_parts, write_file
+from ..storage.protocol import MissingKey, Storage, read_parts, write_file
 from .generations import Generation, NodeImages
 
 COPY_BYTES = 4 << 20
@@ -66,7 +67,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     return num_bytes
 
 
-def publish(storage: Storage, generation: Generation) -> None:
+def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_S) -> None:
     """Publish the catalog of a generation after all its files are in the store, and delete the files that it replaces.
 
     Raises
@@ -80,23 +81,31 @@ def publish(storage: Storage, generation: Generation) -> None:
         size for file in catalog.files for size in ((file.key, file.size), (file.digests_key, digests_file_bytes(file.size)))
     ]
     folders = sorted({key.partition("/")[0] for key, _ in wanted})
-    seen = dict(found for folder in folders for found in storage.list(folder))
-    absent = [key for key, size in wanted if seen.get(key) != size]
-    if absent:
-        raise StorageError(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
+
+    def see() -> None:
+        seen = dict(found for folder in folders for found in storage.list(folder))
+        absent = [key for key, size in wanted if seen.get(key) != size]
+        if absent:
+            raise MissingKey(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
+
+    see()
     before = look(storage)
     if before.catalog == generation.catalog:
         return
     # A process may have been killed after it wrote the last byte, and before the names of files were durable.
     storage.sync(key for file in catalog.files for key in file.keys)
-    storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
+    version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
+    if not storage.hints.has_locks:
+        see_again(storage, see, before, version)
     try:
-        clean_up(storage, catalog, before.folders)
+        clean_up(storage, catalog, before.folders, grace_s)
     except StorageError as error:  # the checkpoint is in the store, so this call has succeeded
         warnings.warn(f"stored, but what it replaced is not all deleted: {error}; the next save there tries again", stacklevel=2)
 
 
-def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> bool:
+def persist(
+    comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage, *, grace_s: float = GRACE_S
+) -> bool:
     """Write a generation to the store, each rank its own files. Return False if it was there. Collective, as said above.
 
     Parameters
@@ -121,11 +130,11 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
     try:  # before the gather: an interrupt may come right after it
         gathered = comm.gather(b"")
         if gathered is not None:
-            publish(storage, generation)
-    except BaseException:
+            publish(storage, generation, grace_s=grace_s)
+    except BaseException as error:
         if gathered is not None:
             with suppress(StorageError):
-                if not is_persisted(storage, generation):
+                if is_uncommitted(storage, generation.save_id, error):
                     remove(storage, _with_digests(catalog, [file.key for file in catalog.files]))
         raise
     comm.broadcast(b"" if comm.rank == 0 else None)

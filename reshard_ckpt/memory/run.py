@@ -19,7 +19,7 @@ from ..checkpoint.saving import async_save, begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store, value_of_first
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
-from ..core.report import LoadReport
+from ..core.report import LoadReport, duration_s
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import StepNames, find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
@@ -74,6 +74,8 @@ class MemoryRun:
         Asked on rank 0 with a step and its metric: whether the run's rule keeps it, so that it goes to the store at once.
     on_stored
         Called on every rank with a step once its generation is in the store.
+    grace_s
+        As ``grace=`` of a `Manager`, in seconds.
     """
 
     def __init__(
@@ -88,12 +90,13 @@ class MemoryRun:
         keeps: Callable[[int, float | None], bool],
         on_stored: Callable[[int], None],
         *,
+        grace_s: float,
         process_group: Any,
         timeout_s: float,
     ) -> None:
         self.options, self._root, self._storage, self._names = options, root, storage, names
         self._session: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s}
-        self._timeout_s, self._rank = timeout_s, comm.rank
+        self._timeout_s, self._grace_s, self._rank = timeout_s, grace_s, comm.rank
         self._rule, self._keeps, self._on_stored = PersistRule(persist_every), keeps, on_stored
         topology = find_topology(comm, node_id(options.folder), machine_id(), options.copies)
         if comm.rank == 0 and len(topology.ids) <= options.copies:
@@ -187,7 +190,9 @@ class MemoryRun:
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
         """Begin a save to memory, with the options of `checkpoint.async_save`. If some rank has no room, it goes to the store."""
         inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
-        chosen = SaveOptions(**options)
+        given = dict(options)
+        grace_s = duration_s(given.pop("grace", self._grace_s), option="grace", or_zero=True)
+        chosen = SaveOptions(**given, grace_s=grace_s)
         _refuse_options(chosen)
         self.wait_for(step)
         self._metrics[step] = metric_of(chosen.metadata)
@@ -245,7 +250,10 @@ class MemoryRun:
                 self._on_stored(generation.step)
 
         self._tier.pool.pin(generation.save_id)
-        self._writing = Persisting(self._folder, generation, mine, path, session, self._writing, over, timeout_s=self._timeout_s)
+        self._writing = Persisting(
+            self._folder, generation, mine, path, session, self._writing, over,
+            timeout_s=self._timeout_s, grace_s=self._grace_s,
+        )  # fmt: skip
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:

@@ -81,6 +81,11 @@ class FollowedStorage(Storage):
     def write_at(self, key: str, offset: int) -> Writer:
         return self._own.write_at(key, offset)
 
+    def copy(self, source: Storage, key: str, to: str) -> bool:
+        if source is self:
+            source, key = self._place(key)
+        return self._own.copy(source, key, to)
+
     def sync(self, keys: Iterable[str]) -> None:
         self._own.sync(keys)
 
@@ -101,6 +106,9 @@ class FollowedStorage(Storage):
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         return self._own.publish(key, data, expected=expected)
+
+    def prove_conditions(self) -> None:
+        self._own.prove_conditions()
 
     def delete(self, keys: Iterable[str]) -> None:
         self._own.delete(keys)

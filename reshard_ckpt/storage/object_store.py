@@ -71,6 +71,9 @@ PARTS_IN_FLIGHT = 8
 MAX_PARTS = 9_000
 """Most parts of a file; the stores allow 10,000."""
 
+MAX_COPY_BYTES = {"s3": 5 << 30, "gs": 1 << 40}
+"""The largest object that one request copies. Azure copies in the background, and may return before it has."""
+
 _UNSIGNED = ("AWS_UNSIGNED_PAYLOAD", "AWS_SKIP_SIGNATURE")
 DELETE_AT_ONCE = 1_000
 _ID = "reshardid"  # without "_", which some servers change
@@ -113,6 +116,15 @@ class ObjectStorage(Storage):
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> ObjectWriter:
         return ObjectWriter(self._client, self._path(key), self._where(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS)))
+
+    def copy(self, source: Storage, key: str, to: str) -> bool:
+        if not isinstance(source, ObjectStorage) or (source._scheme, source._bucket) != (self._scheme, self._bucket):
+            return False
+        if self._scheme not in MAX_COPY_BYTES or (source.size(key) or 0) > MAX_COPY_BYTES[self._scheme]:
+            return False
+        with explained("copy", source._where(key)):
+            obstore().copy(self._client, source._path(key), self._path(to))
+        return True
 
     def sync(self, keys: Iterable[str]) -> None:
         folders_above(keys)
@@ -199,10 +211,7 @@ class ObjectStorage(Storage):
         if expected == ANY:
             mode: Any = "overwrite"
         else:
-            bucket = (self._scheme, self._bucket)
-            if bucket not in _QUOTED:
-                _QUOTED[bucket] = probe(self._client, self.url, self._prefix)
-            quoted = _QUOTED[bucket]
+            quoted = self._takes_quoted()  # also asks whether the server honours "create"
             mode = "create" if expected == ABSENT else _update(expected, quoted)
         until = time.monotonic() + self._timeout_s
         while True:
@@ -219,6 +228,16 @@ class ObjectStorage(Storage):
                 if time.monotonic() >= until or not _may_pass(error):
                     _give_up(where, error)
             time.sleep(_WAIT_S)
+
+    def prove_conditions(self) -> None:
+        self._takes_quoted()
+
+    def _takes_quoted(self) -> bool:
+        """Whether the server takes an ETag in quotes; the first call of a process asks it."""
+        bucket = (self._scheme, self._bucket)
+        if bucket not in _QUOTED:
+            _QUOTED[bucket] = probe(self._client, self.url, self._prefix)
+        return _QUOTED[bucket]
 
     def _published(self, path: str, where: str, sent: str, error: Exception, until: float) -> tuple[Version, bool]:
         """Return the version of an object after a PUT that failed, and whether it carries the id of that PUT."""

@@ -210,6 +210,10 @@ class Storage(Protocol):
         """
         raise StorageError(f"{self.url}: {key}: a file in this store has one writer; see Hints.shares_files")
 
+    def copy(self, source: Storage, key: str, to: str) -> bool:
+        """Copy a file of another store to a key of this one, without reading it here. False if the two stores cannot."""
+        return False
+
     def sync(self, keys: Iterable[str]) -> None:
         """Make it durable that these files exist, or that they are deleted, and that the folders above them exist."""
 
@@ -326,6 +330,16 @@ class Storage(Protocol):
             The file has another version than `expected`.
         """
 
+    def prove_conditions(self) -> None:
+        """Prove that the store honours what `publish` expects, if it must be asked: once for each process and place.
+
+        Raises
+        ------
+        StorageError
+            The store does not.
+        """
+        return
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files, and then the folders that this has emptied, except the root. Missing files are passed over."""
 
@@ -424,6 +438,17 @@ def write_file(storage: Storage, key: str, data: Buffer, *, replace: bool = Fals
     """Write a new file, durably; see `Storage.create`."""
     with storage.create(key, memoryview(data).nbytes, replace=replace) as writer:
         writer.write(data)
+
+
+def copy_file(source: Storage, key: str, target: Storage) -> None:
+    """Copy a file to the same key of another store, durably; a file that is there is replaced."""
+    if not target.copy(source, key, key):
+        size = source.size(key)
+        if size is None:
+            raise missing(f"{source.url}/{key}")
+        with target.create(key, size, replace=True) as writer:
+            for _, part in read_parts(source, key, size, target.hints.part_bytes):
+                writer.write(part)
 
 
 def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:

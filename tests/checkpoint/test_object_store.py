@@ -20,11 +20,12 @@ from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common import reader_notes
 from reshard_ckpt.engine.common.reader_notes import removed_within
 from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
-from reshard_ckpt.errors import UsageError
-from reshard_ckpt.format.files import RESHARD_LOCK
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
+from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
+from reshard_ckpt.storage.object_store import _QUOTED, ObjectStorage
 from reshard_ckpt.storage.protocol import read_range
 from tests.cli.running import run
 from tests.formats.test_conformance import CASES, Case
@@ -93,18 +94,100 @@ def test_checkpoints_are_resharded_and_converted_between_stores(url: str, tmp_pa
     model = {name: value for name, value in wanted.items() if name.startswith("model.")}
     assert {name.removeprefix("model.") for name in checkpoint.read(f"{url}/hf")} == {n.removeprefix("model.") for n in model}
     assert same(f"{url}/hf", model)
-    with pytest.raises(UsageError, match="hf: already exists: an object store cannot replace a folder in one step"):
+    with pytest.raises(UsageError, match="hf: already exists; pass another path, or overwrite=True"):
         checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors")
     assert same(f"{url}/hf", model)
+
+
+def test_a_conversion_replaces_a_checkpoint_on_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{url}/own", state(1))
+    checkpoint.save(f"{url}/new", state(2))
+    for to in ("safetensors", "dcp", "reshard"):
+        checkpoint.convert(f"{url}/own", f"{url}/{to}", to=to, max_shard_size=600)
+        checkpoint.convert(f"{url}/new", f"{url}/{to}", to=to, max_shard_size=900, overwrite=True)
+        checkpoint.convert(f"{url}/new", f"{url}/fresh-{to}", to=to, max_shard_size=900)
+        assert same(f"{url}/{to}", checkpoint.read(f"{url}/fresh-{to}"))
+        with open_storage(url) as storage:
+            assert len(storage.list(to)) == len(storage.list(f"fresh-{to}"))  # nothing of the old one stays
+            assert not storage.list(f".{to}.partial")
+    monkeypatch.setattr("reshard_ckpt.formats.safetensors._index", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(f"{url}/own", f"{url}/safetensors", to="safetensors", max_shard_size=600, overwrite=True)
+    assert same(f"{url}/safetensors", checkpoint.read(f"{url}/fresh-safetensors"))
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_conversion_replaces_nothing_but_a_checkpoint(url: str) -> None:
+    shared = {"w": torch.arange(70_000)}
+    checkpoint.save(f"{url}/run/step_1", shared)
+    checkpoint.save(f"{url}/run/step_2", shared, base=f"{url}/run/step_1")
+    checkpoint.save(f"{url}/other", state(2))
+    with open_storage(url) as storage:
+        storage.publish("notes/plan.txt", b"plan")
+        before = storage.list()
+        for path, why in {
+            "notes": "holds no checkpoint, and nothing else is replaced",
+            "run": "holds no checkpoint, and nothing else is replaced",
+            "other": "is, or holds, the checkpoint to be read",
+            "run/step_1": "step_2 of the same run refer to its files",
+        }.items():
+            with pytest.raises(UsageError, match=why):
+                checkpoint.convert(f"{url}/other", f"{url}/{path}", to="dcp", overwrite=True)
+        assert storage.list() == before
+
+
+def test_what_a_killed_conversion_left_is_no_checkpoint(url: str) -> None:
+    checkpoint.save(f"{url}/own", state(1))
+    checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors")
+    with open_storage(f"{url}/hf") as storage:
+        storage.publish(CONVERT_LOCK, b"")
+    with pytest.raises(CheckpointNotFound, match="a conversion writes there now, or was killed"):
+        checkpoint.read(f"{url}/hf")
+
+
+def test_compact_lets_the_store_copy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = {"w": torch.arange(100_000)}, {"w": torch.arange(100_000) * (torch.arange(100_000) < 50_000)}
+    checkpoint.save(f"{url}/step_1", first)
+    checkpoint.save(f"{url}/step_2", second, base=f"{url}/step_1")
+    copied: list[str] = []
+    copy = ObjectStorage.copy
+
+    def spy(self: ObjectStorage, source: Any, key: str, to: str) -> bool:
+        copied.append(key)
+        return copy(self, source, key, to)
+
+    monkeypatch.setattr(ObjectStorage, "copy", spy)
+    report = checkpoint.compact(f"{url}/step_2")
+    assert len(copied) == report.num_files == 1
+    with open_storage(f"{url}/step_1") as storage:
+        storage.delete(key for key, _ in storage.list())
+    assert torch.equal(checkpoint.read(f"{url}/step_2")["w"], second["w"])
+    assert checkpoint.verify(f"{url}/step_2").ok
+
+
+def test_compact_finds_damage_in_what_the_store_copied(url: str) -> None:
+    first = {"w": torch.arange(100_000)}
+    checkpoint.save(f"{url}/step_1", first)
+    checkpoint.save(f"{url}/step_2", first, base=f"{url}/step_1")
+    with open_storage(f"{url}/step_1") as storage:
+        key = checkpoint.catalog(f"{url}/step_1").files[0].key
+        data = bytearray(storage.read(key, 1 << 30))
+        data[-100] ^= 1
+        storage.publish(key, bytes(data))
+    with open_storage(f"{url}/step_2") as storage:
+        before = storage.list()
+        with pytest.raises(CorruptError, match="is damaged in the block from byte"):
+            checkpoint.compact(f"{url}/step_2")
+        assert storage.list() == before
 
 
 def test_a_conversion_that_failed_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(f"{url}/own", state())
 
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("reshard_ckpt.formats.safetensors._index", fail)
+    monkeypatch.setattr("reshard_ckpt.formats.safetensors._index", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.convert(f"{url}/own", f"{url}/hf", to="safetensors", max_shard_size=600)
     with open_storage(f"{url}/hf") as storage:
@@ -142,6 +225,48 @@ def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
     assert checkpoint.read(f"{url}/step_3", ["extra.step"]) == {"extra.step": 3}
 
 
+def test_what_a_save_replaces_stays_as_long_as_it_says(url: str) -> None:
+    def saves(step: int) -> int:
+        with open_storage(f"{url}/step_{step}") as storage:
+            return len(storage.folders())
+
+    with checkpoint.Manager(url, grace=0) as manager:
+        manager.save(1, state(1))
+        manager.save(1, state(2))
+        assert saves(1) == 1
+        manager.async_save(1, state(3), grace=3600).result()
+        assert saves(1) == 2
+    checkpoint.save(f"{url}/step_1", state(4), grace=0)
+    assert saves(1) == 1
+    checkpoint.save(f"{url}/step_1", state(5))
+    assert saves(1) == 2
+    with pytest.raises(UsageError, match="grace=-1: wanted a duration"):
+        checkpoint.save(f"{url}/step_1", state(6), grace=-1)
+
+
+@pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
+def test_what_memory_sends_to_the_store_is_taken_back_if_its_files_were_deleted_meanwhile(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was paused, another took its files for those of a dead one, and the store published the catalog after that."""
+    publish = ObjectStorage.publish
+
+    def paused(self: ObjectStorage, key: str, data: bytes, **expected: Any) -> Any:
+        if key == "catalog.msgpack":
+            self.delete([key for key, _ in self.list()])
+        return publish(self, key, data, **expected)
+
+    memory = checkpoint.Memory(copies=0, folder=str(tmp_path))
+    with checkpoint.Manager(url, memory=memory, persist_every=1) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStorage, "publish", paused)
+            with pytest.raises(CheckpointError, match="another job deleted files of this save before it was committed"):
+                manager.async_save(1, state(1)).persisted()
+        assert not [key for key, _ in open_storage(f"{url}/step_1").list()]
+        assert manager.async_save(2, state(2)).persisted()
+    assert checkpoint.read(f"{url}/step_2", ["extra.step"]) == {"extra.step": 2}
+
+
 def test_an_export_appears_beside_its_step_is_written_anew_with_it_and_goes_with_it(url: str) -> None:
     def exported() -> dict[str, list[str]]:
         with open_storage(url) as storage:
@@ -174,11 +299,11 @@ def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(
         assert [key for key, _ in root.list()] == [under_way]
 
 
-def test_a_replaced_checkpoint_stays_for_its_readers_until_a_save_after_the_grace(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_checkpoint_stays_for_its_readers_until_a_save_after_the_grace(url: str) -> None:
+    grace = 600.0
+
     def saved(seed: int) -> str:
-        return checkpoint.save(f"{url}/step_1", state(seed)).save_id
+        return checkpoint.save(f"{url}/step_1", state(seed), grace=grace).save_id
 
     def folders() -> set[str]:
         with open_storage(f"{url}/step_1") as storage:
@@ -189,7 +314,7 @@ def test_a_replaced_checkpoint_stays_for_its_readers_until_a_save_after_the_grac
         third = saved(3)
         assert folders() == {first, second, third}
         assert read_range(source.storage, source.catalog.files[0].key, 0, 8)  # of the second, which is replaced
-    monkeypatch.setattr("reshard_ckpt.engine.saving.commit.clean_up.__defaults__", (1e-9,))
+    grace = 1e-9
     fourth = saved(4)
     assert folders() == {third, fourth}  # the third was replaced just now
     assert same(f"{url}/step_1", checkpoint.read(f"{url}/step_1"))
@@ -315,6 +440,8 @@ def test_round_trips_of_saves_and_loads_are_few(proxy: FaultProxy, url: str) -> 
     made = state()
     check_depth(proxy, 10, lambda: checkpoint.save(f"{url}/a", made))  # with the probe of the bucket
     check_depth(proxy, 8, lambda: checkpoint.save(f"{url}/a", made))  # in place of the first
+    _QUOTED.clear()  # as in a new process, which asks while it writes
+    check_depth(proxy, 10, lambda: checkpoint.save(f"{url}/a", made))
     check_depth(proxy, 5, lambda: checkpoint.load(f"{url}/a", made))
 
 

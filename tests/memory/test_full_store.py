@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.format.files import CATALOG_KEY
+from reshard_ckpt.storage import LocalStorage
+from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.memory.test_manager import assert_is_stored, state
 from tests.reliability.faults import fails, faulty
 from tests.reliability.ranks import jobs
@@ -61,3 +65,24 @@ def test_what_the_other_ranks_have_written_goes_too(tmp_path: Path, shm: Path):
         assert job.run(lambda rank: save(rank, 2)) == [True] * 4
         job.run(lambda rank: managers[rank].close())
     assert held(tmp_path / "step_2") == NEW
+
+
+@pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
+def test_a_catalog_that_may_still_come_to_the_store_keeps_its_files(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    """A store of objects may carry a request out after the client gave up on it, and after the last look at the path."""
+    publish, late = LocalStorage.publish, []
+
+    def unknown(self: LocalStorage, key: str, data: bytes, **expected: Any) -> Any:
+        if key != CATALOG_KEY or "step_1" not in self.url:
+            return publish(self, key, data, **expected)
+        late.append(lambda: publish(LocalStorage(tmp_path / "step_1"), key, data))
+        raise PublishUnknown(f"{key}: no answer")
+
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1) as manager:
+        monkeypatch.setattr(LocalStorage, "publish", unknown)
+        with pytest.raises(CheckpointError, match="catalog.msgpack: no answer"):
+            manager.async_save(1, state(1)).persisted()
+        monkeypatch.undo()
+        late[0]()
+        assert_is_stored(tmp_path, 1)
+        assert checkpoint.verify(tmp_path / "step_1").ok

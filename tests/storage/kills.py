@@ -30,8 +30,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError
-from reshard_ckpt.format.files import CATALOG_KEY, RUN_LOCK_KEY, manifest_key, timeline_key
-from reshard_ckpt.formats.destination import PREFIX_LOCK
+from reshard_ckpt.format.files import CATALOG_KEY, CONVERT_LOCK, RUN_LOCK_KEY, manifest_key, timeline_key
 from reshard_ckpt.storage import open_storage
 from tests.reliability.points import main, sweep
 from tests.reliability.states import NEW, NEXT, OLD, expected, is_state, plain
@@ -167,33 +166,48 @@ def check_prune(url: str) -> str:
 # --- conversions ---
 
 
-def convert(url: str, to: str) -> None:
+def convert(url: str, to: str, overwrite: bool = False) -> None:
     options: dict[str, Any] = {"root": "t", "max_shard_size": 100} if to == "safetensors" else {}
-    checkpoint.convert(f"{url}/own", f"{url}/made", to=to, **options)
+    checkpoint.convert(f"{url}/own", f"{url}/made", to=to, overwrite=overwrite, **options)
 
 
-def check_conversion(url: str, to: str) -> str:
-    wanted = expected(OLD)
+def prepare_overwrite(url: str, to: str) -> None:
+    checkpoint.save(f"{url}/own", plain(OLD))
+    convert(url, to)
+    checkpoint.save(f"{url}/own", plain(NEW))
+
+
+def converted(state: int, to: str) -> dict[str, Any]:
+    wanted = expected(state)
     if to == "safetensors":
         wanted = {f"model.{name[2:]}": value for name, value in wanted.items() if name.startswith("t.")}
+    return wanted
 
-    def whole() -> bool:
+
+def as_bytes(found: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as their bytes: some are not a number."""
+    return {name: value.numpy().tobytes() if torch.is_tensor(value) else value for name, value in found.items()}
+
+
+def check_conversion(url: str, to: str, over: bool = False) -> str:
+    def found() -> int:
+        """Return the state that is there, which is whole; 0 if there is no checkpoint."""
         try:
-            found = checkpoint.read(f"{url}/made")
+            read = checkpoint.read(f"{url}/made")
         except (CheckpointNotFound, CorruptError):  # some files of several, by name
-            return False
-        assert found.keys() == wanted.keys(), found.keys()
-        assert all(torch.equal(found[k], v) if torch.is_tensor(v) else found[k] == v for k, v in wanted.items())
-        return True
+            return 0
+        same = [state for state in ((OLD, NEW) if over else (OLD,)) if as_bytes(read) == as_bytes(converted(state, to))]
+        assert same, read.keys()
+        return same[0]
 
-    found = whole()
+    last, left = NEW if over else OLD, found()
     with open_storage(url) as root:
-        if not found or root.size(f"made/{PREFIX_LOCK}") is not None:
-            convert(url, to)
-        assert whole()
-        keys = [key for key, _ in root.list() if key.startswith("made")]
+        if left != last or root.size(f"made/{CONVERT_LOCK}") is not None or root.list(".made.partial"):
+            convert(url, to, overwrite=over)
+        assert found() == last
+        keys = [key for key, _ in root.list() if key.startswith(("made", ".made"))]
         assert len(keys) == {"safetensors": 3, "dcp": 2, "torch": 1, "reshard": 3}[to], keys
-    return str(found)
+    return str(left)
 
 
 OPERATIONS = [
@@ -225,6 +239,15 @@ OPERATIONS = [
             partial(check_conversion, to=to),
         )
         for to in ("safetensors", "dcp", "torch", "reshard")
+    ),
+    *(
+        Operation(
+            f"convert to {to} in place",
+            partial(prepare_overwrite, to=to),
+            partial(convert, to=to, overwrite=True),
+            partial(check_conversion, to=to, over=True),
+        )
+        for to in ("safetensors", "torch", "reshard")
     ),
 ]
 

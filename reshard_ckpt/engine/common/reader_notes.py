@@ -17,9 +17,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from ...errors import StorageError
 from ...storage import Storage
+from ...storage.protocol import at_once
 
 GRACE_S = 600.0
 """Seconds that the files of a replaced checkpoint stay."""
@@ -67,9 +69,11 @@ def old_enough(storage: Storage, stale: Mapping[str, list[str]], grace_s: float)
     if not grace_s:
         return {folder: keys for folder, keys in stale.items() if keys and not is_read(storage, keys)}
     noted = [folder for folder, keys in stale.items() if f"{folder}/{REMOVED_KEY}" in keys]
-    for folder in [folder for folder, keys in stale.items() if keys and folder not in noted]:
-        note_removed(storage, folder)
-    return {folder: stale[folder] for folder in removed_within(storage, noted, grace_s)[1]}
+    new = [folder for folder, keys in stale.items() if keys and folder not in noted]
+    old, *_ = at_once(
+        storage, lambda: removed_within(storage, noted, grace_s)[1], *(partial(note_removed, storage, folder) for folder in new)
+    )
+    return {folder: stale[folder] for folder in old or {}}
 
 
 def is_read(storage: Storage, keys: Iterable[str]) -> bool:

@@ -320,7 +320,8 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
     """
     kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
     names = sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id)
-    stale = {folder: [key for key, _ in storage.list(folder) if key not in kept] for folder in names}
+    listed = at_once(storage, *(partial(storage.list, folder) for folder in names))
+    stale = {folder: [key for key, _ in found if key not in kept] for folder, found in zip(names, listed, strict=True)}
     if stale and not storage.hints.has_locks:
         stale = old_enough(storage, stale, grace_s)
     for folder, keys in stale.items():

@@ -1,7 +1,7 @@
 """Making a checkpoint self-contained: files of other checkpoints that its catalog refers to are copied into its own folder.
 
-1. Each file is copied into a folder of a new save id, and every block is verified on the way. Nothing refers to the copies yet.
-   Several processes divide the files by their bytes.
+1. Each file is copied into a folder of a new save id, by the store itself if it can, and every block is verified. Nothing refers
+   to the copies yet. Several processes divide the files by their bytes.
 2. Rank 0 does the rest. A new manifest is written beside the copies, and the timeline is copied there, if there are such files.
 3. A catalog that refers to the copies replaces the old one. From this step on the checkpoint needs no other. The new catalog has
    the new save id, and the same tensors and rows. Each file entry keeps the id of the save that wrote the file.
@@ -17,7 +17,7 @@ import hashlib
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,14 +232,16 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
     file = catalog.files[index]
     digests = open_files(storage, catalog, [], [index])[index]
     hasher = hashlib.sha256() if listed is not None else None
-    with storage.create(key, file.size) as writer:
-        for low, window in read_parts(storage, file.key, file.size, REQUEST_BYTES):
+    is_copied = storage.copy(storage, file.key, key)  # then the copy is verified
+    with nullcontext() if is_copied else storage.create(key, file.size) as writer:
+        for low, window in read_parts(storage, key if is_copied else file.key, file.size, REQUEST_BYTES):
             for wrong in wrong_blocks([window], low, digests.values, digests.block_bytes):
                 raise CorruptError(
                     f"{storage.url}: {file.key} is damaged in the block from byte {wrong} on; nothing was changed: "
                     "checkpoint.verify names the tensors, and another checkpoint may have them"
                 )
-            writer.write(window)
+            if writer:
+                writer.write(window)
             if hasher:
                 hasher.update(window)
             tally.add(len(window))

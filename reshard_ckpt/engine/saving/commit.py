@@ -54,6 +54,7 @@ from ...storage.protocol import (
 )
 from ..common.host_memory import POOL
 from ..common.progress import Recorder, merged, size_text
+from ..common.reader_notes import GRACE_S
 from ..common.step_folders import clean_up
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
@@ -159,11 +160,15 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
     if comm.rank:
         comm.undo_unless_gathered(remove_files)
     try:
+        # While data is written: the question takes round trips of its own.
+        proved = begin(storage, storage.prove_conditions) if comm.rank == 0 and not storage.hints.has_locks else None
         with source as chunks:
             receipt = write_files(storage, chunks, job.recorder, sha256=job.options.sha256)
+        if proved is not None:
+            proved()
         return Written(receipt.num_bytes, commit(job, receipt), chunks.unchanged.num_bytes if chunks.unchanged else 0)
     except BaseException as error:
-        if comm.rank == 0 and _is_uncommitted(storage, job.save_id, error):
+        if comm.rank == 0 and is_uncommitted(storage, job.save_id, error):
             remove_files()
         raise
 
@@ -195,7 +200,9 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
-        catalog, seen = publish(storage, job.contents, receipts, recorder=recorder, sha256=options.sha256)
+        catalog, seen = publish(
+            storage, job.contents, receipts, recorder=recorder, sha256=options.sha256, grace_s=options.grace_s
+        )
         if options.timeline:
             try:
                 records = [receipt.record for receipt in receipts]
@@ -225,7 +232,7 @@ def _undo(
     if not isinstance(error, Exception):
         _finish_interrupted(job)
     # The error may have come after the rename of the catalog: the save is undone only if it surely did not happen.
-    if _is_uncommitted(storage, job.save_id, error):
+    if is_uncommitted(storage, job.save_id, error):
         files = (file for data in gathered for file in decode_receipt(data).files)
         remove(storage, [*keys_of(files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
@@ -238,7 +245,7 @@ def _finish_interrupted(job: SaveJob) -> None:
         found = look(job.storage).catalog
         if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.contents and job.contents.before:
             job.storage.sync([CATALOG_KEY])
-            clean_up(job.storage, catalog, job.contents.before.folders)
+            clean_up(job.storage, catalog, job.contents.before.folders, job.options.grace_s)
 
 
 def _put_back(storage: Storage, key: str, before: Document | None, new: Version) -> None:
@@ -250,7 +257,7 @@ def _put_back(storage: Storage, key: str, before: Document | None, new: Version)
             storage.delete([key])
 
 
-def _is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool:
+def is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool:
     """Tell whether the save certainly did not publish its catalog: the path has no catalog, or one of another save.
 
     False if the catalog is the save's own (its error came after the rename), or cannot be read. Also False if a store of objects
@@ -273,10 +280,11 @@ def publish(
     recorder: Recorder | None = None,
     sha256: bool = False,
     lease: Lock | None = None,
+    grace_s: float = GRACE_S,
 ) -> tuple[Catalog, Callable[[], None]]:
     """Check the receipts of all ranks, publish the catalog, and delete the replaced files; on rank 0 only.
 
-    Return the catalog, and a function to call last: it raises if another job had deleted files of this save (`_see_again`).
+    Return the catalog, and a function to call last: it raises if another job had deleted files of this save (`see_again`).
 
     Parameters
     ----------
@@ -284,6 +292,8 @@ def publish(
         Also write a manifest with the SHA-256 of every file.
     lease
         The lease that keeps sweeps of other jobs from these files, if there is one.
+    grace_s
+        Seconds that the replaced files stay for their readers, in a store without locks.
 
     Raises
     ------
@@ -313,10 +323,10 @@ def publish(
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
     again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost
     if not storage.hints.has_locks:
-        again = begin(storage, partial(_see_again, storage, receipts, before, version, lease))
+        again = begin(storage, partial(see_again, storage, partial(_see_files, storage, receipts, None), before, version, lease))
     try:
         with recorder.step("clean up"):
-            clean_up(storage, catalog, before.folders if before else storage.folders())
+            clean_up(storage, catalog, before.folders if before else storage.folders(), grace_s)
     except StorageError as error:  # the checkpoint exists: the save must not fail because old files stay
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog, again
@@ -403,19 +413,23 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                     )
 
 
-def _see_again(
-    storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None, version: Version, lease: Lock | None
+def see_again(
+    storage: Storage,
+    see: Callable[[], None],
+    before: PreviousCheckpoint | None,
+    version: Version,
+    lease: Lock | None = None,
 ) -> None:
     """Take a catalog back that was published after another job had deleted the files as leftovers.
 
-    This job may have been paused for longer than its lease. `remove_files` has the other half: one of the two
-    jobs always sees the files or the catalog of the other.
+    `see` raises `MissingKey` if a file is missing. This job may have been paused for longer than its lease. `remove_files` has
+    the other half: one of the two jobs always sees the files or the catalog of the other.
     """
     if lease is not None:
         with suppress(StorageError):
             return lease.check()  # nobody deleted anything, as the lease is held
     try:
-        _see_files(storage, receipts, None)
+        see()
     except MissingKey as error:
         held = Document(before.catalog, before.version) if before and before.catalog else None
         _put_back(storage, CATALOG_KEY, held, version)

@@ -19,6 +19,7 @@ from ...core.report import SaveReport, check_count, check_patterns
 from ...errors import UsageError
 from ...storage.protocol import Storage, Version
 from ..common.progress import OnProgress, Recorder
+from ..common.reader_notes import GRACE_S
 from .local_shards import LocalShards
 from .messages import Assignment
 from .touched import Picked, Tracker
@@ -48,6 +49,7 @@ class SaveOptions:
     base: str | os.PathLike[str] | None = None
     verify_base: bool = False
     rows: Tracker | None = None
+    grace_s: float = GRACE_S
     compare_first: bool = False
     """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
