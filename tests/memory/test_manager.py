@@ -434,9 +434,9 @@ def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypa
     go = threading.Event()
     whole = background.persist
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         go.wait()
-        whole(*args)
+        whole(*args, **options)
 
     monkeypatch.setattr(background, "persist", slow)
     memory = Memory(copies=0, folder=str(shm), generations=1)
@@ -455,9 +455,9 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Have what goes to the store wait for an event, which also comes once somebody waits for it."""
     go, whole, wait = threading.Event(), background.persist, MemoryRun.wait
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         go.wait()
-        whole(*args)
+        whole(*args, **options)
 
     def hurry(self: MemoryRun) -> None:
         go.set()
