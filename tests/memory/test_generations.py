@@ -37,9 +37,9 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         MemoryRun.wait_for,
     )
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         go.wait()
-        whole(*args)
+        whole(*args, **options)
 
     def finish_late(*args: Any) -> Any:
         both.wait()
@@ -196,7 +196,7 @@ def test_a_clean_close_drops_the_memory_where_that_is_wanted(tmp_path: Path, shm
 
 
 def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
-    def refused(*_: Any) -> None:
+    def refused(*_: Any, **options: Any) -> None:
         raise CorruptError("no")
 
     memory = Memory(copies=0, folder=str(shm), drop_on_clean_exit=True)
