@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BUDGETS = {
-    "save": {"functions": 440, "frames": 754, "files": 50},
+    "save": {"functions": 442, "frames": 760, "files": 50},
     "load": {"functions": 362, "frames": 604, "files": 45},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500

@@ -214,11 +214,11 @@ def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
     )
     if rows is None or base is None:
         return job
-    local_shards, items, picked = pick(base, job.local_shards, job.assignment.items, rows)
+    local_shards, items, picked = pick(base, job.local_shards, job.assignment.items, rows, options.rows.bits)
     contents = job.contents
-    if contents is not None and options.rows.policy != "touched":
+    if contents is not None:
         contents = replace(contents, lossy=lossy_tensors(contents.plan.tables, rows, options.rows))
-    assignment = replace(job.assignment, items=items)
+    assignment = replace(job.assignment, items=items, bits=picked.bits)
     return replace(job, local_shards=local_shards, assignment=assignment, contents=contents, picked=picked)
 
 

@@ -115,7 +115,7 @@ def _summary(found: Inspection) -> Columns:
         "values": f"{of.num_values:,}",
         "files": f"{of.num_files:,} with {size_text(of.file_bytes)}{by}",
         "refers to": f"{size_text(of.bytes_referred)} in {', '.join(of.checkpoints)}" if of.checkpoints else None,
-        "older rows": "; ".join(f"{name}: {policy} are new" for name, policy in found.catalog.lossy.items()),
+        "lossy": "; ".join(f"{name}: {what}" for name, what in found.catalog.lossy.items()),
         "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
     }
     return Columns(["", ""], [(name, line) for name, line in lines.items() if line])

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
 from ..core.catalog.names import divided, link_columns
+from ..core.catalog.packed import PackedRows
 from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
 from ..core.geometry.runs import I64
 from ..errors import CorruptError, UnsupportedError
@@ -38,7 +39,7 @@ MAX_CATALOG_BYTES = 1 << 30
 _SECTIONS: dict[str, frozenset[str]] = {
     "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical", "lossy"}),
     "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords", "turn", "num_sections", "sections"}),
-    "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint"}),
+    "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint", "packed"}),
     "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows", *_LINKS}),
     "boxes": frozenset({"count", "offsets", "lengths"}),
     "rows": frozenset({"box", "start", "count", "file", "offset"}),
@@ -137,7 +138,7 @@ def _encode_info(catalog: Catalog) -> dict[str, Any]:
         "created_s": float(catalog.created_s),
         "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
         "metadata": encode_value(catalog.metadata, "metadata"),
-        "critical": [],
+        "critical": ["files.packed"] if any(file.packed for file in catalog.files) else [],
         **({"lossy": dict(sorted(catalog.lossy.items()))} if catalog.lossy else {}),
     }
 
@@ -167,6 +168,7 @@ def _encode_files(files: tuple[FileEntry, ...]) -> dict[str, Any]:
         "save_id": pack_texts([file.save_id for file in files]),
         "rank": pack_ints([file.rank for file in files]),
         "checkpoint": pack_texts([file.checkpoint for file in files]),
+        **({"packed": pack_bytes([msgpack.packb(file.packed) for file in files])} if any(file.packed for file in files) else {}),
     }
 
 
@@ -318,8 +320,22 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
         table.texts("save_id", count),
         table.ints("rank", count).tolist(),
         table.texts("checkpoint", count),
+        [_decode_packed(table, data) for data in table.byte_strings("packed", count)]
+        if "packed" in table.fields
+        else [()] * count,
     )
     return tuple(_from_here(FileEntry(*entry)) for entry in zip(*columns, strict=True))
+
+
+def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
+    """Read the packed rows of one file: in order of place, as the catalog's own writer has them."""
+    try:
+        packed = tuple(PackedRows(*rows) for rows in msgpack.unpackb(data, use_list=False)) if data else ()
+        if all([*map(type, rows)] == [int, int, int, str, int] and rows.is_sound() for rows in packed):
+            return packed
+    except (ValueError, TypeError):
+        pass
+    raise table.corrupt("packed", "is not a list of packed rows")
 
 
 def _from_here(file: FileEntry) -> FileEntry:

@@ -83,13 +83,13 @@ def new_save_id() -> str:
     return f"{time.strftime(SAVE_TIME, time.gmtime())}-{secrets.token_hex(4)}"
 
 
-def file_key(save_id: str, rank: int, part: int) -> str:
-    """Return the key of a rank's shard file.
+def file_key(save_id: str, rank: int, part: int, *, is_packed: bool = False) -> str:
+    """Return the key of a rank's shard file. A file with packed rows is not a safetensors file.
 
-    >>> file_key("s1", 3, 0)
-    's1/rank00003-0.safetensors'
+    >>> file_key("s1", 3, 0), file_key("s1", 3, 0, is_packed=True)
+    ('s1/rank00003-0.safetensors', 's1/rank00003-0.packed')
     """
-    return f"{save_id}/rank{rank:05d}-{part}.safetensors"
+    return f"{save_id}/rank{rank:05d}-{part}.{'packed' if is_packed else 'safetensors'}"
 
 
 def digests_key(key: str) -> str:

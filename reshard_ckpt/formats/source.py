@@ -24,6 +24,7 @@ from urllib.parse import unquote
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.entry_points import load_all
+from ..engine.common.packed_files import UnpackedStorage
 from ..engine.common.reader_notes import noted
 from ..engine.common.step_folders import describe_run
 from ..engine.loading.load import Found, Identified, identified_catalog, open_same
@@ -270,17 +271,20 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
 
 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:
-    """Also open the other checkpoints that hold files of this one: the ones in its own catalog, not theirs in turn."""
+    """Also open the other checkpoints that hold files of this one: the ones in its own catalog, not theirs in turn.
+
+    Files with packed rows are read as the plain files that they stand for.
+    """
     first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
-    if not first:
-        return storage
     others: dict[str, Storage] = {}
     for folder, file in first.items():
         other = stack.enter_context(open_beside(storage, file.checkpoint, file.key.removeprefix(folder)))
         if lock_s is not None:
             stack.enter_context(reading(other, lock_s))
         others[folder] = other
-    return FollowedStorage(storage, others)
+    packed = {file.key: file for file in catalog.files if file.packed}
+    followed = FollowedStorage(storage, others) if others else storage
+    return UnpackedStorage(followed, packed) if packed else followed
 
 
 def _open_foreign(

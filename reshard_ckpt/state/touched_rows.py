@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..core.catalog.packed import BITS
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UsageError
 from .dtensor import is_dtensor, local_tensor
@@ -259,6 +260,11 @@ class TouchedRows:
         rows whose values are farthest from those saved; a copy of this rank's part of the tables.
     fraction
         For all but ``"touched"``: the share of the rows of each table that a save writes, by default 1/8.
+    bits
+        8 or 4: each row of a table that a save chooses has so many bits an element in its file, between the row's least and
+        greatest element (asymmetric, per row, as in Check-N-Run, Eisenman et al., 2022), and 8 bytes more. A load returns rounded
+        values; the catalog names the tables. State of the optimizer stays exact, and so does a save that chooses no rows. By
+        default all rows are exact.
 
     Raises
     ------
@@ -273,11 +279,16 @@ class TouchedRows:
     ('touched', None)
     """
 
-    def __init__(self, table: nn.Module | torch.Tensor, *, policy: str = "touched", fraction: float | None = None) -> None:
+    def __init__(
+        self, table: nn.Module | torch.Tensor, *, policy: str = "touched", fraction: float | None = None, bits: int | None = None
+    ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"policy={policy!r}: pass one of {', '.join(map(repr, POLICIES))}")
         if fraction is not None and (policy == "touched" or not 0 < fraction <= 1):
             raise UsageError(f"fraction={fraction}: pass a share above 0 and up to 1, and none with policy='touched'")
+        if bits not in (None, *BITS):
+            raise UsageError(f"bits={bits}: pass one of {', '.join(map(str, BITS))}, or leave it out for exact rows")
+        self.bits = bits
         self.policy, self.fraction = policy, 0.125 if fraction is None and policy != "touched" else fraction
         self.since: str | None = None
         """The id of the save from which the rows count; None if nothing is known."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,9 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, TouchedRows
+from reshard_ckpt.core.catalog.packed import BITS
 from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.errors import CheckpointError, UsageError
 from tests.checkpoint.test_incremental import needed, on_disk
+from tests.core.catalog.test_packed import packed_one_by_one
+from tests.format import independent_reader
 from tests.launch import run_ranks
 
 ROWS, DIM = 3000, 8
@@ -228,6 +232,9 @@ def test_what_is_refused(tmp_path: Path):
         TouchedRows(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"policy='mfu': pass one of 'touched', 'most_used'"):
         TouchedRows(job.model, policy="mfu")
+    for bits in (0, 16, 3):
+        with pytest.raises(UsageError, match=f"bits={bits}: pass one of 8, 4"):
+            TouchedRows(job.model, bits=bits)
     for options in ({"fraction": 0.5}, {"policy": "sampled", "fraction": 0.0}, {"policy": "sampled", "fraction": 1.5}):
         with pytest.raises(UsageError, match="pass a share above 0 and up to 1"):
             TouchedRows(job.model, **options)
@@ -308,6 +315,119 @@ def test_a_policy_saves_its_rows_and_keeps_the_base_s_for_the_others(
     assert not checkpoint.catalog(root / "whole").lossy
 
 
+# --- rows in 8 or 4 bits ---
+
+
+def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.tensor([packed_one_by_one(row, bits)[1] for row in rows.tolist()], dtype=torch.float32).view(rows.shape)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(BITS), st.sampled_from(["touched", "most_used"]), st.lists(uses, min_size=1, max_size=4))
+def test_chosen_rows_are_rounded_and_all_else_is_exact(
+    tmp_path_factory: pytest.TempPathFactory, bits: int, policy: str, saves: list[list[list[int]]]
+):
+    root, name, job = tmp_path_factory.mktemp("run"), "model.table.weight", Job("adagrad")
+    tracker = TouchedRows(job.model, policy=policy, bits=bits)
+    job.step([0, 1])
+    checkpoint.save(root / "0", job.state, rows=tracker)
+    assert_holds(root / "0", job.values())
+    wanted = job.values()[name]
+    for n, steps in enumerate(saves, 1):
+        for one in steps:
+            job.step(one)
+        used = sorted({row for one in steps for row in one})
+        wanted[used] = rounded(job.table.detach()[used], bits)
+        options: dict[str, Any] = {"base": root / str(n - 1), "rows": tracker}
+        if n % 2:
+            checkpoint.save(root / str(n), job.state, **options)
+        else:
+            checkpoint.async_save(root / str(n), job.state, **options, host_buffer_bytes=16 << 20).result()
+        assert_holds(root / str(n), job.values() | {name: wanted})
+        assert checkpoint.verify(root / str(n)).ok
+        assert checkpoint.catalog(root / str(n)).lossy[name].endswith(f"rows in {bits} bits")
+    last = root / str(len(saves))
+    checkpoint.save(root / "plain", job.state, base=last)  # a save that chooses no rows is exact again
+    checkpoint.save(root / "full", job.state)
+    for path in (root / "plain", root / "full"):
+        assert_holds(path, job.values())
+        assert not checkpoint.catalog(path).lossy
+    checkpoint.compact(last)
+    assert_holds(last, job.values() | {name: wanted})
+    differ = {line.name for line in checkpoint.diff(last, root / "full", values=True).tensors}
+    assert differ == (set() if torch.equal(wanted, job.table) else {name})
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """Two checkpoints in a row, with rows in 4 bits, and the table that the last one holds."""
+    job = Job("sgd")
+    tracker = TouchedRows(job.model, bits=4)
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+    wanted = job.table.detach().clone()
+    for n in (1, 2):
+        used = [*range(5 * n, 900, 3)]
+        job.step(used)
+        wanted[used] = rounded(job.table.detach()[used], 4)
+        checkpoint.save(tmp_path / str(n), job.state, base=tmp_path / str(n - 1), rows=tracker)
+    return tmp_path, wanted
+
+
+def test_rows_in_few_bits_load_into_any_layout_and_dtype(narrow: tuple[Path, torch.Tensor]):
+    root, wanted = narrow
+    catalog = checkpoint.catalog(root / "2")
+    assert sorted(bool(file.packed) for file in catalog.files) == [False, True, True]
+    for file in catalog.files:
+        assert (root / "2" / file.key).stat().st_size == file.stored_bytes <= file.size
+    for offsets, lengths in (((0, 0), (ROWS, DIM)), ((7, 0), (888, DIM)), ((0, 3), (ROWS, 2)), ((11, 1), (301, 5))):
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            local = torch.zeros(lengths, dtype=dtype)
+            shard = LocalShard(local, (ROWS, DIM), offsets)
+            checkpoint.load(root / "2", {"model": {"table": {"weight": shard}}}, strict=False, cast=True)
+            assert torch.equal(local, wanted[part].to(dtype))
+    checkpoint.reshard(root / "2", root / "halves", mesh={"dp": 2})
+    assert_holds(root / "halves", {"model.table.weight": wanted})
+    assert checkpoint.catalog(root / "halves").lossy == catalog.lossy == {"model.table.weight": "rows in 4 bits"}
+    checkpoint.convert(root / "2", root / "plain")
+    assert_holds(root / "plain", {"model.table.weight": wanted})
+    assert not checkpoint.diff(root / "2", root / "halves", values=True).values
+    assert np.array_equal(independent_reader.read(root / "2")[0]["model.table.weight"], wanted.numpy())
+    checkpoint.write_manifest(root / "2")
+    assert checkpoint.verify(root / "2", sha256=True).ok
+    checkpoint.compact(root / "2")
+    assert checkpoint.verify(root / "2", sha256=True).ok
+    assert_holds(root / "2", {"model.table.weight": wanted})
+    assert [bool(file.packed) for file in checkpoint.catalog(root / "2").files].count(True) == 1
+
+
+def test_damage_in_rows_in_few_bits_is_found(narrow: tuple[Path, torch.Tensor]):
+    root, _ = narrow
+    (path,) = (root / "1").rglob("*.packed")
+    data = path.read_bytes()
+    path.write_bytes(data[:-40] + bytes(byte ^ 0x55 for byte in data[-40:]))
+    (problem,) = checkpoint.verify(root / "2").problems
+    assert "is damaged in bytes" in problem
+    assert "model.table.weight" in problem
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.read(root / "2")
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes, the catalog says"):
+        checkpoint.read(root / "2")
+
+
+def test_rows_without_a_finite_range_stay_exact(tmp_path: Path):
+    job = Job("sgd")
+    tracker = TouchedRows(job.model, bits=8)
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+    job.step([3, 9])
+    with torch.no_grad():
+        job.table[9, 2] = torch.inf
+        tracker.mark(job.table, torch.tensor([9]))
+    checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
+    assert_holds(tmp_path / "1", job.values())
+
+
 # --- ranks ---
 
 SHAPES = {"fsdp": (1001, 6), "ddp": (500, 4), "rows": (64, 8), "columns": (90, 8), "whole": (70, 3), "own": (80, 4)}
@@ -329,7 +449,7 @@ class Lookup(nn.Module):
 class Layouts:
     """A table of each layout: FSDP2, DDP, tensor parallel by rows and by columns, whole on rank 2, and rows as local shards."""
 
-    def __init__(self, policy: str = "touched", fraction: float | None = None) -> None:
+    def __init__(self, policy: str = "touched", fraction: float | None = None, bits: int | None = None) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
         alike: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Replicate()}
@@ -344,7 +464,7 @@ class Layouts:
             self.modules["whole"] = Lookup("whole")
         self.model = nn.ModuleDict({name: module for name, module in self.modules.items() if name != "own"})
         self.own = self.modules["own"].table.weight
-        self.tracker = TouchedRows(nn.ModuleDict(self.modules), policy=policy, fraction=fraction)
+        self.tracker = TouchedRows(nn.ModuleDict(self.modules), policy=policy, fraction=fraction, bits=bits)
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.5)
         self.own_optimizer = torch.optim.Adagrad([self.own], lr=0.5)
 
@@ -364,9 +484,9 @@ class Layouts:
             optimizer.zero_grad()
 
 
-def saves_of_all_layouts(root: str, policy: str, fraction: float | None) -> list[int]:
+def saves_of_all_layouts(root: str, policy: str, fraction: float | None, bits: int | None = None) -> list[int]:
     """Save after a few steps, again and again: with rows, and whole for comparison; return the bytes that this rank wrote."""
-    job, written = Layouts(policy, fraction), []
+    job, written = Layouts(policy, fraction, bits), []
     for n in range(5):
         for step in range(3 if n else 1):
             job.step(10 * n + step)
@@ -388,6 +508,24 @@ def test_every_layout_holds_what_a_whole_save_holds(tmp_path: Path):
         if n:
             assert {file.checkpoint for file in checkpoint.catalog(tmp_path / str(n)).files} >= {"", "../0"}
     assert all(rank[n] < rank[0] + 4096 for rank in written for n in range(1, 5))
+
+
+def test_every_layout_holds_rows_within_half_a_step(tmp_path: Path):
+    run_ranks(saves_of_all_layouts, 4, str(tmp_path), "touched", None, 4)
+    narrow = set()
+    for n in range(5):
+        found, whole = checkpoint.read(tmp_path / str(n)), checkpoint.read(tmp_path / f"{n}-whole")
+        for name, value in whole.items():
+            if name in checkpoint.catalog(tmp_path / str(n)).lossy:
+                step = (value.amax(1) - value.amin(1)) / 15
+                assert ((found[name] - value).abs() <= 0.501 * step[:, None] + 1e-6 * value.abs()).all(), (n, name)
+                narrow |= set() if torch.equal(found[name], value) else {name}
+            else:
+                assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, (n, name)
+        assert checkpoint.verify(tmp_path / str(n)).ok
+    # Half rows of 2 elements, in the table that columns divide, would not become shorter.
+    tables = {"own" if name == "own" else f"model.{name}.table.weight" for name in SHAPES}
+    assert narrow == tables - {"model.columns.table.weight"}
 
 
 @pytest.mark.parametrize("policy", LOSSY)
@@ -421,7 +559,7 @@ def rows_of_two_policies(root: str) -> str:
 
 def test_ranks_that_differ_in_their_tracker_are_told(tmp_path: Path):
     for line in run_ranks(rows_of_two_policies, 2, str(tmp_path)):
-        assert "different policy= and fraction=: [('most_used', 0.1), ('most_used', 0.2)]" in line
+        assert "different policy=, fraction= and bits=: [('most_used', 0.1, None), ('most_used', 0.2, None)]" in line
 
 
 # --- runs ---

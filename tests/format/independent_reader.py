@@ -52,17 +52,44 @@ def value(node):  # section 6
     return body  # numpy.str, numpy.bytes, and what needs torch: as it is written
 
 
+def plain_file(path, packed):  # section 7.1
+    data, out = path.read_bytes(), b""
+    for begin, count, width, dtype, bits in packed:
+        out, data = out + data[: begin - len(out)], data[begin - len(out) :]
+        for _ in range(count):
+            end = 8 + -(-width * bits // 8)
+            (low, scale), codes, data = struct.unpack("<ff", data[:8]), data[8:end], data[end:]
+            whole = np.array([(code >> shift) & (2**bits - 1) for code in codes for shift in range(0, 8, bits)], "<f4")[:width]
+            elements = np.float32(low) + whole * np.float32(scale)
+            out += elements.astype("<f4" if dtype == "F32" else "<f2").tobytes()  # bf16 is not read here
+    return out + data
+
+
 def read_rows(root, catalog, t, out):
     """Fill the array of tensor t, by its rows (section 9)."""
     tensors, rows, boxes, files = (catalog[name] for name in ("tensors", "rows", "boxes", "files"))
     ends = np.cumsum(ints(tensors["num_rows"]))
     offsets, lengths = matrix(boxes["offsets"], boxes["count"]), matrix(boxes["lengths"], boxes["count"])
-    keys, columns = strings(files["key"]), [ints(rows[name]).tolist() for name in ("box", "start", "count", "file", "offset")]
+    packed = (
+        [msgpack.unpackb(one) for one in strings(files["packed"], bytes)]
+        if "packed" in files
+        else [()] * len(strings(files["key"]))
+    )
+    below = [
+        f"{folder}/{key}" if folder else key
+        for folder, key in zip(strings(files["checkpoint"]), strings(files["key"]), strict=True)
+    ]
+    keys, columns = below, [ints(rows[name]).tolist() for name in ("box", "start", "count", "file", "offset")]
     for row in range(int(ends[t - 1]) if t else 0, int(ends[t])):
         box, start, count, file, offset = (column[row] for column in columns)
-        with open(root / keys[file], "rb") as shard:
-            shard.seek(offset)
-            run = np.frombuffer(shard.read(count * out.itemsize), out.dtype)
+        if packed[file]:
+            run = np.frombuffer(plain_file(root / keys[file], packed[file]), "u1")[offset : offset + count * out.itemsize].view(
+                out.dtype
+            )
+        else:
+            with open(root / keys[file], "rb") as shard:
+                shard.seek(offset)
+                run = np.frombuffer(shard.read(count * out.itemsize), out.dtype)
         here = offsets[box, offsets.shape[1] - out.ndim :]  # tables are padded on the left
         size = tuple(lengths[box, lengths.shape[1] - out.ndim :])
         coordinates = np.unravel_index(np.arange(start, start + count), size) if out.ndim else ()
@@ -73,7 +100,7 @@ def sections(root):
     outer = msgpack.unpackb((root / "catalog.msgpack").read_bytes())
     assert (outer["format"], outer["version"]) == ("reshard_ckpt.catalog", 2)
     catalog = {name: msgpack.unpackb(section["body"]) for name, section in outer["sections"].items()}
-    assert not catalog["info"]["critical"]
+    assert set(catalog["info"]["critical"]) <= {"files.packed"}
     return catalog
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable
+from reshard_ckpt.core.catalog.packed import PackedRows
 from reshard_ckpt.core.catalog.specs import CODES, Mesh, StateLink, ValueKind
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
@@ -204,6 +205,8 @@ LIES: dict[str, tuple[Callable[[], Catalog], str]] = {
     "value in two places": (lambda: value(blobs=(5,)), "bytes here, and 1 blobs"),
     "value in a tensor": (lambda: value(data=None, blobs=(0,)), "none of the catalog's"),
     "value in many": (lambda: value(data=None, blobs=(5, 6)), "2 blobs"),
+    "packed rows past the end": (lambda: file(packed=(PackedRows(0, 2**40, 9, "F32", 8),)), "packed rows that overlap, or lie"),
+    "packed rows that overlap": (lambda: file(packed=(PackedRows(0, 1, 9, "F32", 8),) * 2), "packed rows that overlap, or lie"),
 }  # fmt: skip
 
 
@@ -284,6 +287,20 @@ def test_files_that_nothing_proves_are_refused():
     data = encode_catalog(file(digests_key="", digest=b""))
     with pytest.raises(CorruptError, match="has no digests"):
         decode_catalog(data)
+
+
+def test_packed_rows_read_back_and_nonsense_is_refused():
+    data = encode_catalog(packed := file(packed=(PackedRows(0, 1, 9, "F32", 8),)))
+    assert_same(decode_catalog(data), packed)
+    envelope, bodies = unseal(data)
+    fields = msgpack.unpackb(bodies["files"])
+    for nonsense in ([[0, 1, 9, "F32", 3]], [[0, 1, 9, "F32"]], [[0.0, 1, 9, "F32", 8]], [[0, 1, 9, "I8", 8]], 7):
+        one = msgpack.packb(nonsense)
+        lengths = [len(one), *[0] * (len(packed.files) - 1)]
+        column = [len(lengths), ["u1", len(lengths), bytes(lengths)], one]
+        body = msgpack.packb({**fields, "packed": column})
+        with pytest.raises(CorruptError, match="files.packed is not a list of packed rows"):
+            decode_catalog(seal(envelope, {**bodies, "files": body}))
 
 
 def test_names_that_are_no_text_cannot_be_written():

@@ -23,6 +23,7 @@ from ...errors import CheckpointError
 from ..geometry.columns import ColumnTable, is_new
 from ..geometry.runs import I64, ranges
 from .names import divided
+from .packed import PackedRows, packed_size
 from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind, item_bytes_of
 
 
@@ -52,6 +53,13 @@ class FileEntry:
     save_id: str
     rank: int
     checkpoint: str = ""
+    packed: tuple[PackedRows, ...] = ()
+    """Parts of the file whose elements have fewer bits in the store; `size` and the rows count bytes of the plain file."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file in the store, in bytes."""
+        return packed_size(self.size, self.packed)
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -194,7 +202,7 @@ class Catalog:
     unreadable
         Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
     lossy
-        Names of tensors with rows older than the save, each with the policy that chose the rows to save.
+        Names of tensors with rows that are older than the save, or rounded to fewer bits, each with what applies.
     tensors_table, rows, boxes, placements, values_table
         The columns behind the views; docs/format.md describes them.
     """

@@ -16,6 +16,7 @@ from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError
 from ...format.files import CATALOG_KEY, MAX_MANIFEST_BYTES, decode_manifest, encode_manifest, manifest_key
 from ...storage.protocol import Storage, read_parts
+from ..common.packed_files import as_stored
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.read import REQUEST_BYTES, num_threads
 
@@ -76,6 +77,7 @@ def _hashes(
     storage: Storage, keys: Sequence[str], workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
     """Hash each file, in several threads; yields its key and SHA-256, or the error of reading it, in order."""
+    storage = as_stored(storage)
     sizes = [size or 0 for size in storage.stat(keys)]
     tally = Tally("sha256", sum(sizes), report)
 

@@ -115,6 +115,8 @@ def compact(
     StorageError
         The disk lacks room, or another process saved there meanwhile. The checkpoint is unchanged.
     """
+    # The store shows a file with packed rows as the plain file that it stands for, so that one is copied.
+    catalog = replace(catalog, files=tuple(replace(file, packed=()) if file.checkpoint else file for file in catalog.files))
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
         return CompactReport(catalog.save_id, 0, 0, ())
@@ -218,7 +220,9 @@ def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
     key = manifest_key(catalog.save_id)
     if storage.size(key) is None:
         return None
-    return decode_manifest(storage.read(key, MAX_MANIFEST_BYTES), where=f"{storage.url}: {key}")
+    listed = decode_manifest(storage.read(key, MAX_MANIFEST_BYTES), where=f"{storage.url}: {key}")
+    # The plain copy of a file with packed rows has another SHA-256 than that file.
+    return {key: sha256 for key, sha256 in listed.items() if not (key.startswith("../") and key.endswith(".packed"))}
 
 
 def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None) -> _Copied:

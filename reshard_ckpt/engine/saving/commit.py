@@ -347,7 +347,7 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
     # first[rank]: index in the catalog of the first file of a rank; receipts number the files of each rank from 0
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     files = [
-        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
+        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank, packed=file.packed)
         for rank, receipt in enumerate(receipts)
         for file in receipt.files
     ]
@@ -400,7 +400,7 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
     sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
     for rank, receipt in enumerate(receipts):
         for file in receipt.files:
-            for key, size in ((file.key, file.size), (file.digests_key, None)):
+            for key, size in ((file.key, file.stored_bytes), (file.digests_key, None)):
                 seen = sizes.get(key)
                 if seen is None or (size is not None and seen != size):
                     found = look(storage).version if before else ANY

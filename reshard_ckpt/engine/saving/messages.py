@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.catalog.model import ValueEntry
+from ...core.catalog.packed import PackedRows, packed_size
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.columns import ColumnTable, columns_of, lex_order
 from ...core.geometry.runs import I64, pad_left, ranges
@@ -64,13 +65,15 @@ class RunColumns:
 class Assignment:
     """Work of one rank in a save: write the runs `items` in this order, and fingerprint the runs `checks`.
 
-    With `aligned`, the data of each file begin at a block, so that a later save finds each block of a run by itself.
+    With `aligned`, the data of each file begin at a block, so that a later save finds each block of a run by itself. `bits` has,
+    for each of this rank's rows that is packed, the bits of an element.
     """
 
     save_id: str
     items: RunColumns
     checks: RunColumns
     aligned: bool = False
+    bits: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class WrittenFile:
         The 128-bit digest of the digests file.
     sha256, digests_sha256
         The SHA-256 of the shard file and of the digests file; empty unless the save writes a manifest.
+    packed
+        The rows of the file that are packed. `size` is that of the plain file, which the digests and the catalog mean.
     """
 
     key: str
@@ -107,6 +112,12 @@ class WrittenFile:
     digest: bytes
     sha256: bytes = b""
     digests_sha256: bytes = b""
+    packed: tuple[PackedRows, ...] = ()
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of the file in the store."""
+        return packed_size(self.size, self.packed) if self.packed else self.size
 
     @property
     def digests_key(self) -> str:
@@ -131,7 +142,7 @@ class Receipt:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
+        return sum(file.stored_bytes for file in self.files)
 
 
 def _default(value: Any) -> msgpack.ExtType:
@@ -313,6 +324,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
 def decode_receipt(data: bytes) -> Receipt:
     """Decode a receipt, as `encode_receipt` encoded it."""
     m = _unpack(data)
-    files = tuple(WrittenFile(*file) for file in m["files"])
+    files = tuple(
+        replace(WrittenFile(*file), packed=packed and tuple(PackedRows(*rows) for rows in packed)) for *file, packed in m["files"]
+    )
     parts = StoredRuns(*map(_wide, m["parts"])) if "parts" in m else None
     return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"], parts)

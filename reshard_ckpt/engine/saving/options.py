@@ -136,7 +136,7 @@ class SaveContents:
     base_files
         The files of the base of an incremental save, as `Base.files`; None for a full save.
     lossy
-        Names of tensors with rows older than the save, each with the policy that chose the rows to save.
+        Names of tensors with rows that are older than the save, or rounded to fewer bits, each with what applies.
     """
 
     plan: SavePlan

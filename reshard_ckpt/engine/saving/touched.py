@@ -3,7 +3,8 @@
 1. Each rank scores the rows of its tables. The scores of all ranks are merged, and all ranks choose the same rows (`choose`).
 2. Each write item of a table, or of optimizer state with as many rows, is divided. Rows that are not chosen and that the base
    holds are *stored*: the catalog refers to them there. All other rows are gathered at once into memory of their own, a *pack*,
-   which becomes one write item (`pick`). So a save copies and stages no more than it writes.
+   which becomes one write item (`pick`). So a save copies and stages no more than it writes. On request, a pack of a table has
+   8 or 4 bits an element in its file (`core.catalog.packed`).
 3. The rest of the save goes on with these items. At its end `Picked.restored` says where each run of a pack lies.
 
 Collectives, after the agreement of the save: a gather and a broadcast; if rows are chosen and there are several ranks, two rounds
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 from ...comm.exchange import Exchange, open_exchange
 from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.model import TensorKind
-from ...core.catalog.specs import TensorSpec, box_piece, escape, row_major_strides
+from ...core.catalog.packed import PACKABLE, PackedRows
+from ...core.catalog.specs import CODES, TensorSpec, box_piece, escape, row_major_strides
 from ...core.geometry.columns import concatenated, lex_order
 from ...core.geometry.runs import I64, ranges
 from ...core.planning.merge import MergedTables
@@ -59,6 +61,7 @@ class Tracker(Protocol):
 
     policy: str
     fraction: float | None
+    bits: int | None
     since: str | None
 
     def begin(self, tensors: Iterable[LocalTensor]) -> Sequence[Table]: ...
@@ -89,10 +92,10 @@ def choose(
     Raises
     ------
     UsageError
-        Ranks have trackers of different policies.
+        Ranks have trackers with different options.
     """
-    mine = [tracker.policy, tracker.fraction, tracker.since, {table.name: table.num_rows for table in tables}]
-    policy, fraction, since, sizes = merge_of_all(comm, mine, _agreed)
+    mine = [tracker.policy, tracker.fraction, tracker.bits, tracker.since, {table.name: table.num_rows for table in tables}]
+    policy, fraction, _, since, sizes = merge_of_all(comm, mine, _agreed)
     if base is None or since != base.catalog.save_id:
         for table in tables:
             table.take(np.ones(table.num_rows, bool))
@@ -119,11 +122,11 @@ def choose(
 
 def _agreed(of_ranks: list[Any]) -> Any:
     """Merge the trackers of all ranks: their policy, the checkpoint that all rows count from, and all tables."""
-    options = {(policy, fraction) for policy, fraction, _, _ in of_ranks}
+    options = {tuple(one[:3]) for one in of_ranks}
     if len(options) > 1:
-        raise UsageError(f"rows=: ranks passed trackers with different policy= and fraction=: {sorted(options, key=repr)}")
-    bases = {since for _, _, since, _ in of_ranks}
-    sizes = dict(sorted({name: num for _, _, _, tables in of_ranks for name, num in tables.items()}.items()))
+        raise UsageError(f"rows=: ranks passed trackers with different policy=, fraction= and bits=: {sorted(options, key=repr)}")
+    bases = {since for *_, since, _ in of_ranks}
+    sizes = dict(sorted({name: num for *_, tables in of_ranks for name, num in tables.items()}.items()))
     return [*options.pop(), bases.pop() if len(bases) == 1 else None, sizes]
 
 
@@ -175,6 +178,8 @@ class Picked:
         begins.
     num_bytes
         Bytes of the stored parts.
+    bits
+        For each row of the new local shards whose elements have fewer bits in the file, how many.
     """
 
     origin: I64
@@ -182,6 +187,7 @@ class Picked:
     runs: RunColumns
     ahead: I64
     num_bytes: int
+    bits: Mapping[int, int]
 
     def restored(self, found: Unchanged) -> Unchanged:
         """Return parts of these items as parts of the agreed items."""
@@ -216,8 +222,12 @@ class _Item:
     runs: tuple[I64, I64] | None = None
 
 
-def pick(base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows) -> tuple[LocalShards, RunColumns, Picked]:
+def pick(
+    base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows, bits: int | None
+) -> tuple[LocalShards, RunColumns, Picked]:
     """Divide the write items of tables into rows that the base holds and packs of the other rows.
+
+    With `bits`, elements of the tables themselves have so few in the file, but not those of optimizer state.
 
     Returns
     -------
@@ -233,6 +243,7 @@ def pick(base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows) -
     first = np.searchsorted(spans.item, np.cumsum(np.append(0, is_table))).tolist()  # first[i]: the first span of item i or later
     new: list[_Item] = []
     packs: list[torch.Tensor] = []
+    is_narrow: list[bool] = []
     stored = [StoredRuns(*[np.zeros(0, np.int64)] * 5)]
     for i, (row, start, count) in enumerate(items):
         index, local = local_shards.rows[row]
@@ -258,19 +269,31 @@ def pick(base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows) -
         begins, ends = begins[begins < ends], ends[begins < ends]
         if len(begins):
             packs.append(_pack(local, low, high, begins, ends))
+            is_narrow.append(bits is not None and specs[index].name in rows and _can_have(bits, packs[-1], specs[index].dtype))
             new.append(_Item(-len(packs), 0, packs[-1].numel(), i, each, (begins * width, (ends - begins) * width)))
     new.sort(key=lambda item: -item.each)  # so that each member of a file is aligned
     each_of = np.array([local_shards.rows[row][1].tensor.element_size() for row in items.local.tolist()], np.int64)
     joined = merged(concatenated(stored), each_of)
+    shards, local_of = _with_packs(local_shards, items, new, packs)
     picked = Picked(
         origin=np.array([item.origin for item in new], np.int64),
         stored=joined,
         num_bytes=int((joined.count * each_of[joined.item]).sum()),
+        bits={
+            int(row): bits for row, item in zip(local_of, new, strict=True) if bits and item.runs and is_narrow[-item.local - 1]
+        },
         **_runs_of(new),
     )
-    shards, local_of = _with_packs(local_shards, items, new, packs)
     columns = RunColumns(local_of, np.array([i.start for i in new], np.int64), np.array([i.count for i in new], np.int64))
     return shards, columns, picked
+
+
+def _can_have(bits: int, pack: torch.Tensor, dtype: str) -> bool:
+    """Whether rows can be packed: floats with finite ranges, and rows that become shorter."""
+    if dtype not in PACKABLE or not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
+        return False
+    values = pack.float().flatten(1)
+    return bool((values.amax(1) - values.amin(1)).isfinite().all())
 
 
 def table_of(spec: TensorSpec, rows: Rows) -> str:
@@ -338,12 +361,17 @@ def _with_packs(
 
 
 def lossy_tensors(tables: MergedTables, rows: Rows, tracker: Tracker) -> dict[str, str]:
-    """Name all tensors with rows older than the save, each with the policy that chose the rows to save."""
-    text = f"{tracker.policy}, {tracker.fraction:g} of the rows"
+    """Name all tensors with rows older than the save, or in fewer bits; each with the policy and the bits."""
+    older = "" if tracker.policy == "touched" else f"{tracker.policy}, {tracker.fraction:g} of the rows"
+    narrow = "" if tracker.bits is None else f"rows in {tracker.bits} bits"
     names, width = tables.names, tables.shape.shape[1]
-    found = {}
+    found: dict[str, str] = {}
     for i, (name, parameter, ndim) in enumerate(zip(names, tables.parameter.tolist(), tables.ndim.tolist(), strict=True)):
         table = name if name in rows or parameter < 0 else names[parameter]
         if table in rows and ndim and tables.shape[i, width - ndim] == len(rows[table]):
-            found[name] = text
+            whole = PackedRows(
+                0, 1, int(tables.shape[i, width - ndim + 1 :].prod()), CODES[int(tables.dtype[i])], tracker.bits or 0
+            )
+            text = ", ".join(part for part in (older, narrow if table == name and whole.is_sound() else "") if part)
+            found |= {name: text} if text else {}
     return found

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
+from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import ITEM_BYTES
 from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
@@ -27,6 +29,7 @@ from ...errors import StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
 from ...storage.protocol import Storage, at_once, write_file
+from ..common.packed_files import Packer
 from ..common.progress import Recorder, Tally
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
@@ -52,10 +55,11 @@ class FileLayout:
     items: slice
     members: tuple[Member, ...]
     header: bytes
+    packed: tuple[PackedRows, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file in bytes."""
+        """Size of the file in bytes; of one with packed rows, that of the plain file."""
         return len(self.header) + sum(member.num_bytes for member in self.members)
 
 
@@ -70,14 +74,22 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header
         [column.tobytes() for column in (items.local, items.start, items.count)],
         header_bytes,
         assignment.aligned,
+        dict(assignment.bits),
     )
     alignment = BLOCK_BYTES if assignment.aligned else ALIGNMENT
 
     def divide() -> list[FileLayout]:
-        return lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes, alignment)
+        files = lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes, alignment)
+        if not assignment.bits:
+            return files
+        bits = [assignment.bits.get(row, 0) for row in items.local.tolist()]
+        return [replace(file, packed=_packed(file, bits[file.items])) for file in files]
 
     files = _FILES.get(key, divide)
-    return [replace(file, key=file_key(assignment.save_id, rank, part)) for part, file in enumerate(files)]
+    return [
+        replace(file, key=file_key(assignment.save_id, rank, part, is_packed=bool(file.packed)))
+        for part, file in enumerate(files)
+    ]
 
 
 _FILES: Memo[Any, list[FileLayout]] = Memo(2)
@@ -108,6 +120,16 @@ def lay_out_members(
 def _file_layout(key: str, members: Sequence[Member], items: slice, alignment: int) -> FileLayout:
     chosen = tuple(members[items])
     return FileLayout(key, items, chosen, header(chosen, HEADER_METADATA, alignment))
+
+
+def _packed(file: FileLayout, bits: Sequence[int]) -> tuple[PackedRows, ...]:
+    """List the members that are packed; ``bits[i]`` are the bits of an element of member i, or 0."""
+    each = zip(file.members, member_offsets(file).tolist(), bits, strict=True)
+    return tuple(
+        PackedRows(begin, member.shape[0], prod(member.shape[1:]), member.dtype, of_member)
+        for member, begin, of_member in each
+        if of_member
+    )
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
@@ -242,6 +264,7 @@ class ShardFileWriter:
     def __init__(self, storage: Storage, layout: FileLayout, *, sha256: bool = False) -> None:
         self._storage, self.layout = storage, layout
         self._hasher, self._sha256 = BlockHasher(), hashlib.sha256() if sha256 else None
+        self._packer = Packer(layout.num_bytes, layout.packed) if layout.packed else None
         self._writer = storage.create(layout.key)
 
     @property
@@ -255,8 +278,12 @@ class ShardFileWriter:
         return self._hasher.values
 
     def write(self, chunk: memoryview) -> None:
-        """Append bytes."""
-        self._hasher.update(chunk)
+        """Append bytes; of packed rows, the bytes of the plain file."""
+        for stored, plain in [(chunk, chunk)] if self._packer is None else self._packer.add(chunk):
+            self._write(memoryview(stored), memoryview(plain))
+
+    def _write(self, chunk: memoryview, plain: memoryview) -> None:
+        self._hasher.update(plain)
         if self._sha256 is not None:
             self._sha256.update(chunk)
         self._writer.write(chunk)
@@ -281,7 +308,8 @@ class ShardFileWriter:
             )
         at_once(self._storage, self.sync, lambda: write_file(self._storage, digests_key(self.layout.key), digests))
         hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
-        return WrittenFile(self.layout.key, size, digest128(digests), *hashes)
+        packed = self.layout.packed
+        return WrittenFile(self.layout.key, size, digest128(digests), *hashes, packed)
 
     def abort(self) -> None:
         """Remove the file, unless it is already durable."""

@@ -1,0 +1,124 @@
+"""Rows of floats in 8 or 4 bits: each row has a minimum, a scale, and an integer code for each element.
+
+A file with packed rows *stands for* a plain shard file. The catalog, the planners and the digests use the bytes of the plain
+file; only its reader and its writer know the packed bytes. Decoding has one result everywhere: a float32 product, a float32 sum,
+and a cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .specs import ITEM_BYTES
+
+BITS = (8, 4)
+"""The sizes of a code."""
+
+PACKABLE = ("F32", "F16", "BF16")
+"""The dtypes of rows that may be packed."""
+
+_HEAD = np.dtype([("low", "<f4"), ("scale", "<f4")])
+"""The minimum and the scale, which precede the codes of each row."""
+
+
+class PackedRows(NamedTuple):
+    """Rows of one dtype and width, end to end: the byte of the plain file at which they begin, and the bits of an element."""
+
+    begin: int
+    num: int
+    width: int
+    dtype: str
+    bits: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the plain file."""
+        return self.width * ITEM_BYTES[self.dtype]
+
+    @property
+    def packed_row_bytes(self) -> int:
+        """Bytes of a packed row."""
+        return _HEAD.itemsize + -(-self.width * self.bits // 8)
+
+    @property
+    def end(self) -> int:
+        """The byte of the plain file at which the rows end."""
+        return self.begin + self.num * self.row_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """The number of bytes by which packing makes the file shorter."""
+        return self.num * (self.row_bytes - self.packed_row_bytes)
+
+    def is_sound(self) -> bool:
+        """Whether these are numbers that a writer can have written; for tables that come from a file."""
+        known = self.dtype in PACKABLE and self.bits in BITS
+        return known and self.begin >= 0 and self.num > 0 and self.width > 0 and self.packed_row_bytes < self.row_bytes
+
+
+def packed_size(size: int, packed: Sequence[PackedRows]) -> int:
+    """Return the bytes of a file with packed rows, from the `size` of the plain file that it stands for."""
+    return size - sum(rows.saved_bytes for rows in packed)
+
+
+def pack(rows: PackedRows, plain: bytes | memoryview) -> tuple[bytes, bytes]:
+    """Pack the bytes of whole rows.
+
+    Returns
+    -------
+    tuple
+        The packed bytes, and the plain bytes that `unpack` makes of them.
+    """
+    values = _to_float(rows.dtype, plain).reshape(-1, rows.width)
+    low, most = values.min(axis=1), np.float32(2**rows.bits - 1)
+    scale = (values.max(axis=1) - low) / most
+    # A scale of 0: all elements of the row are equal, or differ by less than float32 can divide.
+    divisor = np.where(scale > 0, scale, np.float32(1))
+    codes = np.rint((values - low[:, None]) / divisor[:, None]).clip(0, most).astype(np.uint8)
+    packed = np.zeros(len(values), _row(rows))
+    packed["head"]["low"], packed["head"]["scale"], packed["codes"] = low, scale, _joined(codes, rows.bits)
+    data = packed.tobytes()
+    return data, unpack(rows, data)
+
+
+def unpack(rows: PackedRows, packed: bytes | memoryview) -> bytes:
+    """Return the plain bytes of whole packed rows."""
+    table = np.frombuffer(packed, _row(rows))
+    codes = table["codes"]
+    if rows.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(table), -1)[:, : rows.width]
+    with np.errstate(all="ignore"):  # of damaged bytes; the digests find them
+        values = codes.astype(np.float32) * table["head"]["scale"][:, None]
+        values += table["head"]["low"][:, None]
+        return _from_float(rows.dtype, values)
+
+
+def _row(rows: PackedRows) -> np.dtype[Any]:
+    return np.dtype([("head", _HEAD), ("codes", "u1", (rows.packed_row_bytes - _HEAD.itemsize,))])
+
+
+def _joined(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Put two codes of 4 bits into a byte, the first into the lower half."""
+    if bits == 8:
+        return codes
+    even: NDArray[np.uint8] = codes[:, ::2].copy()
+    odd = codes[:, 1::2]
+    even[:, : odd.shape[1]] |= odd << 4
+    return even
+
+
+def _to_float(dtype: str, data: bytes | memoryview) -> NDArray[np.float32]:
+    if dtype == "BF16":  # the upper half of a float32
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
+
+
+def _from_float(dtype: str, values: NDArray[np.float32]) -> bytes:
+    if dtype == "BF16":  # rounded to the nearest, ties to even
+        whole = values.view(np.uint32)
+        return ((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()

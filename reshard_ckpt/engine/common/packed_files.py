@@ -1,0 +1,109 @@
+"""Reading and writing files with packed rows (`core.catalog.packed`) as the plain files that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...core.catalog.model import FileEntry
+from ...core.catalog.packed import PackedRows, pack, unpack
+from ...storage.followed import FollowedStorage
+from ...storage.protocol import Storage
+
+Part = tuple[int, int, PackedRows | None]
+"""The end of a part of a file, in the plain file and in the packed one; its rows, or None if its bytes are as they are."""
+
+
+def parts_of(size: int, packed: Sequence[PackedRows]) -> list[Part]:
+    """Divide a file; `size` is that of the plain file. Parts may be empty."""
+    parts: list[Part] = []
+    saved = 0
+    for rows in packed:
+        parts.append((rows.begin, rows.begin - saved, None))
+        saved += rows.saved_bytes
+        parts.append((rows.end, rows.end - saved, rows))
+    return [*parts, (size, size - saved, None)]
+
+
+class Packer:
+    """Packs the bytes of one file, front to back."""
+
+    def __init__(self, size: int, packed: Sequence[PackedRows]) -> None:
+        self._parts, self._at = iter(parts_of(size, packed)), 0
+        self._end, _, self._rows = next(self._parts)
+        self._waiting = bytearray()  # the first bytes of a row whose end has not come
+
+    def add(self, chunk: memoryview) -> Iterator[tuple[bytes | memoryview, bytes | memoryview]]:
+        """Yield bytes to write, each with the plain bytes that they stand for."""
+        while len(chunk):
+            while self._at == self._end:
+                self._end, _, self._rows = next(self._parts)
+            part, chunk = chunk[: self._end - self._at], chunk[self._end - self._at :]
+            self._at += len(part)
+            if self._rows is None:
+                yield part, part
+                continue
+            self._waiting += part
+            whole = len(self._waiting) // self._rows.row_bytes * self._rows.row_bytes
+            if whole:
+                yield pack(self._rows, bytes(self._waiting[:whole]))
+                del self._waiting[:whole]
+
+
+def as_stored(storage: Storage) -> Storage:
+    """Return the store that reads files as they lie there, below an `UnpackedStorage`."""
+    return storage.stored if isinstance(storage, UnpackedStorage) else storage
+
+
+class UnpackedStorage(FollowedStorage):
+    """A store that reads files with packed rows, by their keys, as the plain files that they stand for."""
+
+    def __init__(self, stored: Storage, files: Mapping[str, FileEntry]) -> None:
+        super().__init__(stored, {})
+        self.stored, self._files = stored, files
+        self._parts = {key: parts_of(file.size, file.packed) for key, file in files.items()}
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        if key not in self._files:
+            self.stored.read_into(key, offset, buffers)
+            return
+        plain = memoryview(self._plain(key, offset, offset + sum(buffer.nbytes for buffer in buffers)))
+        for buffer in buffers:
+            buffer.cast("B")[:] = plain[: buffer.nbytes]
+            plain = plain[buffer.nbytes :]
+
+    def _plain(self, key: str, low: int, high: int) -> bytes:
+        """Return bytes ``[low, high)`` of the plain file; one request reads the packed bytes that they need."""
+        # needed: of each part that is met, the bytes to leave out at its front, the bytes to take, its packed bytes, its rows.
+        needed = []
+        first, last, begin, packed_begin = None, 0, 0, 0
+        for end, packed_end, rows in self._parts[key]:
+            from_, to = max(low, begin), min(high, end)
+            if from_ < to:
+                each, packed_each = (rows.row_bytes, rows.packed_row_bytes) if rows else (1, 1)
+                row, until = (from_ - begin) // each, -(-(to - begin) // each)
+                first = packed_begin + row * packed_each if first is None else first
+                last = packed_begin + until * packed_each
+                needed.append((from_ - begin - row * each, to - from_, (until - row) * packed_each, rows))
+            begin, packed_begin = end, packed_end
+        data = memoryview(bytearray(last - (first or 0)))
+        self.stored.read_into(key, first or 0, [data])
+        found = []
+        for skipped, size, packed, rows in needed:
+            part, data = data[:packed], data[packed:]
+            found.append(part if rows is None else memoryview(unpack(rows, part))[skipped : skipped + size])
+        return b"".join(found)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        self.stored.read_ranges([one for one in ranges if one[0] not in self._files])
+        for key, offset, buffers in ranges:
+            if key in self._files:
+                self.read_into(key, offset, buffers)
+
+    def size(self, key: str) -> int | None:
+        return self.stat([key])[0]
+
+    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        # A file of the size that the catalog says has the plain size; each byte more or less shows.
+        saved = {key: file.size - file.stored_bytes for key, file in self._files.items()}
+        sizes = zip(keys, self.stored.stat(keys), strict=True)
+        return [None if size is None else size + saved.get(key, 0) for key, size in sizes]
