@@ -389,6 +389,8 @@ def test_rows_in_few_bits_load_into_any_layout_and_dtype(narrow: tuple[Path, tor
     checkpoint.reshard(root / "2", root / "halves", mesh={"dp": 2})
     assert_holds(root / "halves", {"model.table.weight": wanted})
     assert checkpoint.catalog(root / "halves").lossy == catalog.lossy == {"model.table.weight": "rows in 4 bits"}
+    checkpoint.reshard(root / "2", root / "named", mesh={}, rename={"model": "dlrm"})
+    assert checkpoint.catalog(root / "named").lossy == {"dlrm.table.weight": "rows in 4 bits"}
     checkpoint.convert(root / "2", root / "plain")
     assert_holds(root / "plain", {"model.table.weight": wanted})
     assert not checkpoint.diff(root / "2", root / "halves", values=True).values

@@ -84,7 +84,8 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     columns = link_columns(new, [links.get(name) if own else None for name, own in zip(new, is_tensor, strict=True)], tensors)
     unreadable = {names[name]: why for name, why in catalog.unreadable.items()}
     tensors_table = replace(table, names=new, **columns)
-    return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable)
+    lossy = {names[name]: what for name, what in catalog.lossy.items()}
+    return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable, lossy=lossy)
 
 
 @dataclass(slots=True)
