@@ -66,7 +66,7 @@ test-stores: $(STAMP)
 	-npm install --silent --no-audit --no-fund --prefix $(STORES) azurite@3
 	-npm install --silent --no-audit --no-fund --prefix $(STORES) s3rver@3
 	ALL_FAULTS=1 PATH="$(abspath $(BIN)):$(STORES)/node_modules/.bin:$$PATH" \
-	  $(BIN)/python -m pytest -q -rs tests/storage/test_servers.py tests/storage/test_faults.py
+	  $(BIN)/python -m pytest -q -rs tests/storage/test_credentials.py tests/storage/test_servers.py tests/storage/test_faults.py
 
 # Coverage-guided fuzzing of the decoders; what it finds, and the inputs that reach new code, are kept in fuzz_out.
 FUZZ_SECONDS ?= 30

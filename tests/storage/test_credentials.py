@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
 import traceback
 from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +90,55 @@ def test_credentials_that_expire_are_renewed(monkeypatch: pytest.MonkeyPatch, tm
     assert first["access_key_id"] != second["access_key_id"]
     left = second["expires_at"] - datetime.now(timezone.utc)
     assert left < timedelta(minutes=10)  # boto3 returns no credentials that end sooner
+
+
+class _Tokens(BaseHTTPRequestHandler):
+    """A machine's own service for tokens: Google's metadata server, and the endpoint of an identity of Azure."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        token = {"access_token": f"{SECRET}-{len(self.server.asked)}", "token_type": "Bearer"}  # type: ignore[attr-defined]
+        if path == "/azure" and self.headers["X-IDENTITY-HEADER"] == "proof":
+            answer: Any = {**token, "expires_on": str(int(time.time()) + 3600), "resource": "https://storage.azure.com"}
+        elif path.endswith("/token"):
+            answer = {**token, "expires_in": 3600}
+        elif path.endswith("/service-accounts/default/"):
+            answer = {"email": "job@project", "scopes": [], "aliases": ["default"]}
+        else:
+            answer = "project"
+        if "access_token" in answer:
+            self.server.asked.append(path)  # type: ignore[attr-defined]
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Metadata-Flavor", "Google")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("scheme", "library"), [("gs", "google.auth.transport.requests"), ("az", "azure.identity")])
+def test_the_libraries_of_google_and_azure_ask_the_machine_for_a_token(
+    scheme: str, library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip(library, reason="make test-stores installs it")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Tokens) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}"
+        for name, value in {
+            "GCE_METADATA_HOST": host, "GCE_METADATA_IP": host, "CLOUDSDK_CONFIG": str(tmp_path),
+            "IDENTITY_ENDPOINT": f"http://{host}/azure", "IDENTITY_HEADER": "proof", "AZURE_CONFIG_DIR": str(tmp_path),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        provider = _credentials(scheme)
+        assert provider is not None
+        found = provider()
+        server.shutdown()
+    assert found["token"] == f"{SECRET}-0"
+    assert timedelta(minutes=50) < found["expires_at"] - datetime.now(timezone.utc) <= timedelta(hours=1)
+    assert server.asked  # type: ignore[attr-defined]
+    assert SECRET not in repr(provider)
