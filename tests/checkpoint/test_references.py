@@ -325,7 +325,7 @@ def test_cut_off_anywhere_it_is_whole_and_can_be_compacted_again(memory: str):
         pytest.fail("compacting has more operations than were tried")
     committed = kinds.index(False)
     assert kinds == [True] * committed + [False] * (len(kinds) - committed)
-    assert committed == 8  # of the copy and of its digests, each: create, write, finish; sync, publish
+    assert committed == 9  # the store is asked to copy; of the copy and its digests, each: create, write, finish; sync, publish
 
 
 def test_it_is_compacted_also_where_nothing_can_be_deleted(root: Path):
