@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,3 +54,15 @@ def test_any_range_is_that_of_the_plain_file(made, tail, chunks, wanted):
             first, rest = memoryview(bytearray((high - low) // 2)), memoryview(bytearray(high - low - (high - low) // 2))
             storage.read_into("f.packed", low, [first, rest])
             assert bytes(first) + bytes(rest) == plain[low:high]
+
+
+def test_a_store_copies_plain_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would copy the packed bytes of the others, where the plain ones are wanted."""
+    copied: list[str] = []
+    with open_storage("memory://copies") as stored:
+        monkeypatch.setattr(type(stored), "copy", lambda self, source, key, to: copied.append(key) or True)
+        rows = PackedRows(0, 8, 16, "F32", 8)
+        storage = UnpackedStorage(stored, {"a.packed": FileEntry("a.packed", 512, "a.digests", b"", "a", 0, packed=(rows,))})
+        assert not storage.copy(storage, "a.packed", "b")
+        assert storage.copy(storage, "a.safetensors", "b")
+    assert copied == ["a.safetensors"]

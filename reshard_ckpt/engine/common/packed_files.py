@@ -93,6 +93,10 @@ class UnpackedStorage(FollowedStorage):
             found.append(part if rows is None else memoryview(unpack(rows, part))[skipped : skipped + size])
         return b"".join(found)
 
+    def copy(self, source: Storage, key: str, to: str) -> bool:
+        # The store would copy the packed bytes, and whoever copies from here wants the plain file.
+        return key not in self._files and super().copy(source, key, to)
+
     def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
         self.stored.read_ranges([one for one in ranges if one[0] not in self._files])
         for key, offset, buffers in ranges:
