@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,11 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 def pytest_unconfigure() -> None:
     """End the server that forks the ranks of this pytest process."""
     stop_server()
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder on tmpfs, which is gone after the test."""
+    path = Path(tempfile.mkdtemp(prefix="reshard-ckpt-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -11,8 +11,8 @@
 3. `Slot.seal` writes the table, and the magic last. So a slot with a valid header is whole.
 
 Nothing is flushed: a power cut takes the whole tmpfs, and a process that is killed has made its stores in the order above.
-`posix_fallocate` reserves the memory, and raises if there is too little. Writing into a hole of a mapped file would instead end
-the process by SIGBUS.
+`reserve_file` reserves the memory, and raises if there is too little. Writing into a hole of a mapped file would instead end the
+process by SIGBUS. Files are also read by a mapping: so a slot never gets shorter, and who shortens one ends its readers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 
-from ..engine.common.host_memory import PinnableMap, pin
+from ..engine.common.host_memory import PinnableMap, pin, reserve_file
 from ..errors import CorruptError, StorageError
 from ..format.files import digest128
 from ..storage.posix import lock_file
@@ -148,12 +149,12 @@ class Slot:
             The file system has too little memory; the slot file is removed.
         """
         try:
-            if os.fstat(self._fd).st_blocks * 512 < self.size:
-                os.posix_fallocate(self._fd, 0, self.size)
             # Opened a second time: a mapping keeps a copy of its descriptor. A copy of the locked descriptor would hold the lock
             # as long as the mapping lives, also in a forked child.
             fd = os.open(self.path, _OPEN)
             try:
+                if os.fstat(fd).st_blocks * 512 < self.size:
+                    reserve_file(fd, self.size)
                 self._mapped = PinnableMap(fd, self.size)
             finally:
                 os.close(fd)
@@ -229,7 +230,11 @@ class Slot:
 
 
 class ReadSlot:
-    """A slot of any process of this user, open for reading without a lock. A read raises if the slot was refilled meanwhile."""
+    """A slot of any process of this user, open for reading without a lock.
+
+    A read raises if the slot was refilled meanwhile. It copies from a mapping: if the slot lies in large pages, that costs less than
+    `read`, else as much.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -255,27 +260,28 @@ class ReadSlot:
         """
         with self._unchanged(extent, offset, sum(map(len, buffers))) as at:
             for buffer in buffers:
-                done = 0
-                while done < len(buffer):
-                    got = os.preadv(self._fd, [buffer[done:]], at)
-                    if got == 0:
-                        raise CorruptError(f"{self.path}: the slot ends too early; this copy is not used")
-                    done, at = done + got, at + got
+                np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(self._mapping(), np.uint8, len(buffer), at))
+                at += len(buffer)
 
     @contextmanager
     def lend(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of a file of this slot as a view of its memory. It raises the errors of `read_into`."""
+        with self._unchanged(extent, offset, num_bytes) as at:
+            yield self._mapping()[at : at + num_bytes]
+
+    def _mapping(self) -> memoryview:
         if self._map is None:
             # A private mapping that could be written, because torch warns of memory that cannot; nobody writes to it.
             self._map = memoryview(mmap.mmap(self._fd, self._size, access=mmap.ACCESS_COPY))
-        with self._unchanged(extent, offset, num_bytes) as at:
-            yield self._map[at : at + num_bytes]
+        return self._map
 
     @contextmanager
     def _unchanged(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[int]:
         """Yield the position of bytes of a file in this slot, to be read in the context; see `read_into` for the errors."""
         if offset < 0 or offset + num_bytes > extent.size:
             raise CorruptError(f"{self.path}: a read beyond the end of a file of {extent.size} bytes; this copy is not used")
+        if os.fstat(self._fd).st_size < self._size:  # the kernel ends a process that reads a mapping beyond the end of its file
+            raise CorruptError(f"{self.path}: something has shortened the slot; this copy is not used")
         yield extent.offset + offset
         # The owner erases the magic before it overwrites an image, and a refilled slot has another digest. So an unchanged
         # beginning of the header, read after the bytes, proves that they belong to the save of `table`.

@@ -12,10 +12,12 @@ the thread: with CUDA both calls make a context there.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,10 @@ import torch
 from ...comm.group import current_accelerator
 from .tensor_bytes import on_device
 
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # of Linux; Python 3.11 does not name them
 
 ALIGN_BYTES = 2 << 20
 """The size of a large page."""
@@ -173,3 +178,35 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
     middle = low + size // ALIGN_BYTES // 2 * ALIGN_BYTES  # one page stands for all of them
     if _LIBC.mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(touched)) == 0 and not touched.value & 1:
         _LIBC.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # only advice: some kernels refuse it
+
+
+def reserve_file(fd: int, num_bytes: int) -> None:
+    """Give a file on tmpfs memory for its first `num_bytes` bytes; in large pages if the kernel has `MADV_COLLAPSE` (Linux 6.1).
+
+    A mapping of large pages is made 512 times as fast. The mount needs no option `huge=`.
+
+    Raises
+    ------
+    OSError
+        There is too little memory. The file may then have a part of it.
+    """
+    room = os.fstatvfs(fd)
+    if room.f_blocks and room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512 < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before other files of the mount find it full
+    large = num_bytes // ALIGN_BYTES * ALIGN_BYTES
+    for at in range(0, large, ALIGN_BYTES):
+        os.posix_fallocate(fd, at, 1)  # the kernel collapses only ranges that have a page
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with mapped_in_line(fd, large) as address:
+            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(large), _MADV_COLLAPSE)  # some kernels and mounts refuse it
+    os.posix_fallocate(fd, 0, num_bytes)
+
+
+@contextmanager
+def mapped_in_line(fd: int, num_bytes: int) -> Iterator[int]:
+    """Map a file at an address that is a multiple of a large page, and yield the address: mmap.mmap cannot choose it."""
+    with mmap.mmap(-1, num_bytes + ALIGN_BYTES) as space:  # room for an aligned mapping over it; both are unmapped together
+        address = -(-ctypes.addressof(ctypes.c_char.from_buffer(space)) // ALIGN_BYTES) * ALIGN_BYTES
+        if _LIBC.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+            raise OSError(ctypes.get_errno(), "the file cannot be mapped")
+        yield address
