@@ -232,8 +232,8 @@ class Slot:
 class ReadSlot:
     """A slot of any process of this user, open for reading without a lock.
 
-    A read raises if the slot was refilled meanwhile. It copies from a mapping: if the slot lies in large pages, that costs less than
-    `read`, else as much.
+    A read raises if the slot was refilled meanwhile. It copies from a mapping: of large pages that is faster than `read`,
+    of small ones as fast.
     """
 
     def __init__(self, path: str) -> None:
