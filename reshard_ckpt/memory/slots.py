@@ -17,18 +17,17 @@ process by SIGBUS. Files are also read by a mapping: so a slot never gets shorte
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
 import torch
 
-from ..engine.common.host_memory import PinnableMap, pin, reserve_file
+from ..engine.common.host_memory import PinnableMap, map_file, pin, reserve_file
 from ..errors import CorruptError, StorageError
 from ..format.files import digest128
 from ..storage.posix import lock_file
@@ -138,7 +137,7 @@ class Slot:
         except BaseException:
             lock.release()
             raise
-        self._mapped: PinnableMap | None = None
+        self._mapped: memoryview | None = None
 
     def reserve(self) -> Slot:
         """Reserve the memory of the slot, map it, and return the slot itself.
@@ -149,13 +148,13 @@ class Slot:
             The file system has too little memory; the slot file is removed.
         """
         try:
-            # Opened a second time: a mapping keeps a copy of its descriptor. A copy of the locked descriptor would hold the lock
-            # as long as the mapping lives, also in a forked child.
+            # Opened a second time: a mapping keeps the open file. That of the locked descriptor would hold the lock as long as the
+            # mapping lives, also in a forked child.
             fd = os.open(self.path, _OPEN)
             try:
                 if os.fstat(fd).st_blocks * 512 < self.size:
                     reserve_file(fd, self.size)
-                self._mapped = PinnableMap(fd, self.size)
+                self._mapped = map_file(fd, self.size, kind=PinnableMap)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -168,13 +167,13 @@ class Slot:
         return self._lock.fd
 
     @property
-    def _map(self) -> PinnableMap:
+    def _map(self) -> memoryview:
         assert self._mapped is not None, "reserve() first"
         return self._mapped
 
     def pin(self) -> None:
         """Register the slot with the accelerator, which then copies into it at full speed. Do nothing if the driver refuses."""
-        pin(self._map)
+        pin(cast(PinnableMap, self._map.obj))
 
     @property
     def num_bytes(self) -> int:
@@ -208,7 +207,7 @@ class Slot:
 
     def view(self, extent: SlotRange) -> memoryview:
         """Return the bytes of a file as a view of the slot's memory."""
-        return memoryview(self._map)[extent.offset : extent.offset + extent.size]
+        return self._map[extent.offset : extent.offset + extent.size]
 
     def put(self, offset: int, data: bytes | memoryview) -> SlotRange:
         """Copy bytes to an offset from the beginning of the slot, and return their position."""
@@ -272,7 +271,7 @@ class ReadSlot:
     def _mapping(self) -> memoryview:
         if self._map is None:
             # A private mapping that could be written, because torch warns of memory that cannot; nobody writes to it.
-            self._map = memoryview(mmap.mmap(self._fd, self._size, access=mmap.ACCESS_COPY))
+            self._map = map_file(self._fd, self._size, is_private=True)
         return self._map
 
     @contextmanager

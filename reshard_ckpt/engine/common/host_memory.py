@@ -16,8 +16,8 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,16 +197,35 @@ def reserve_file(fd: int, num_bytes: int) -> None:
     for at in range(0, large, ALIGN_BYTES):
         os.posix_fallocate(fd, at, 1)  # the kernel collapses only ranges that have a page
     if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        with mapped_in_line(fd, large) as address:
+        with memoryview(map_file(fd, large)) as view:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
             _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(large), _MADV_COLLAPSE)  # some kernels and mounts refuse it
     os.posix_fallocate(fd, 0, num_bytes)
 
 
-@contextmanager
-def mapped_in_line(fd: int, num_bytes: int) -> Iterator[int]:
-    """Map a file at an address that is a multiple of a large page, and yield the address: mmap.mmap cannot choose it."""
-    with mmap.mmap(-1, num_bytes + ALIGN_BYTES) as space:  # room for an aligned mapping over it; both are unmapped together
-        address = -(-ctypes.addressof(ctypes.c_char.from_buffer(space)) // ALIGN_BYTES) * ALIGN_BYTES
-        if _LIBC.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
-            raise OSError(ctypes.get_errno(), "the file cannot be mapped")
-        yield address
+def map_file(fd: int, num_bytes: int, *, is_private: bool = False, kind: type[mmap.mmap] = mmap.mmap) -> memoryview:
+    """Map a file, and return its bytes as a writable view, whose `obj` is a mapping of class `kind`.
+
+    The view begins at a multiple of a large page. So the kernel maps the large pages of the file as such, with one fault for each
+    and not one for each 64 KiB. `mmap.mmap` cannot choose an address: it maps more memory, which nobody touches, and the file is
+    mapped over a part of that. Both are unmapped together, with the last view.
+
+    Parameters
+    ----------
+    is_private
+        Keep what is written to the view out of the file.
+
+    Raises
+    ------
+    OSError
+        The file cannot be mapped.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(kind(fd, num_bytes, access=mmap.ACCESS_COPY if is_private else mmap.ACCESS_WRITE))
+    space = kind(-1, num_bytes + ALIGN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(space))
+    address = -(-begin // ALIGN_BYTES) * ALIGN_BYTES
+    flags = (mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED) | _MAP_FIXED
+    if _LIBC.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memoryview(space)[address - begin : address - begin + num_bytes]

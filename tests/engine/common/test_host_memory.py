@@ -69,10 +69,10 @@ def test_a_file_on_tmpfs_is_reserved_in_large_pages_and_keeps_its_bytes(shm: Pat
         host_memory.reserve_file(file.fileno(), size)
         assert os.fstat(file.fileno()).st_size == size
         assert os.fstat(file.fileno()).st_blocks * 512 >= size
-        with host_memory.mapped_in_line(file.fileno(), size) as address:
-            assert ctypes.string_at(address, size) == bytes(data.numpy()) + bytes(size - len(data))
-            # One is enough: the kernel may find no free memory for the others.
-            assert int(mapping_at(address)["ShmemPmdMapped:"][0]) >= 2048
+        view = host_memory.map_file(file.fileno(), size, is_private=True)
+        assert view == bytes(data.numpy()) + bytes(size - len(data))
+        # One is enough: the kernel may find no free memory for the others.
+        assert int(mapping_at(ctypes.addressof(ctypes.c_char.from_buffer(view)))["ShmemPmdMapped:"][0]) >= 2048
 
 
 def test_a_file_that_finds_too_little_memory_says_so(shm: Path):
