@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -148,8 +148,8 @@ class Slot:
             The file system has too little memory; the slot file is removed.
         """
         try:
-            # Opened a second time: a mapping keeps the open file. That of the locked descriptor would hold the lock as long as the
-            # mapping lives, also in a forked child.
+            # Opened a second time: a mapping keeps the open file. That of the lock would hold the lock as long as the mapping
+            # lives, also in a forked child.
             fd = os.open(self.path, _OPEN)
             try:
                 if os.fstat(fd).st_blocks * 512 < self.size:
@@ -173,7 +173,7 @@ class Slot:
 
     def pin(self) -> None:
         """Register the slot with the accelerator, which then copies into it at full speed. Do nothing if the driver refuses."""
-        pin(cast(PinnableMap, self._map.obj))
+        pin(self._map)
 
     @property
     def num_bytes(self) -> int:

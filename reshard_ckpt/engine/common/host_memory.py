@@ -130,14 +130,18 @@ class PinnableMap(mmap.mmap):
                 self.registrar.unregister(self.address)
 
 
-def pin(mapping: PinnableMap) -> bool:
-    """Register a mapping with the current device. Return False if its type has no registrar, or if the driver refuses."""
-    registrar = _registrar()
+def pin(view: memoryview) -> bool:
+    """Register the bytes of a view, whose `obj` is a `PinnableMap`, with the current device.
+
+    Return False if the type of the device has no registrar, or if the driver refuses.
+    """
+    registrar, mapping = _registrar(), view.obj
+    assert isinstance(mapping, PinnableMap)
     if registrar is None or mapping.registrar is not None:
         return registrar is not None
-    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     try:
-        registrar.register(address, len(mapping))
+        registrar.register(address, len(view))
     except Exception:  # a limit of locked memory, or a driver that cannot
         return False
     mapping.registrar, mapping.address, mapping.device = registrar, address, torch.accelerator.current_stream().device
@@ -147,7 +151,7 @@ def pin(mapping: PinnableMap) -> bool:
 def empty_pinned(num_bytes: int) -> torch.Tensor:
     """Allocate pinned host memory for the accelerator, as a 1-D uint8 tensor; `num_bytes` is a multiple of the page size."""
     mapping = None if _registrar() is None else map_private(num_bytes, PinnableMap)
-    if mapping is not None and pin(mapping):
+    if mapping is not None and pin(memoryview(mapping)):
         return torch.frombuffer(mapping, dtype=torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
