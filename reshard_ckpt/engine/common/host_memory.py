@@ -217,7 +217,7 @@ def map_file(fd: int, num_bytes: int, *, is_private: bool = False, kind: type[mm
     Parameters
     ----------
     is_private
-        Keep what is written to the view out of the file.
+        Keep changes of the view out of the file.
 
     Raises
     ------
