@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import reshard_ckpt
-from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import load, save
 
 PACKAGE = str(Path(reshard_ckpt.__file__).parent)
 
@@ -70,10 +70,10 @@ def story(name: str) -> set[CodeType]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/step_1"
         if name == "save":
-            return entered(lambda: checkpoint.save(path, state))
-        checkpoint.save(path, state)
+            return entered(lambda: save(path, state))
+        save(path, state)
         fresh = training_state()
-        return entered(lambda: checkpoint.load(path, fresh))
+        return entered(lambda: load(path, fresh))
 
 
 def main() -> None:

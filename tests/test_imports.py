@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -210,3 +212,15 @@ def test_the_extra_for_pictures_is_for_plotting_alone():
 def test_nothing_imports_pickle():
     banned = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
     assert wrong_ones({relative(path): {name.split(".")[0] for name in imports(path)} & banned for path in MODULES}) == {}
+
+
+def test_the_face_of_checkpoint_imports_a_function_when_it_is_used():
+    program = (
+        "import sys; from reshard_ckpt import checkpoint; "
+        "before = {n for n in sys.modules if n.startswith('reshard_ckpt.')}; checkpoint.goodput; "
+        "assert before == {'reshard_ckpt.checkpoint', 'reshard_ckpt.errors'}, before; "
+        "assert 'reshard_ckpt.checkpoint.intervals' in sys.modules; "
+        "assert 'reshard_ckpt.manager' not in sys.modules; "
+        "[getattr(checkpoint, name) for name in checkpoint.__all__]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
