@@ -34,9 +34,9 @@ _KEPT_S = 2.0
 _INTERRUPT_S = 5.0
 """Seconds that an interrupt waits for the call under way, so that its handler runs after the call."""
 
-_LEAST_S, _LAST_S = 1.0, 5.0
+_LEAST_S, _LAST_S = 1.0, 4.0
 """Seconds for a store to answer when the time is over already, because a rank that gives up still tells the others: `timeout_s`,
-but at least the first and at most the second of these."""
+but at least the first and at most the second of these. So a rank gives up within `timeout_s` and 5 s, also if the store hangs."""
 
 _LATER_S = 60.0
 """Seconds by which a wait in a server outlasts its caller's."""

@@ -65,16 +65,33 @@ JOBS = [
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_or_stopped_is_waited_for_no_longer_than_the_time_given(tmp_path: Path):
-    problems = []
-    answers = run_ranks(waits.run_jobs, 1, JOBS, str(tmp_path), init=False)[0]
-    for (name, how, victim), of_ranks in zip(JOBS, answers, strict=True):
-        row = TABLE[name]
-        says = "" if row.says == LOCKED and how == "killed" else row.says  # the system takes it from the dead
-        for kinds, message, ranks in of_ranks:
-            fits = ("CheckpointError" in kinds and re.search(says, message)) if says else not kinds
-            if not fits or (says and ranks != [victim] and (ranks or victim in row.names)):
-                problems.append(f"{name}, rank {victim} {how}: {kinds[:1]} {ranks} {message}")
-    assert not problems, "\n".join(problems)
+    jobs, folder, late = JOBS, tmp_path, []
+    for at_once in (waits.AT_ONCE, 2, 1):  # on a busy machine a job may be late; one that waits too long is late each time
+        folder = folder / "again"
+        folder.mkdir()
+        answers = run_ranks(waits.run_jobs, 1, jobs, str(folder), at_once, init=False)[0]
+        problems = [problem for job, of_ranks in zip(jobs, answers, strict=True) for problem in problems_of(job, of_ranks)]
+        assert not problems, "\n".join(problems)
+        late = [
+            (job, [seconds for *_, seconds in of_ranks])
+            for job, of_ranks in zip(jobs, answers, strict=True)
+            if any(seconds > waits.seconds_of(*job[:2]) for *_, seconds in of_ranks)
+        ]
+        if not late:
+            break
+        jobs = [job for job, _ in late]
+    assert not late
+
+
+def problems_of(job: tuple[str, str, int], of_ranks: list[tuple[list[str], str, list[int], float]]) -> Iterator[str]:
+    """Yield what ranks raised that the table does not say."""
+    name, how, victim = job
+    row = TABLE[name]
+    says = "" if row.says == LOCKED and how == "killed" else row.says  # the system takes it from the dead
+    for kinds, message, ranks, _ in of_ranks:
+        fits = ("CheckpointError" in kinds and re.search(says, message)) if says else not kinds
+        if not fits or (says and ranks != [victim] and (ranks or victim in row.names)):
+            yield f"{name}, rank {victim} {how}: {kinds[:1]} {ranks} {message}"
 
 
 def functions_that_block() -> set[tuple[str, str]]:

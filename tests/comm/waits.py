@@ -53,7 +53,10 @@ from reshard_ckpt.storage.posix import lock_file
 SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
 
-_AT_ONCE = 16
+LATER_S = 5.0
+"""The seconds after its time limit in which a call ends at the latest, or after a process is known to have ended."""
+
+AT_ONCE = 16
 """How many jobs run at a time: most of them wait."""
 
 Die = Callable[[], None]
@@ -386,8 +389,9 @@ def nothing() -> None:
     pass
 
 
-def die_by(number: signal.Signals, rank: int, victim: int) -> Die:
+def die_by(number: signal.Signals, rank: int, victim: int, folder: Path) -> Die:
     def die() -> None:
+        (folder / "died").write_text(f"{time.monotonic()}")  # a clock of the whole machine
         os.kill(os.getpid(), number)
         threading.Event().wait()  # the signal may reach another thread first
 
@@ -427,11 +431,12 @@ def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int],
                 pass
             dist.barrier()
         seconds = row.killed_s if how == "killed" else row.stopped_s
-        row.call(rank, seconds, folder, die_by(signal.SIGKILL if how == "killed" else signal.SIGSTOP, rank, victim))
+        row.call(rank, seconds, folder, die_by(signal.SIGKILL if how == "killed" else signal.SIGSTOP, rank, victim, folder))
     except BaseException as error:
         said = [[base.__name__ for base in type(error).__mro__], str(error), list(getattr(error, "ranks", []))]
         if not isinstance(error, CheckpointError):
             said[1] += traceback.format_exc()
+    said.append(time.monotonic())
     (folder / f"saying-{rank}").write_text(json.dumps(said))
     (folder / f"saying-{rank}").rename(folder / f"said-{rank}")
     os._exit(0)
@@ -451,22 +456,31 @@ def begin_job(name: str, how: str, victim: int, at: Path) -> list[int]:
     return children
 
 
-def run_jobs(jobs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
-    """Return by job, for each rank but the victim, the names of classes, the message and the ranks of what it raised."""
+def seconds_of(name: str, how: str) -> float:
+    """Return the seconds in which the others have to be done after the victim died."""
+    seconds = TABLE[name].killed_s if how == "killed" else TABLE[name].stopped_s
+    return LATER_S + (0 if seconds == LONG else seconds)
+
+
+def run_jobs(jobs: list[tuple[str, str, int]], folder: str, at_once: int) -> list[list[Any]]:
+    """Return by job, for each rank but the victim, what it raised, and how many seconds after the victim died it was done.
+
+    Of what it raised: the names of classes, the message and the ranks.
+    """
     # Torch asks for the name of each address that connects; where nobody knows it, that took 5 s now and then.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     left, running, said = list(enumerate(jobs)), {}, {}
     try:
         while left or running:
-            while left and len(running) < _AT_ONCE:
+            while left and len(running) < at_once:
                 number, job = left.pop()
                 at = Path(folder, str(number))
                 at.mkdir()
                 running[number] = begin_job(*job, at), at
-            ended, _ = os.wait()
+            child, _ = os.wait()
             for number, (children, at) in list(running.items()):
                 victim = jobs[number][2]
-                if ended not in children or ended == children[victim]:
+                if child not in children or child == children[victim]:
                     continue
                 others = [rank for rank in range(len(children)) if rank != victim]
                 if all((at / f"said-{rank}").exists() for rank in others):
@@ -475,7 +489,9 @@ def run_jobs(jobs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
                         os.kill(children[victim], signal.SIGKILL)
                     lives = at / f"said-{victim}"
                     assert not lives.exists(), (jobs[number], lives.read_text())
-                    said[number] = [json.loads((at / f"said-{rank}").read_text()) for rank in others]
+                    died = float((at / "died").read_text())
+                    told = (json.loads((at / f"said-{rank}").read_text()) for rank in others)
+                    said[number] = [(*one, ended - died) for *one, ended in told]
     finally:
         for children, _ in running.values():
             for child in children:
