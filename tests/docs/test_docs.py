@@ -168,8 +168,9 @@ def test_commands_and_files_that_a_page_names_exist(page: Path):
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= {*targets}
     modules = re.findall(r"python -m ((?:benchmarks|tests|examples)[.\w]*)", text)
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
-    paths = re.findall(r"\b((?:tests|benchmarks|examples)/[\w/]+\.py)\b", text)
+    paths = re.findall(r"\b(tests/[\w/]+(?:\.py)?|(?:benchmarks|examples)/[\w/]+\.py)\b", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [(path, word) for path, word in re.findall(r"pytest (\S+) -k (\w+)", text) if not those_with(word, path)] == []
     for name in COMMANDS:
         importlib.import_module(f"reshard_ckpt.cli.{name}")
     commands: Any = typer.main.get_command(app)
@@ -177,6 +178,17 @@ def test_commands_and_files_that_a_page_names_exist(page: Path):
         if name in COMMANDS:
             known = {option for parameter in commands.commands[name].params for option in parameter.opts}
             assert {*re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)} <= known, (name, rest)
+
+
+def those_with(word: str, path: str) -> list[str]:
+    return re.findall(rf"^def (test_\w*{word}\w*)", (ROOT / path).read_text(), re.M)
+
+
+def test_each_section_about_reliability_names_a_test_that_holds_it():
+    _, *sections = re.split(r"^## ", (DOCS / "reliability.md").read_text(), flags=re.M)
+    named = {section.partition("\n")[0]: re.findall(r"\btests/[\w/]+/test_\w+\.py", section) for section in sections}
+    assert [title for title, tests in named.items() if not tests] == []
+    assert [test for tests in named.values() for test in tests if not those_with("", test)] == []
 
 
 def test_index_lists_every_page_and_design_note():
