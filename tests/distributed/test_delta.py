@@ -17,8 +17,10 @@ from reshard_ckpt.engine.resharding.delta import DeltaMover, decoded_runs, encod
 from reshard_ckpt.errors import UsageError
 from tests.distributed.outcomes import outcome
 from tests.launch import run_ranks
+from tests.tries import is_long
 
-ROWS, COLUMNS, STEPS = 256, 512, 50
+ROWS, COLUMNS = 256, 512
+STEPS = 50 if is_long() else 12
 NAMES = ("a", "b", "c")
 
 
@@ -77,7 +79,7 @@ def columns_of(rank: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def pushes(dtype: torch.dtype, engine: torch.dtype, staged: bool) -> dict[str, Any]:
-    """Two ranks train, two generate: 50 steps change random runs of rows, and each is pushed both as a delta and whole."""
+    """Two ranks train, two generate: each step changes random runs of rows, and is pushed both as a delta and whole."""
     rank, trains = dist.get_rank(), dist.get_rank() < 2
     src = rows_of(sources(dtype), rank) if trains else None
     into, whole_into = (None if trains else columns_of(rank - 2, engine) for _ in range(2))

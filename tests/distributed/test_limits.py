@@ -238,7 +238,12 @@ def pickle_job(folder: str) -> tuple[list[str], int]:
         seen.append("unpickled")
         raise AssertionError("unpickled")
 
-    checkpoint.load(path, state())  # what is imported on first use is no unpickling, but is compiled
+    def read() -> None:
+        checkpoint.load(path, state(), verify_first=True)
+        checkpoint.read(path)
+        checkpoint.catalog(path)
+
+    read()  # what is imported on first use is no unpickling, but is compiled
     sys.addaudithook(hook)
     with (
         mock.patch.object(pickle, "loads", refuse),
@@ -247,9 +252,7 @@ def pickle_job(folder: str) -> tuple[list[str], int]:
         mock.patch.object(torch, "load", refuse),
     ):
         watching[0] = True
-        checkpoint.load(path, state(), verify_first=True)
-        checkpoint.read(path)
-        checkpoint.catalog(path)
+        read()
         watching[0] = False
     watching[0] = True
     canary = pickle.loads(pickle.dumps(Path("x")))

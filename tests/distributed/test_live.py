@@ -172,14 +172,13 @@ def test_layouts_become_each_other_on_1_and_2_ranks():
 @pytest.mark.slow
 def test_layouts_of_8_ranks_become_each_other():
     layouts = tuple(layout for layout in LARGE if layout.size == 8)
-    check_matrix(8, layouts, pairs(range(len(layouts))))
+    check_matrix(8, layouts, [(saved, loaded) for saved, loaded in pairs(range(len(layouts))) if saved != loaded])
 
 
 @pytest.mark.slow
 def test_every_layout_becomes_others_on_4_ranks():
-    """Each layout becomes itself, its neighbour, and one of another kind; in a long run it becomes every other."""
-    num = len(LAYOUTS)
-    check_matrix(4, LAYOUTS, sorted({*pairs(range(num)), *((i, (i + 7) % num) for i in range(num))}))
+    """Each layout becomes itself and one of another kind, seven lines below; in a long run it becomes every other."""
+    check_matrix(4, LAYOUTS, pairs([(7 * i) % len(LAYOUTS) for i in range(len(LAYOUTS))]))
 
 
 SHAPE = (24, 10)
