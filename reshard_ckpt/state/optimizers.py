@@ -135,15 +135,15 @@ class ParamPlan:
     """The keys in `tensors` that were allocated here, and are not in the optimizer yet."""
 
 
-def saved_keys(name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> dict[str, dict[str, bool]]:
-    """List by FQN which state keys of one optimizer the checkpoint holds, and whether each is a tensor.
+def saved_keys(name: str, links: Mapping[str, StateLink]) -> dict[str, dict[str, str]]:
+    """List by FQN which state keys of one optimizer the checkpoint holds, each with its saved name.
 
     A key with dots is left out, so it is unexpected: torch's optimizers have no such keys.
     """
-    keys: dict[str, dict[str, bool]] = {}
+    keys: dict[str, dict[str, str]] = {}
     for full, link in links.items():
         if link.optimizer == name and "." not in link.key:
-            keys.setdefault(link.fqn, {})[link.key] = full in catalog
+            keys.setdefault(link.fqn, {})[link.key] = full
     return keys
 
 
@@ -173,7 +173,7 @@ class OptimizersTarget:
         self._catalog = catalog
         self._links = links
         self.unplaced: dict[str, str] = {}
-        saved = saved_keys(self.name, catalog, links)
+        saved = saved_keys(self.name, links)
         self._plans = [self._plan(view, slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
@@ -187,18 +187,18 @@ class OptimizersTarget:
     def values(self) -> tuple[str, ...]:
         return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
 
-    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, bool]]) -> ParamPlan:
+    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, str]]) -> ParamPlan:
         owner, existing = slot.owner, view.state.get(slot.key, {})
         fqns = [fqn for fqn in owner.fqns if fqn in saved]
-        is_tensor = {key: kind for fqn in fqns for key, kind in saved[fqn].items()}
+        is_tensor = {key: full in self._catalog for fqn in fqns for key, full in saved[fqn].items()}
         if fqns:  # other state of the optimizer is wanted too, so that its absence is found and named
             is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
         tensors: dict[str, tuple[Entry, ...]] = {}
         values: dict[str, tuple[str, ...]] = {}
         new: set[str] = set()
         for key, kind in is_tensor.items():
-            having = [fqn for fqn in fqns if key in saved[fqn]] or fqns[:1]
-            names = tuple(StateLink(self.name, fqn, key).name for fqn in having)
+            names = tuple(saved[fqn][key] for fqn in fqns if key in saved[fqn])
+            names = names or (StateLink(self.name, fqns[0], key).name,)
             if not kind:
                 values[key] = names
                 continue

@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from ..core.catalog.specs import Ints
 from ..core.trees import Path
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .dtensor import dtensor_layout, is_dtensor, local_tensor, lowered
+from .dtensor import dtensor_layout, is_dtensor, is_of_torch, local_tensor, lowered
 from .entries import Entry
 from .layouts import Layout, LocalMemory, whole
 from .shards import FlatShard, LocalShard, Shards
@@ -54,7 +54,9 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Tell whether a value is a tensor that cannot say which part it is, as nearly all tensors are."""
+    """Tell whether a value is a tensor that cannot say which part it is, as nearly all tensors are, or a DTensor around one."""
+    if is_dtensor(value) and is_of_torch(value):
+        value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
     return type(value) in _TORCH_CLASSES and not vars(value)
 
 

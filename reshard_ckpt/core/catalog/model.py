@@ -271,8 +271,12 @@ class Catalog:
     def links(self) -> dict[str, StateLink]:
         """Return the links of all tensors and values that are state of an optimizer, by name."""
         table = self.tensors_table
-        state = np.flatnonzero((table.key > 0) & (table.kind == TensorKind.TENSOR)).tolist()
-        of_tensors = {table.names[i]: link for i in state if (link := self.link(i)) is not None}
+        names, state = table.names, np.flatnonzero((table.key > 0) & (table.kind == TensorKind.TENSOR))
+        columns = (column[state].tolist() for column in (table.optimizer, table.key, table.parameter))
+        of_tensors = {
+            (name := names[i]): divided(name, optimizer, key, None if parameter < 0 else names[parameter])
+            for i, optimizer, key, parameter in zip(state.tolist(), *columns, strict=True)
+        }
         return of_tensors | {value.name: value.link for value in self.values_table if value.link is not None}
 
     @property

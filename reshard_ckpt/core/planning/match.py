@@ -32,6 +32,8 @@ class Match:
 
     specs: tuple[int, ...]
     source: I64
+    named: frozenset[int]
+    """The catalog indices of all specs that the catalog has by name. Some of them cannot load."""
     missing: tuple[str, ...]
     shape: tuple[str, ...]
     dtype: tuple[str, ...]
@@ -70,7 +72,8 @@ def match(
     if another name of the same memory has a source.
     """
     saved_as = _without_wrappers(specs, catalog)
-    found: list[int] = []
+    found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own
+    named: set[int] = set()
     missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
@@ -80,6 +83,7 @@ def match(
             missing[f"{spec.name}: {MISSING}"] = spec
             continue
         index = catalog.index(name)
+        named.add(index)
         saved, code = catalog.shape(index), catalog.dtype(index)
         # A spec that fails both tests is listed once, by its shape.
         same_ndim = len(saved) == len(spec.shape)
@@ -91,16 +95,15 @@ def match(
         elif code != spec.dtype and quantized is not None and (why := quantized.refusal(catalog, index, spec.dtype)):
             dtype.append(f"{spec.name}: wanted {spec.dtype}, {why}")
         else:
-            found.append(i)
-    # source[k]: the index in the catalog of spec found[k].
-    source = np.array([catalog.index(saved_as.get(specs[i].name, specs[i].name)) for i in found], np.int64)
+            found[i] = index
     # A foreign checkpoint may have saved tied tensors under one of their names, so the others are not missing.
     has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
     lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}
     kept = {line: None for line, spec in lines.items() if matches(spec.name, allow_missing)}
     return Match(
         tuple(found),
-        source,
+        np.array(list(found.values()), np.int64),
+        frozenset(named),
         tuple(line for line in lines if line not in kept),
         tuple(dict.fromkeys(shape)),
         tuple(dict.fromkeys(dtype)),

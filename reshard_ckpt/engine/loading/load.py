@@ -290,7 +290,6 @@ def resolve(
     for fault in faults:
         if fault.rows:
             raise CorruptError(f"{fault_text(catalog, fault)}; use another checkpoint")
-    saved_names = [found.saved_as.get(spec.name, spec.name) for spec in specs]
     gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
         specs=kept,
@@ -307,7 +306,7 @@ def resolve(
         },
         kept=found.kept,
         saved_as=found.saved_as,
-        named=frozenset(catalog.index(name) for name in saved_names if name in catalog),
+        named=found.named,
         refused=frozenset(() if options.may_lack else gaps),
         window_bytes=window_bytes,
     )

@@ -55,8 +55,7 @@ MAX_THREADS = 8
 """Most threads that read at once on one rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTarget:
+class ReadTarget(NamedTuple):
     """A tensor to fill: its name in messages, and the dtype of its bytes in the files."""
 
     name: str

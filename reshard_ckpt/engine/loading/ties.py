@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """An integer dtype for each element size."""
 
 
-@dataclass(frozen=True, slots=True)
-class TiedTarget:
+class TiedTarget(NamedTuple):
     """A target that shares memory with others, and the index of its source in the catalog."""
 
     spec: TensorSpec
