@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchao compat-torchtitan compat-verl fuzz test-stores
+.PHONY: demo test test-random check docs dist bench bench-guard soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchao compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -219,6 +219,10 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.gpu_stall --out bench_out/gpu_stall.json
 	$(BIN)/python -m benchmarks.memory_tier --out bench_out/memory_tier.json
 	$(BIN)/python -m benchmarks.planning --ranks 16384 --shards 1000000 --json bench_out/planning.json
+
+# Before and after a change of the engine: counts and CPU seconds beside the committed ones, in a minute.
+bench-guard: $(STAMP)
+	$(BIN)/python -m benchmarks.guard
 
 MINUTES ?= 15
 soak: $(STAMP)
