@@ -9,7 +9,8 @@ import numpy as np
 import torch.distributed as dist
 
 from reshard_ckpt.core.planning.load_plan import LoadPlan
-from reshard_ckpt.engine.loading.load import LoadOptions, open_catalog, resolve
+from reshard_ckpt.engine.common.files import open_catalog
+from reshard_ckpt.engine.loading.load import LoadOptions, resolve
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.state.capture import prepare_load
 from reshard_ckpt.storage import open_storage

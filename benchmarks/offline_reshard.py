@@ -38,7 +38,7 @@ from reshard_ckpt.engine.saving.messages import decode_assignment, decode_metada
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import all_fingerprints
 from reshard_ckpt.engine.saving.write import chunks_in_place, write_files
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.files import new_save_id
 from reshard_ckpt.storage import open_storage
 

@@ -19,7 +19,7 @@ from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.catalog.param_groups import merge
 from reshard_ckpt.core.catalog.specs import CODES, Piece, StateLink, ValueKind
 from reshard_ckpt.errors import MismatchError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value
 from reshard_ckpt.state import Captured, LocalTensor, PerRankValues, prepare_load
 

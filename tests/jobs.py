@@ -12,8 +12,9 @@ from reshard_ckpt.core.catalog.names import links_from_names
 from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.core.report import LoadReport
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.common.progress import Recorder
-from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
+from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, resolve
 from reshard_ckpt.engine.saving.commit import catalog_of, look, publish
 from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local, merge_values
 from reshard_ckpt.engine.saving.messages import (

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Ints, Piece, Replication, TensorSpec, row_major_strides
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .compacting import compact
     from .comparing import Diff, diff
     from .converting import ConvertReport, convert
-    from .inspecting import Inspection, inspect
+    from .inspecting import Inspection, catalog, inspect
     from .intervals import GoodputReport, goodput
     from .live import LiveReshard, reshard_live
     from .loading import load
     from .plotting import plot
-    from .reading import catalog, read, timeline, verify, write_manifest
+    from .reading import read, timeline, verify, write_manifest
     from .recovering import RecoveryReport
     from .resharding import ReshardReport, reshard
     from .saving import async_save, prepare, save
@@ -89,12 +89,12 @@ _MODULES = {
     ".compacting": "compact",
     ".comparing": "Diff diff",
     ".converting": "ConvertReport convert",
-    ".inspecting": "Inspection inspect",
+    ".inspecting": "Inspection catalog inspect",
     ".intervals": "GoodputReport goodput",
     ".live": "LiveReshard reshard_live",
     ".loading": "load",
     ".plotting": "plot",
-    ".reading": "catalog read timeline verify write_manifest",
+    ".reading": "read timeline verify write_manifest",
     ".recovering": "RecoveryReport",
     ".resharding": "ReshardReport reshard",
     ".saving": "async_save prepare save",

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..comm import ALONE, open_session, value_of_first
+from ..engine.common.files import read_catalog_bytes
 from ..engine.common.progress import OnProgress, reporter
-from ..engine.loading.load import read_catalog_bytes
 from ..engine.resharding.compact import CompactReport
 from ..engine.resharding.compact import compact as compact_in_place
 from ..errors import StorageError, UsageError

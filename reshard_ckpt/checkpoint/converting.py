@@ -33,8 +33,9 @@ from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
 from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
+from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .resharding import write_as_one_rank
-from .selecting import Names, SelectedNames, applied_scales, cast_dtypes, dequantizer_of, select_names, top_level_keys
+from .selecting import Names, SelectedNames, select_names, top_level_keys
 from .topology_options import check_rename
 
 MODEL = "model"

@@ -1,11 +1,11 @@
-"""`inspect`: a summary of a checkpoint, a tree of names that folds equal layers, and single tensors in detail."""
+"""`catalog`, and `inspect`: a summary of a checkpoint, a tree of names that folds equal layers, and single tensors in detail."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from ..core.catalog.name_tree import Node, fold
 from ..core.catalog.specs import Ints, ValueKind, item_bytes_of
 from ..core.catalog.summary import Summary, step_of, summarize_catalog
 from ..core.geometry.runs import volumes
-from ..engine.checking.statistics import TensorStats, statistics
 from ..engine.common.progress import OnProgress, reporter
-from ..engine.loading.saved_values import open_values
 from ..format.values import decode_value
 from ..formats.source import Path, open_source
 from .selecting import match_names
+
+if TYPE_CHECKING:
+    from ..engine.checking.statistics import TensorStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,27 @@ class Inspection:
     stats: tuple[TensorStats, ...]
 
 
+def catalog(path: Path) -> Catalog:
+    """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group.
+
+    Parameters
+    ----------
+    path
+        A checkpoint of any format that can be opened.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The path holds no checkpoint.
+    CorruptError
+        The catalog is damaged.
+    StorageError
+        The store refused to read.
+    """
+    with open_source(path) as source:
+        return source.catalog
+
+
 def inspect(
     path: Path, names: Sequence[str] | None = None, *, stats: bool = False, progress: bool | OnProgress = False
 ) -> Inspection:
@@ -108,7 +130,7 @@ def inspect(
         The path holds no checkpoint, or it is damaged.
     """
     with open_source(path) as source:
-        saved = source.catalog
+        saved, found, whole = source.catalog, [], {}
         matched = match_names(saved, names)
         tensors, values, selected = matched.tensors, matched.values, set(matched.values)
         entries = [_value_line(saved, entry) for entry in saved.values_table]
@@ -117,9 +139,15 @@ def inspect(
             *(line for line in entries if line.name in selected),
         )
         exact = set(names or ())
-        found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress)) if stats else []
-        # Large values are read only if they are asked for by their full name.
-        whole = open_values(source.storage, saved, [name for name in values if name in exact], verify=True)
+        # What reads tensors imports torch, which takes seconds; a look at the catalog needs none.
+        if stats:
+            from ..engine.checking.statistics import statistics
+
+            found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress))
+        if full := [name for name in values if name in exact]:  # large values are read only by their full name
+            from ..engine.loading.saved_values import open_values
+
+            whole = open_values(source.storage, saved, full, verify=True)
         return Inspection(
             path=str(path),
             format=source.format,

@@ -1,4 +1,4 @@
-"""Functions of a single process on a checkpoint: read its catalog, verify its bytes, read whole tensors, write a manifest."""
+"""Functions of a single process on a checkpoint: verify its bytes, read whole tensors, write a manifest."""
 
 from __future__ import annotations
 
@@ -20,32 +20,11 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.load import LoadOptions, check_whole, fetch, resolve
 from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..formats.source import NATIVE, Path, Source, open_shared_source, open_source
 from .selecting import match_names
-
-
-def catalog(path: Path) -> Catalog:
-    """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group.
-
-    Parameters
-    ----------
-    path
-        A checkpoint of any format that can be opened.
-
-    Raises
-    ------
-    CheckpointNotFound
-        The path holds no checkpoint.
-    CorruptError
-        The catalog is damaged.
-    StorageError
-        The store refused to read.
-    """
-    with open_source(path) as source:
-        return source.catalog
 
 
 def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:

@@ -36,10 +36,10 @@ from ..formats.source import Path
 from ..state.capture import Captured, Target, capture, prepare_load
 from ..state.shards import PerRankValues
 from ..storage import path_text
+from .inspecting import catalog as read_catalog
 from .live import MEMORY_BYTES
 from .live_job import Job, Options
 from .loading import LoadOptions, Prepare, load_given
-from .reading import catalog as read_catalog
 
 SOURCES = ("self", "rank", "memory", "peer", "store")
 

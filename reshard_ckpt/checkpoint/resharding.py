@@ -41,7 +41,8 @@ from ..format.files import RESHARD_LOCK, new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
 from ..storage.protocol import begin
-from .selecting import Names, applied_scales, as_list, cast_dtypes, dequantizer_of, select_names
+from .casting import applied_scales, cast_dtypes, dequantizer_of
+from .selecting import Names, as_list, select_names
 from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
 

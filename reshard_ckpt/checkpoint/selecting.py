@@ -1,19 +1,14 @@
-"""Selection of tensors and values by name, by the name of a part of the state that contains them, or by shell-style pattern."""
+"""Selecting the tensors and values of a checkpoint by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from ..core.catalog.model import Catalog
-from ..core.planning.scales import PACKED, may_be_quantized
 from ..core.report import hint_of
-from ..engine.loading.scales import Dequantizer, advice, read_quantized
-from ..errors import MismatchError, UnsupportedError, UsageError
-from ..format.columns import TORCH_DTYPES
-from ..formats.source import SAFETENSORS, Source
+from ..errors import MismatchError, UsageError
 
 Names = str | Sequence[str] | None
 
@@ -53,7 +48,7 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
         return SelectedNames(*map(list, kinds))
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-    found = {name: [_matching(known, name) for known in kinds] for name in names}
+    found = {name: [matching(known, name) for known in kinds] for name in names}
     absent = [name for name, of_kinds in found.items() if not any(of_kinds)]
     if absent:
         hint = hint_of(absent[0], (*saved.names, *saved.value_names))
@@ -72,7 +67,7 @@ def top_level_keys(saved: Catalog, limit: int = 8) -> str:
     return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
 
 
-def _matching(known: Sequence[str], name: str) -> list[str]:
+def matching(known: Sequence[str], name: str) -> list[str]:
     """List the names equal to this one or below it; if there are no such names, use it as a pattern."""
     below = [other for other in known if other == name or other.startswith(f"{name}.")]
     return below or [other for other in known if fnmatchcase(other, name)]
@@ -98,59 +93,3 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
 def as_list(names: Names) -> Sequence[str] | None:
     """Put a single name into a list."""
     return [names] if isinstance(names, str) else names
-
-
-def dequantizer_of(source: Source, *, verify: bool) -> Dequantizer:
-    """Find the quantized tensors of a source, for a cast of some of its tensors."""
-    apply = source.format == SAFETENSORS and may_be_quantized(source.catalog)
-    return Dequantizer(source.storage, source.catalog, read_quantized(source.storage, source.catalog, apply=apply), verify)
-
-
-def applied_scales(saved: Catalog, dtypes: Mapping[str, str], dequantizer: Dequantizer | None) -> frozenset[str]:
-    """Return the names of the scales that the conversion to these dtypes applies, which the result therefore lacks."""
-    if dequantizer is None:
-        return frozenset()
-    cast = [index for name, code in dtypes.items() if code != saved.dtype(index := saved.index(name))]
-    scales = [dequantizer.quantized.scale(saved, index) for index in cast]
-    return frozenset(saved.tensors_table.names[scale.index] for scale in scales if scale is not None)
-
-
-def cast_dtypes(
-    saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None, dequantizer: Dequantizer | None
-) -> dict[str, str]:
-    """Map tensors to the dtypes that they are converted to; the first pattern that matches a tensor wins.
-
-    Raises
-    ------
-    UsageError
-        A dtype is not a floating-point one, or a pattern matches no floating-point tensor.
-    UnsupportedError
-        A pattern matches a quantized tensor that cannot be dequantized.
-    """
-    dtypes: dict[str, str] = {}
-    for pattern, wanted in (cast or {}).items():
-        code = _floating_code(pattern, wanted)
-        fitting = set(tensors).intersection(_matching(saved.names, pattern))
-        found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
-        packed = sorted(name for name in fitting if saved.dtype(saved.index(name)) in PACKED)
-        for line in advice(dequantizer.quantized) if packed and dequantizer else ():
-            raise UnsupportedError(f"cast={{{pattern!r}: …}}: {packed[0]} is {saved.dtype(saved.index(packed[0]))}: {line}")
-        if not found:
-            raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
-        for name in found:
-            index = saved.index(name)
-            refusal = dequantizer.quantized.refusal(saved, index, code) if dequantizer and code != saved.dtype(index) else None
-            if refusal is not None:
-                raise UnsupportedError(f"cast={{{pattern!r}: …}}: {name} is {refusal}, or convert without cast=")
-            dtypes.setdefault(name, code)
-    return dtypes
-
-
-def _floating_code(pattern: str, wanted: Any) -> str:
-    """Return the code of a floating-point dtype, given as torch's dtype, torch's name for it, or the code."""
-    name = str(wanted).removeprefix("torch.")
-    known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
-    for code, spelled in known.items():
-        if name in (code, spelled):
-            return code
-    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(sorted(known.values()))}")

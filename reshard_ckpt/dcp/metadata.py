@@ -28,7 +28,7 @@ from ..core.report import plural
 from ..core.trees import name_of
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
 from ..formats.source import Path, RawValue, Source, open_source, with_options

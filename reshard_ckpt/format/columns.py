@@ -4,7 +4,7 @@
    A column whose entries are all alike stores one.
 2. *Texts* are one run of bytes, and a column of their lengths. If all are alike, one is stored.
 3. A *table* is a msgpack map of columns. A reader ignores columns that it does not know.
-4. A *dtype* is a code of the safetensors format; `TORCH_DTYPES` has torch's name for each.
+4. A *dtype* is a code of the safetensors format; `TORCH_NAMES` has torch's name for each.
 
 Entries have fixed places, so a reader may take a few rows of a column without the rest. A count is compared with the number of
 bytes before it is used.
@@ -15,17 +15,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..core.catalog.specs import CODES
 from ..core.geometry.runs import I64
 from ..core.report import MAX_NAME_BYTES
 from ..errors import CorruptError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_CELLS = 1 << 28
 """The most entries of a matrix of one table, to bound the memory of readers: as int64 they take 2 GiB."""
@@ -181,40 +183,41 @@ class Table:
             raise self.corrupt(field, f"has {stored} entries, not {f'at most {self.max_count}' if wanted is None else wanted}")
 
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
+TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
 }
-"""The torch dtype of each code of `core.catalog.specs`."""
+"""Torch's name of each code of `core.catalog.specs`."""
 
-_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
-assert set(TORCH_DTYPES) == set(CODES)
+_CODES = {f"torch.{name}": code for code, name in TORCH_NAMES.items()}
+assert set(TORCH_NAMES) == set(CODES)
 
 _ADVICE = {
-    torch.complex128: "save torch.view_as_real(tensor), which is float64",
-    torch.complex32: "save torch.view_as_real(tensor), which is float16",
+    "torch.complex128": "save torch.view_as_real(tensor), which is float64",
+    "torch.complex32": "save torch.view_as_real(tensor), which is float16",
 }
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
     """Return the format's code of a torch dtype; `name` is the tensor's name in the message.
 
+    >>> import torch
     >>> dtype_code(torch.bfloat16, "model.w")
     'BF16'
 
@@ -223,8 +226,8 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
     UnsupportedError
         The format has no such element type.
     """
-    code = _CODES.get(dtype)
+    code = _CODES.get(str(dtype))
     if code is None:
-        advice = _ADVICE.get(dtype, "save tensor.view(torch.uint8) and view it back after loading, or convert it")
+        advice = _ADVICE.get(str(dtype), "save tensor.view(torch.uint8) and view it back after loading, or convert it")
         raise UnsupportedError(f"{name}: dtype {dtype} cannot be stored; {advice}")
     return code

@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError
@@ -32,21 +31,6 @@ FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, bytes, dict, float, 
 """The factories that a saved defaultdict may have, by name."""
 
 NUMPY_DTYPE = re.compile(r"[<>|](b1|i[1248]|u[1248]|f[248]|c8|c16|S[1-9]\d{0,8}|U[1-9]\d{0,8}|[mM]8(\[\d{0,9}[A-Za-z]+\])?)")
-TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-# Without quantized, sub-byte and raw-bits dtypes: a copy of the bytes alone does not copy their elements.
-TENSOR_DTYPES = frozenset(
-    name for name in TORCH_DTYPES if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8_e\w+|complex\d+", name)
-)
-
-SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-"""The methods that return the parts of a sparse tensor, by its layout."""
-_SPARSE_LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
 
 
 def decode_node(node: Any, depth: int) -> Any:
@@ -57,46 +41,53 @@ def decode_node(node: Any, depth: int) -> Any:
     if depth < 0:
         raise CorruptError(f"a value is nested deeper than {MAX_DEPTH} levels")
     if kind is list:
-        return _decode_each(node, depth - 1)
+        return decode_each(node, depth - 1)
     if kind is dict and len(node) == 1:
         ((tag, body),) = node.items()
-        if tag in _DECODERS:
-            return _DECODERS[tag](body, depth - 1)
+        decoder = _DECODERS.get(tag) or (_torch_decoder(tag) if type(tag) is str and tag.startswith("torch.") else None)
+        if decoder is not None:
+            return decoder(body, depth - 1)
         raise CorruptError(f"the kind of value {tag!r:.80} is unknown: damaged, or written by a newer version")
     raise CorruptError("a value is not of the form that this version writes")
 
 
-def _decode_each(nodes: list[Any], depth: int) -> list[Any]:
+def _torch_decoder(tag: str) -> Callable[[Any, int], Any] | None:
+    from .torch_values import DECODERS  # a catalog is read without torch, which takes seconds to import
+
+    return DECODERS.get(tag)
+
+
+def decode_each(nodes: list[Any], depth: int) -> list[Any]:
     # Lists may be long, and most have only leaves, which this decodes without a call for each.
     if _LEAVES.issuperset(map(type, nodes)):
         return nodes
     return [node if type(node) in _LEAVES else decode_node(node, depth) for node in nodes]
 
 
-def _typed(body: Any, *kinds: type) -> tuple[Any, ...]:
+def typed(body: Any, *kinds: type) -> tuple[Any, ...]:
     """Check that a list has exactly one item of each of these types, in order, and return the items."""
     if type(body) is not list or [type(item) for item in body] != list(kinds):
         raise CorruptError("a value's parts are not what its kind has")
     return tuple(body)
 
 
-def _one(body: Any, kind: type) -> Any:
-    return _typed([body], kind)[0]
+def one(body: Any, kind: type) -> Any:
+    return typed([body], kind)[0]
 
 
 def _decode_items(body: Any, depth: int) -> list[Any]:
-    return _decode_each(_one(body, list), depth)
+    return decode_each(one(body, list), depth)
 
 
 def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
-    pairs = _one(body, list)
+    pairs = one(body, list)
     if not {list}.issuperset(map(type, pairs)) or not {2}.issuperset(map(len, pairs)):
         raise CorruptError("a value's parts are not what its kind has")
-    keys = _decode_each([key for key, _ in pairs], depth)
+    keys = decode_each([key for key, _ in pairs], depth)
     _check_hashes(keys)
     if len(set(keys)) != len(keys):
         raise CorruptError("a dict holds a key twice")
-    return list(zip(keys, _decode_each([item for _, item in pairs], depth), strict=True))
+    return list(zip(keys, decode_each([item for _, item in pairs], depth), strict=True))
 
 
 def _decode_elements(body: Any, depth: int) -> list[Any]:
@@ -110,15 +101,7 @@ def _check_hashes(keys: list[Any]) -> None:
         raise CorruptError(f"more than {MAX_ALIKE} keys have the same hash, which no writer lets happen")
 
 
-def _decode_size(body: Any, depth: int) -> torch.Size:
-    """Decode a size. It need not be the shape of a tensor: a size for `view` may have a -1."""
-    sizes = _one(body, list)
-    if any(type(size) is not int or not -(2**63) <= size < 2**63 for size in sizes):
-        raise CorruptError(f"a torch.Size of {sizes!r:.80} is none")
-    return torch.Size(sizes)
-
-
-def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
+def decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
     if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
         raise CorruptError(f"shape {shape!r:.80} is no shape")
     if prod(shape) * item_bytes != len(data):
@@ -134,7 +117,7 @@ def _numpy_dtype(code: str) -> np.dtype[Any]:
 
 def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, Any]:
     dtype = _numpy_dtype(code)
-    array: np.ndarray[Any, Any] = np.ndarray(_decode_shape(shape, dtype.itemsize, data), dtype, bytearray(data))
+    array: np.ndarray[Any, Any] = np.ndarray(decode_shape(shape, dtype.itemsize, data), dtype, bytearray(data))
     if dtype.kind == "b" and data.strip(b"\0\1"):
         raise CorruptError("a bool is neither 0 nor 1")
     if dtype.kind == "U" and np.frombuffer(data, dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
@@ -143,47 +126,8 @@ def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, An
 
 
 def _decode_numpy_scalar(body: Any, depth: int) -> Any:
-    code, data = _typed(body, str, bytes)
+    code, data = typed(body, str, bytes)
     return _numpy_array(code, [], data)[()]
-
-
-def _decode_tensor(body: Any, depth: int) -> torch.Tensor:
-    name, shape, data = _typed(body, str, list, bytes)
-    if name not in TENSOR_DTYPES:
-        raise CorruptError(f"torch dtype {name!r:.80} is none that this torch can load into a tensor")
-    dtype = TORCH_DTYPES[name]
-    checked = _decode_shape(shape, dtype.itemsize, data)
-    if dtype is torch.bool and data.strip(b"\0\1"):
-        raise CorruptError("a bool is neither 0 nor 1")
-    if not data:
-        return torch.empty(checked, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(checked)
-
-
-def _decode_parameter(body: Any, depth: int) -> torch.nn.Parameter:
-    requires_grad, node = _typed(body, bool, dict)
-    tensor = decode_node(node, depth)
-    if type(tensor) is not torch.Tensor:
-        raise CorruptError("a parameter is no tensor")
-    return torch.nn.Parameter(tensor, requires_grad)
-
-
-def _decode_sparse(body: Any, depth: int) -> torch.Tensor:
-    """Decode a sparse tensor; torch checks that its indices lie in its shape, and raises otherwise."""
-    name, shape, nodes = _typed(body, str, list, list)
-    layout, parts = _SPARSE_LAYOUTS.get(name), _decode_each(nodes, depth)
-    if layout is None or len(parts) != len(SPARSE_PARTS[layout]) or any(type(part) is not torch.Tensor for part in parts):
-        raise CorruptError(f"a sparse tensor of layout {name!r:.80} has not the parts of one")
-    if layout is torch.sparse_coo:
-        return torch.sparse_coo_tensor(parts[0], parts[1], shape, check_invariants=True)
-    return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=layout, check_invariants=True)
-
-
-def _decode_torch_dtype(body: Any, depth: int) -> torch.dtype:
-    name = _one(body, str)
-    if name not in TORCH_DTYPES:
-        raise CorruptError(f"torch {torch.__version__} has no dtype {name!r:.80}")
-    return TORCH_DTYPES[name]
 
 
 def _decode_defaultdict(body: Any, depth: int) -> Any:
@@ -206,8 +150,8 @@ def _decode_deque(body: Any, depth: int) -> Any:
 
 
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
-    "int": lambda body, depth: int.from_bytes(_one(body, bytes), "little", signed=True),
-    "complex": lambda body, depth: complex(*_typed(body, float, float)),
+    "int": lambda body, depth: int.from_bytes(one(body, bytes), "little", signed=True),
+    "complex": lambda body, depth: complex(*typed(body, float, float)),
     "tuple": lambda body, depth: tuple(_decode_items(body, depth)),
     "dict": lambda body, depth: dict(_decode_pairs(body, depth)),
     "set": lambda body, depth: set(_decode_elements(body, depth)),
@@ -217,15 +161,9 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "defaultdict": _decode_defaultdict,
     "deque": _decode_deque,
     "object": _decode_object,
-    "numpy.ndarray": lambda body, depth: _numpy_array(*_typed(body, str, list, bytes)),
+    "numpy.ndarray": lambda body, depth: _numpy_array(*typed(body, str, list, bytes)),
     "numpy.scalar": _decode_numpy_scalar,
-    "numpy.str": lambda body, depth: np.str_(_one(body, str)),
-    "numpy.bytes": lambda body, depth: np.bytes_(_one(body, bytes)),
-    "numpy.dtype": lambda body, depth: _numpy_dtype(_one(body, str)),
-    "torch.Tensor": _decode_tensor,
-    "torch.Parameter": _decode_parameter,
-    "torch.sparse": _decode_sparse,
-    "torch.dtype": _decode_torch_dtype,
-    "torch.Size": _decode_size,
-    "torch.device": lambda body, depth: torch.device(_one(body, str)),
+    "numpy.str": lambda body, depth: np.str_(one(body, str)),
+    "numpy.bytes": lambda body, depth: np.bytes_(one(body, bytes)),
+    "numpy.dtype": lambda body, depth: _numpy_dtype(one(body, str)),
 }

@@ -21,13 +21,12 @@ from typing import Any, NoReturn
 
 import msgpack
 import numpy as np
-import torch
 
 from ..core.report import with_article
 from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
-from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, SPARSE_PARTS, TENSOR_DTYPES, decode_node
+from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, decode_node
 
 MAX_STEPS = 256
 """The most keys that lead to a value in the state: how deep the dicts of a state may nest."""
@@ -173,6 +172,10 @@ def check_keys(paths: Iterable[tuple[Any, ...]]) -> None:
 
 def _encode(value: Any, place: _Place) -> Any:
     encoder = _ENCODERS.get(type(value))
+    if encoder is None and "torch" in sys.modules:  # else it is not torch's
+        from .torch_values import ENCODERS
+
+        encoder = ENCODERS.get(type(value))
     if encoder is not None:
         return encoder(value, place)
     if isinstance(value, np.generic):
@@ -290,28 +293,6 @@ def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
     return {"numpy.scalar": [_numpy_dtype_code(value.dtype, place), _array_bytes(np.asarray(value), place)]}
 
 
-def _encode_parameter(value: torch.nn.Parameter, place: _Place) -> Any:
-    return {"torch.Parameter": [value.requires_grad, _encode_tensor(value, place)]}
-
-
-def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
-    if value.layout in SPARSE_PARTS:
-        parts = [getattr(value.detach(), part)() for part in SPARSE_PARTS[value.layout]]
-        layout = str(value.layout).removeprefix("torch.")
-        return {"torch.sparse": [layout, list(value.shape), _encode_items(parts, place)]}
-    name = str(value.dtype).removeprefix("torch.")
-    if value.layout != torch.strided or value.is_quantized or value.is_meta or name not in TENSOR_DTYPES:
-        place.refuse(
-            f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved in a value; make it dense, with data"
-        )
-    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.dtype is torch.bool:  # uninitialized memory may have bytes other than 0 and 1, which a reader refuses
-        flat = flat.view(torch.uint8) != 0
-    # torch cannot view an empty tensor with some strides.
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {"torch.Tensor": [name, list(value.shape), data]}
-
-
 def _advice(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -320,7 +301,7 @@ def _advice(value: Any) -> str:
         hint = "save dataclasses.asdict(...) of it, or give it state_dict() and load_state_dict()"
     elif isinstance(value, np.ndarray):
         hint = "save np.array(...) of it"
-    elif isinstance(value, torch.Tensor):
+    elif (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         hint = "put it in the state where the library sees it, or save a plain tensor"
     elif callable(value):
         hint = "code is not saved; save its name, and set it up again in the program"
@@ -356,9 +337,4 @@ _ENCODERS: dict[type, _Encoder] = {
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda value, place: {"deque": [value.maxlen, _encode_items(value, place)]},
     np.ndarray: _encode_array,
-    torch.Tensor: _encode_tensor,
-    torch.nn.Parameter: _encode_parameter,
-    torch.dtype: lambda value, place: {"torch.dtype": str(value).removeprefix("torch.")},
-    torch.Size: lambda value, place: {"torch.Size": list(value)},
-    torch.device: lambda value, place: {"torch.device": str(value)},
 }

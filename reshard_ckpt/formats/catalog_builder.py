@@ -24,7 +24,8 @@ from ..core.geometry.runs import I64, pad_rows
 from ..core.trees import name_of
 from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
-from ..format.columns import TORCH_DTYPES, dtype_code
+from ..format.columns import dtype_code
+from ..format.dtypes import TORCH_DTYPES
 from ..format.values import decode_value, encode_path, encode_value
 from ..torchfile.archive import TorchFile
 from ..torchfile.bounds import FileBudget, refuse_excess

@@ -19,16 +19,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.entry_points import load_all
+from ..engine.common.files import Found, Identified, identified_catalog, open_same
 from ..engine.common.packed_files import UnpackedStorage
 from ..engine.common.reader_notes import noted
 from ..engine.common.step_folders import describe_run
-from ..engine.loading.load import Found, Identified, identified_catalog, open_same
-from ..engine.loading.stream import Run
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, CONVERT_LOCK, digest128
@@ -37,6 +36,10 @@ from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.posix import MOMENTS_S, tries
 from ..storage.protocol import DISK, read_range
+
+if TYPE_CHECKING:
+    from ..comm.protocol import Comm
+    from ..engine.loading.stream import Run
 
 Path = str | os.PathLike[str]
 
@@ -97,7 +100,7 @@ class Source:
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
-BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
+BytesOf = Callable[[Sequence["Run"]], Iterator[memoryview]]
 """Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is requested."""
 
 

@@ -31,7 +31,7 @@ from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..core.trees import put
 from ..engine.loading.stream import Run, whole_run
 from ..errors import StorageError, UnsupportedError
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
 from ..storage import LocalStorage

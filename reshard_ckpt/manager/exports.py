@@ -20,9 +20,9 @@ from torch import nn
 
 from ..checkpoint.converting import MODEL, export
 from ..core.catalog.model import Catalog
-from ..engine.loading.load import open_catalog
+from ..engine.common.files import open_catalog
 from ..errors import CheckpointError, CheckpointNotFound, UsageError
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import EXPORT, export_note_key
 from ..storage import Storage, open_storage
 from ..storage.protocol import write_file

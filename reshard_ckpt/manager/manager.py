@@ -21,7 +21,7 @@ from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import SaveReport, duration_s
-from ..engine.common.lineage import RunLineage
+from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, names_at
 from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError

@@ -23,9 +23,9 @@ from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, Prepare, load_given
 from ..checkpoint.reading import read
 from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
-from ..engine.common.lineage import RunLineage
 from ..engine.common.progress import LOGGER
 from ..engine.common.rounds import without_changes
+from ..engine.common.run_lineage import RunLineage
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun

@@ -13,8 +13,8 @@ from typing import Any
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
 from ..core.report import check_count
+from ..engine.common.files import open_catalog
 from ..engine.common.step_folders import STEP_NAMES, StepNames, referred_keys
-from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source

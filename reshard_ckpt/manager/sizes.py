@@ -16,7 +16,7 @@ import torch
 from ..core.report import check_count
 from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
 from ..errors import UsageError
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import digests_file_bytes
 from ..memory.options import Memory
 from ..memory.slots import slot_bytes

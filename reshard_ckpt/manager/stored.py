@@ -11,8 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ..engine.common.lineage import RunLineage
+from ..engine.common.files import open_catalog
 from ..engine.common.reader_notes import removed_within
+from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import (
     StepNames,
     alone_with,
@@ -22,7 +23,6 @@ from ..engine.common.step_folders import (
     remove_files,
     remove_step,
 )
-from ..engine.loading.load import open_catalog
 from ..errors import CorruptError, StorageError, UsageError
 from ..format.files import EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage

@@ -20,7 +20,7 @@ from ..comm import Comm, open_session, open_session_by_name, shared_store, value
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, duration_s
-from ..engine.common.lineage import RunLineage
+from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import StepNames, find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions

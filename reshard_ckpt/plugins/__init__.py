@@ -13,7 +13,7 @@ from ..checkpoint.saving import begin_captured, save_captured
 from ..comm import values_of_all
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints, ValueKind
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CATALOG_KEY
 from ..format.values import is_plain
 from ..formats.catalog_builder import CatalogBuilder, ForeignTensor

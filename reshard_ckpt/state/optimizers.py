@@ -33,7 +33,7 @@ from ..core.planning.match import LEAVES_OUT
 from ..core.report import type_in_words
 from ..core.trees import leaves, map_tree
 from ..errors import UnsupportedError
-from ..format.columns import TORCH_DTYPES
+from ..format.dtypes import TORCH_DTYPES
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
 from .fsdp1 import StateOfParts

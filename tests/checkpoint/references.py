@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
-from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.files import CATALOG_KEY, new_save_id
 from reshard_ckpt.storage import open_storage

@@ -33,7 +33,7 @@ from reshard_ckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from reshard_ckpt.torchfile.mapped import read_records

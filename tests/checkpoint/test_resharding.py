@@ -26,7 +26,7 @@ from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView, Valu
 from reshard_ckpt.core.catalog.specs import AxisPlacement, ValueKind, piece_columns
 from reshard_ckpt.core.planning.load_plan import plan_load
 from reshard_ckpt.core.planning.read_plan import plan_reads
-from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.resharding import read_back, reshard
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog

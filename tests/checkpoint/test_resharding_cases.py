@@ -14,7 +14,7 @@ from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.names import groups_name
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, ValueKind, ValueSpec
 from reshard_ckpt.core.planning.pipeline_stages import spread, stages_of
-from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage import open_storage

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import MismatchError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from tests.distributed.cases import Case
 from tests.distributed.net import STATELESS, TIED, Layout, blank, named
 from tests.launch import run_ranks

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt.core.catalog.specs import TensorSpec
-from reshard_ckpt.engine.common.files import open_files
-from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.engine.common.files import open_catalog, open_files
 from reshard_ckpt.engine.loading.stream import stream, whole_run
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage import Hints

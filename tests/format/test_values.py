@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
-from reshard_ckpt.format.value_decode import MAX_DEPTH, TENSOR_DTYPES, TORCH_DTYPES
+from reshard_ckpt.format.torch_values import TENSOR_DTYPES, TORCH_DTYPES
+from reshard_ckpt.format.value_decode import MAX_DEPTH
 from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
 from tests.tries import examples
 

@@ -26,7 +26,7 @@ from reshard_ckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import known_formats
 from reshard_ckpt.storage import open_storage
 from tests.layouts import filled, layouts, shapes, spec_of, values_of

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory, saving
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.common.step_folders import find_steps, remove_step
-from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.files import CATALOG_KEY

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...comm.protocol import Comm, SoloComm, merge_of_all
 from ...core.catalog.model import Catalog
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import Run, whole_run

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.progress import OnProgress, Tally, silent

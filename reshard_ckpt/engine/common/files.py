@@ -1,4 +1,4 @@
-"""Opening the files of a checkpoint before they are read: check their sizes, and read and verify their digests.
+"""Opening a checkpoint before it is read: its catalog, the same on all ranks; the sizes of its files, and their digests.
 
 The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each. Messages
 about damage name the tensors and values that lie in the damaged range (`FileContents`).
@@ -10,15 +10,27 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import msgpack
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
 from ...core.report import few
-from ...errors import CorruptError
-from ...format.files import Digests, decode_digests, digest128, digests_file_bytes
+from ...errors import CheckpointNotFound, CorruptError
+from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
+from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
+from ...storage import open_storage, resolved_path
 from ...storage.protocol import DISK, MissingKey, Storage
+from .step_folders import describe_run, find_steps, name_steps
+
+if TYPE_CHECKING:
+    from ...comm.protocol import Comm  # the catalog is read without torch
+
+T = TypeVar("T")
 
 MAX_REQUESTS = 16
 """Most requests under way at once to a disk."""
@@ -31,6 +43,140 @@ REQUESTS_OF_THREAD = 16
 
 DIGESTS_BYTES = 32 << 20
 """Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The bytes of a catalog, and the path where it was."""
+
+    path: str
+    data: bytes | memoryview
+
+    def lend(self, stack: ExitStack) -> bytes:
+        """Return a message by which the other ranks of this machine can `borrow` it until `stack` is closed."""
+        from ...comm.shared_memory import Segment  # imports torch
+
+        try:
+            segment = Segment(len(self.data))
+        except (AttributeError, OSError):  # not Linux, or too little memory
+            return b""
+        stack.callback(segment.close)
+        memory: Any = segment.data.numpy()
+        memoryview(memory)[:] = self.data
+        message: bytes = msgpack.packb((resolved_path(self.path), segment.address))
+        return message
+
+    @classmethod
+    def borrow(cls, message: bytes) -> Found | None:
+        """Open the memory of the rank that lent it; None if this rank must read the catalog itself."""
+        from ...comm.shared_memory import open_segment  # imports torch
+
+        path, address = msgpack.unpackb(message) if message else ("", b"")
+        memory = open_segment(address) if address else None
+        if memory is None:
+            return None
+        data: Any = memory.numpy()
+        return cls(path, memoryview(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Identified(Generic[T]):
+    """An opened value, such as a catalog, and bytes that identify it: equal on two ranks if both opened the same."""
+
+    value: T
+    identity: bytes
+    found: Found | None = None
+    """Its catalog as it was read, if another rank can open the value with that."""
+
+
+def read_catalog_bytes(storage: Storage) -> bytes:
+    """Read the bytes of the catalog.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The path holds no catalog; the message describes the files that it holds.
+    """
+    with suppress(MissingKey):
+        return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
+    raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
+
+
+def _what_is_there(storage: Storage) -> str:
+    # A run is looked for first, as listing all files of a run may take long.
+    if (run := describe_run(storage)) is not None:
+        return run
+    keys = [key for key, _ in storage.list()]
+    if checkpoints := sorted({key.removesuffix(f"/{CATALOG_KEY}") for key in keys if key.endswith(f"/{CATALOG_KEY}")}):
+        return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
+    if not keys:
+        return f"nothing is there; {_steps_beside(storage.url)}check the path"
+    if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
+        return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
+    return f"{len(keys)} files ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
+
+
+def _steps_beside(url: str) -> str:
+    """Name the committed steps of the run one folder above a path, for a message; empty if there are none."""
+    above = url.rpartition("/")[0]
+    if not above or above.endswith("/"):
+        return ""
+    with open_storage(above) as root:
+        committed, _ = find_steps(root)
+    return f"its run holds {name_steps(committed)}; " if committed else ""
+
+
+def open_catalog(storage: Storage) -> Catalog:
+    """Read and check the catalog, in one process."""
+    return identified_catalog(storage).value
+
+
+def identified_catalog(storage: Storage, found: Found | None = None) -> Identified[Catalog]:
+    """Read and check the catalog, or the bytes that were `found`; its identity is the digest of its bytes."""
+    data = read_catalog_bytes(storage) if found is None else found.data
+    try:
+        return Identified(decode_catalog(data), digest128(data), Found(storage.url, data))
+    except CorruptError as error:
+        raise CorruptError(f"{storage.url}: {error}") from error
+
+
+def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[T]], stack: ExitStack) -> T:
+    """Open a checkpoint on every rank, and check that all opened the same one.
+
+    Collective: a broadcast of its identity, then a broadcast among the ranks of each machine that has several. Rank 0 opens it
+    first. If that fails, the session raises the error on all ranks, and no other rank reads.
+
+    Parameters
+    ----------
+    where
+        Name of the checkpoint in messages.
+    read
+        Opens the checkpoint on this rank and identifies it. It reads the catalog itself, unless it gets one that another rank
+        has found.
+    stack
+        Keeps the memory that other ranks read; close it once all ranks have opened the checkpoint.
+
+    Raises
+    ------
+    CheckpointNotFound, CorruptError
+        `read` raised it, or this rank opened another checkpoint than rank 0.
+    """
+    if comm.size == 1:
+        return read(None).value
+    near = comm.neighbours()
+    reads = near[0] == comm.rank
+    opened = read(None) if comm.rank == 0 else None
+    wanted = comm.broadcast(opened.identity if opened else None)
+    if opened is None:
+        opened = read(None if reads else Found.borrow(comm.broadcast_near(None)))
+    if opened.identity != wanted:
+        raise CorruptError(
+            f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
+            "and not while a save replaces it"
+        )
+    if reads and len(near) > 1:
+        comm.broadcast_near(opened.found.lend(stack) if opened.found else b"")
+    return opened.value
 
 
 def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int] = ()) -> dict[int, Digests]:

@@ -11,17 +11,13 @@ body is decoded. A hostile file can hold only a value of plain types, which `Not
 
 from __future__ import annotations
 
-import secrets
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import msgpack
 
-from ...comm import open_session
-from ...comm.protocol import Comm, value_of_first
-from ...errors import CorruptError, StorageError
+from ...errors import CorruptError
 from ...format.files import digest128
 from ...storage import MissingKey, Storage
 
@@ -166,108 +162,3 @@ LINEAGE = Note(
     "reshard-ckpt memory list shows of this run",
 )  # fmt: skip
 """The note of a run's lineage, in its root."""
-
-
-class RunLineage:
-    """The lineage of a run as the manager of one rank knows it: the same on all ranks. Made inside of a session.
-
-    Parameters
-    ----------
-    storage
-        The root of the run.
-    comm
-        The session.
-    where
-        The root, for messages.
-    session
-        Options of every session.
-    had_manager
-        On rank 0, whether the root had a manager before. If it had none, its run is new.
-
-    Attributes
-    ----------
-    known
-        The lineage as it is now.
-    is_unwritten
-        Whether the store refused the lineage when the newest attempt began.
-    """
-
-    def __init__(self, storage: Storage, comm: Comm, where: str, session: Mapping[str, Any], *, had_manager: bool = True) -> None:
-        self._storage, self._where, self._session = storage, where, session
-        self._is_first = comm.rank == 0
-        self._loaded: tuple[int, bool] | None = None
-        self._is_begun = self.is_unwritten = False
-        stored = LINEAGE.read(storage) if self._is_first else None
-        self._may_be_anyone = stored is None and had_manager
-        self.known = self._shared(comm, (stored or Lineage(secrets.token_hex(16))) if self._is_first else None)
-
-    def _shared(self, comm: Comm, own: Lineage | None) -> Lineage:
-        data = comm.broadcast(None if own is None else LINEAGE.encoded(astuple(own)))
-        return LINEAGE.decoded(data, where=self._where)
-
-    def adopt(self, comm: Comm, copy: Lineage | None) -> None:
-        """Go on from the newest of the copies that nodes have, if the store has none or an older state of it. Collective.
-
-        A root that has a manager's lock and no lineage was begun by a job that could not write its lineage: then a copy is that
-        job's. A root without the lock is new, and no copy is its own.
-        """
-        gathered = comm.gather(b"" if copy is None else LINEAGE.encoded(astuple(copy)))
-        newest = self.known
-        for data in filter(None, gathered or ()):
-            found = LINEAGE.decoded(data, where="a copy from another node")
-            if found.is_newer(newest) or (self._may_be_anyone and found.attempt > newest.attempt):
-                newest = found
-        self.known = self._shared(comm, newest if self._is_first else None)
-
-    def refresh(self) -> None:
-        """Read the note again: for readers, beside whom a job goes on."""
-        self.known = LINEAGE.read(self._storage) or self.known
-
-    def is_superseded(self, save_id: str) -> bool:
-        """Whether a save in the store no longer counts, because the run went back to an older step."""
-        return save_id in self.known.superseded
-
-    def loaded(self, step: int, *, in_store: bool) -> None:
-        """Remember which step was loaded: the next save goes on from there, and nothing is written before that."""
-        self._loaded = step, in_store
-
-    def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Before a save: begin an attempt, if none has begun since the last load. Collective then; returns whether it was.
-
-        Parameters
-        ----------
-        newer, own
-            Return the ids of saves in the store beyond a step, and that of a step that was loaded from there; called on rank 0.
-        always
-            Begin one also where nothing was loaded.
-        """
-        if self._loaded is None and (self._is_begun or not always):
-            self._write_again()
-            return False
-        step, in_store = self._loaded or (None, False)
-        with open_session("begin at", f"{self._where} step {step}", **self._session) as comm:
-            found = None
-            if comm.rank == 0:
-                beyond = () if step is None else newer(step)
-                found = self.known.begun(step, beyond, own(step) if step is not None and in_store else "")
-                self._write(found)
-            self.known = self._shared(comm, found)
-            self.is_unwritten = value_of_first(comm, lambda: self.is_unwritten)
-        self._loaded, self._is_begun = None, True
-        return True
-
-    def _write_again(self) -> None:
-        if self.is_unwritten and self._is_first:
-            self._write(self.known)
-
-    def _write(self, lineage: Lineage) -> None:
-        try:
-            LINEAGE.keep(self._storage, astuple(lineage))
-            self.is_unwritten = False
-        except StorageError as error:  # it may be full, while memory is not
-            self.is_unwritten = True
-            warnings.warn(
-                f"from which step this job went on could not be written: {error}; the next save tries again, and until then only "
-                "a restart that finds its copy in the memory of a node knows it",
-                stacklevel=5,
-            )

@@ -22,7 +22,7 @@ import torch
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, Piece, TensorSpec, box_piece, row_major_strides
 from ...core.planning.scales import Quantized, Scale, find_scales
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import MissingKey, Storage
 from ..common.tensor_bytes import region
 from .load import Resolved

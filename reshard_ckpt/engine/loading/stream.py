@@ -28,7 +28,7 @@ from ...core.geometry.runs import pad_rows
 from ...core.planning.load_plan import plan_load
 from ...core.planning.match import fault_text, faults_of
 from ...errors import CorruptError
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.progress import Tally, silent

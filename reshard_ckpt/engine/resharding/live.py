@@ -22,7 +22,7 @@ from ...core.catalog.specs import CODES, Ints, piece_columns
 from ...core.geometry.columns import ColumnTable, Table, columns_of, concatenated, is_new, lex_order
 from ...core.geometry.runs import I64, Mask, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ..common.rounds import pack_table, unpack_table
 from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from ..saving.local_shards import LocalShards

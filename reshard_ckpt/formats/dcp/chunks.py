@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...format.shard_file import parse_header
 from ...storage.protocol import DISK, Storage, read_range
 from ...torchfile.bounds import FileBudget

@@ -26,7 +26,7 @@ from ...core.geometry.runs import cut_boxes
 from ...core.trees import name_of
 from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError
-from ...format.columns import TORCH_DTYPES
+from ...format.dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
 from ...storage.protocol import ABSENT, Storage

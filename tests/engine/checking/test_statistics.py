@@ -13,7 +13,7 @@ from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.engine.checking import statistics as numbers
 from reshard_ckpt.engine.checking.compare import Side, compare
 from reshard_ckpt.engine.checking.statistics import statistics
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import save_job

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import Ints, Piece, TensorSpec, row_major_strides
 from reshard_ckpt.core.planning.load_plan import LoadPlan
 from reshard_ckpt.core.planning.read_plan import item_spans
+from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.loading import read
-from reshard_ckpt.engine.loading.load import LoadOptions, open_catalog
+from reshard_ckpt.engine.loading.load import LoadOptions
 from reshard_ckpt.errors import CorruptError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.storage.local import LocalStorage
 from tests.jobs import load_job, save_job

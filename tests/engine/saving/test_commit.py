@@ -19,7 +19,7 @@ from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import WRITE_BYTES, lay_out
 from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError, UsageError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.files import CATALOG_KEY, BlockHasher
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.dcp.folder import read_folder
 from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
 from reshard_ckpt.formats.dcp.metadata_writer import metadata_bytes

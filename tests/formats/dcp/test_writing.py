@@ -20,7 +20,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.loading.saved_values import open_values
 from reshard_ckpt.engine.loading.stream import stream
 from reshard_ckpt.errors import CorruptError, NameCollisionError, UsageError
-from reshard_ckpt.format.columns import TORCH_DTYPES
+from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.dcp.write import write_dcp
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
