@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import peers, shared_memory
-from reshard_ckpt.engine.loading import load as loading
+from reshard_ckpt.engine.common import files
 from reshard_ckpt.errors import CorruptError
 from tests.launch import run_ranks
 
@@ -25,25 +25,25 @@ def load_on_machines(machine_of_rank: list[int], path: str) -> tuple[list[int], 
     """Save, and load twice, the second time without shared memory; then load a damaged catalog."""
     rank, reads = dist.get_rank(), []
     peers._machine = lambda: f"machine {machine_of_rank[rank]}"
-    read = loading.read_catalog_bytes
-    loading.read_catalog_bytes = lambda storage: (reads.append(storage.url), read(storage))[1]
+    read = files.read_catalog_bytes
+    files.read_catalog_bytes = lambda storage: (reads.append(storage.url), read(storage))[1]
     checkpoint.save(path, state(rank, filled=True))
     counts, is_right, raised = [], True, []
     for memory in (shared_memory.Segment, mock.Mock(side_effect=OSError)):
-        with mock.patch.object(loading, "Segment", memory):
+        with mock.patch.object(shared_memory, "Segment", memory):
             reads.clear()
             loaded = state(rank, filled=False)
             checkpoint.load(path, loaded)
             counts.append(len(reads))
             is_right &= torch.equal(loaded["w"].tensor, state(rank, filled=True)["w"].tensor)
-    decode = loading.decode_catalog
+    decode = files.decode_catalog
 
     def refuse(data: Any) -> Any:
         if rank == len(machine_of_rank) - 2:
             raise CorruptError("catalog: damaged in memory")
         return decode(data)
 
-    with mock.patch.object(loading, "decode_catalog", refuse):
+    with mock.patch.object(files, "decode_catalog", refuse):
         try:
             checkpoint.load(path, loaded)
         except CorruptError as error:
