@@ -1,4 +1,4 @@
-"""The lineage of a run on the ranks of a job: one rank reads it, loads are noted in it, and the first save after a load writes it."""
+"""The lineage of a run on the ranks of a job: one rank reads it, loads are noted in it, the first save after a load writes it."""
 
 from __future__ import annotations
 
