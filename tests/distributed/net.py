@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-DIM, HIDDEN, VOCAB, LAYERS = 6, 13, 11, 4
+DIM, HIDDEN, VOCAB, LAYERS = 6, 13, 11, 2
 TIED = ("embedding.weight", "head.weight")
 FROZEN = "layers.0.norm.bias"
 STATELESS = "layers.1.norm.bias"
