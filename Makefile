@@ -211,7 +211,7 @@ compat-bytecheckpoint: $(STAMP)
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json
-	$(BIN)/python -m benchmarks.compare --parts load --gb 2.6 --pairs 3 --out bench_out/compare_loads.json
+	$(BIN)/python -m benchmarks.compare --parts load --gb 1.4 --pairs 4 --out bench_out/compare_loads.json
 	$(BIN)/python -m benchmarks.compare --ranks 2 --gb 1.64 --parts save stall --out bench_out/compare_2_ranks.json
 	$(BIN)/python -m benchmarks.train_stall --out bench_out/train_stall.json
 	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 6 --out bench_out/train_stall_4_ranks.json
