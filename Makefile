@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-random check docs dist bench bench-guard soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchao compat-torchtitan compat-verl fuzz test-stores
+.PHONY: demo test test-random check docs dist bench bench-guard soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-lightning compat-megatron compat-megatron-bridge compat-ray compat-torchao compat-torchft compat-torchtitan compat-verl fuzz test-stores
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -154,6 +154,18 @@ compat-torchao:
 	  $$venv/bin/python -m pip install --quiet -c constraints.txt numpy torch -e '.[dev,all]'; \
 	  $$venv/bin/python -m pip install --quiet "torchao==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/state/test_torchao.py; \
+	done
+
+# torchft's lighthouse and managers with replicas that are killed, on the CPU.
+COMPAT_TORCHFT ?= 0.2.0
+
+compat-torchft:
+	@set -e; for v in $(COMPAT_TORCHFT); do \
+	  echo "torchft $$v"; \
+	  venv=$(COMPAT_VENVS)/torchft-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt numpy torch "torchft==$$v" -e '.[dev,all]'; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/torchft; \
 	done
 
 # torchtitan's own manager, containers and loader on the CPU; its Trainer and models need a GPU.

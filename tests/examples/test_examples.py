@@ -32,7 +32,7 @@ LATER = {"compiled_ema": "import torch._dynamo, torch._functorch.aot_autograd"}
 
 
 def test_every_example_is_run():
-    others = {"hf_llama", "npy_format", "preemption", "spare_ranks"}  # in tests of their own
+    others = {"hf_llama", "npy_format", "preemption", "spare_ranks", "torchft_replicas"}  # in tests of their own
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(NUM_PROCESSES) | others
 
 
