@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.offline_ranks --gb 1 --json bench_out/offline_ranks.json``
 
-A checkpoint of four ranks (`benchmarks.offline_reshard`) is verified, resharded to dp 2 × tp 4, and compared with the result.
-Four processes start once. In each round the first one works alone, then two of them, then all four. CPU seconds are counted
-from a barrier on, so the imports are left out; where processes outnumber cores they tell more than the clock.
+A checkpoint of four ranks (`benchmarks.offline_reshard`) is verified, resharded to dp 2 × tp 4, compared with the result, and
+converted to safetensors; and a checkpoint that refers to all its files is compacted. Four processes start once. In each round
+one of them works alone, two of them work, and all four, each round in another order. CPU seconds are counted from a barrier on, so
+the imports are left out; where processes outnumber cores they tell more than the clock. All figures are minima over the rounds.
 
-The first row is the limit: each process reads and hashes an even share of the files in plain Python. It loses only
-what shared cores and caches cost.
+The first rows are the limits: each process reads and hashes an even share of the files in plain Python, or also writes it to a
+file of its own. They lose only what shared cores and caches cost.
 
 1. *Of linear*: the CPU seconds of one process, divided by the sum of those of N. Below 1, processes repeat work.
 2. *Busiest*: the CPU seconds of the busiest process, divided by an even share of the sum. Above 1, the shares are uneven.
@@ -20,10 +21,10 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ import torch.distributed as dist
 import xxhash
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.format.catalog import encode_catalog
+from reshard_ckpt.format.files import CATALOG_KEY, new_save_id
+from reshard_ckpt.storage import open_storage
 
 from .offline_reshard import HIDDEN, TARGET, files_below, make_source
 from .ranks import Ranks, bytes_in_calls, cpu_s, launch, save_json
@@ -43,9 +47,10 @@ BYTES_OF_LAYER = 12 * HIDDEN**2 * 10
 """Weights in bf16 and two moments in fp32."""
 
 
-def read_and_hash(folder: Path, rank: int, size: int) -> None:
-    """Read and hash an even share of each file, a window at a time, with nothing of the library."""
+def read_and_hash(folder: Path, rank: int, size: int, copy: Path | None = None) -> None:
+    """Read and hash an even share of each file, a window at a time, with nothing of the library; write it to `copy` too."""
     buffer = memoryview(bytearray(WINDOW_BYTES))
+    copied = os.open(os.devnull if copy is None else f"{copy}.{rank}", os.O_WRONLY | os.O_CREAT)
     for path in files_below(folder):
         num_windows = path.stat().st_size // WINDOW_BYTES
         with path.open("rb", buffering=0) as file:
@@ -54,26 +59,47 @@ def read_and_hash(folder: Path, rank: int, size: int) -> None:
                 file.readinto(buffer)
                 for low in range(0, WINDOW_BYTES, BLOCK_BYTES):
                     xxhash.xxh3_64_intdigest(buffer[low : low + BLOCK_BYTES])
+                os.write(copied, buffer)
+    os.close(copied)
+
+
+def make_borrower(source: Path, folder: Path) -> None:
+    """Write a checkpoint that refers to all files of another one beside it."""
+    catalog, beside = checkpoint.catalog(source), f"../{source.name}"
+    files = (
+        replace(file, key=f"{beside}/{file.key}", digests_key=f"{beside}/{file.digests_key}", checkpoint=beside)
+        for file in catalog.files
+    )
+    with open_storage(folder) as storage:
+        storage.publish(CATALOG_KEY, encode_catalog(replace(catalog, files=tuple(files), save_id=new_save_id())))
 
 
 def be_worker(folder: Path, rounds: int) -> None:
     """Do a share of all work, round by round; rank 0 leaves the figures of all ranks in a file."""
     ranks = Ranks()
-    source, target = folder / "source", folder / "target"
+    source, made = folder / "source", folder / "made"
     groups = {n: dist.new_group(list(range(n))) for n in PROCESSES}
     measured: dict[str, dict[int, list[tuple[float, list[float], int]]]] = {}
-    for _ in range(rounds + 1):
-        for n, group in groups.items():
+    for number in range(rounds + 1):
+        for n in PROCESSES[number % 3 :] + PROCESSES[: number % 3]:
+            group = groups[n]
             os.environ["LOCAL_WORLD_SIZE"] = str(n)  # the processes that share the cores now
             calls: dict[str, Callable[[], Any]] = {
                 "read and hash": partial(read_and_hash, source, ranks.rank, n),
+                "read, hash and write": partial(read_and_hash, source, ranks.rank, n, made / "copy"),
                 "verify": partial(checkpoint.verify, source, process_group=group),
-                "reshard": partial(checkpoint.reshard, source, target, mesh=TARGET, process_group=group),
-                "diff": partial(checkpoint.diff, source, target, values=True, process_group=group),
+                "convert": partial(checkpoint.convert, source, made, root="", process_group=group),
+                "compact": partial(checkpoint.compact, made, process_group=group),
+                "reshard": partial(checkpoint.reshard, source, made, mesh=TARGET, process_group=group),
+                "diff": partial(checkpoint.diff, source, made, values=True, process_group=group),
             }
             for work, call in calls.items():
-                if work == "reshard" and ranks.rank == 0:
-                    shutil.rmtree(target, ignore_errors=True)
+                if work not in ("verify", "diff") and ranks.rank == 0:
+                    shutil.rmtree(made, ignore_errors=True)
+                    if work == "compact":
+                        make_borrower(source, made)
+                    elif work.startswith("read"):
+                        made.mkdir()
                 dist.barrier()
                 began, read_before, before = time.perf_counter(), bytes_in_calls()[0], cpu_s()
                 found = call() if ranks.rank < n else None
@@ -88,18 +114,17 @@ def be_worker(folder: Path, rounds: int) -> None:
 
 
 def summary(by_processes: dict[str, list[tuple[float, list[float], int]]]) -> dict[str, dict[str, float]]:
-    """Return the medians over all rounds but the first, which is cold."""
+    """Return the minima over all rounds but the first, which is cold."""
     found: dict[str, dict[str, float]] = {}
-    for n, samples in by_processes.items():
+    for n, samples in sorted(by_processes.items()):
         warm = samples[1:]
-        total = statistics.median(sum(used) for _, used, _ in warm)
         found[n] = {
-            "cpu_s": total,
-            "of_linear": found["1"]["cpu_s"] / total if found else 1.0,
-            "busiest": statistics.median(max(used) * len(used) / sum(used) for _, used, _ in warm),
-            "read_bytes": statistics.median(num_bytes for _, _, num_bytes in warm),
-            "wall_s": statistics.median(wall_s for wall_s, _, _ in warm),
+            "cpu_s": min(sum(used) for _, used, _ in warm),
+            "busiest": min(max(used) * len(used) / sum(used) for _, used, _ in warm),
+            "read_bytes": min(num_bytes for _, _, num_bytes in warm),
+            "wall_s": min(wall_s for wall_s, _, _ in warm),
         }
+        found[n]["of_linear"] = found["1"]["cpu_s"] / found[n]["cpu_s"]
     return found
 
 

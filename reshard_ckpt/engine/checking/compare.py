@@ -18,7 +18,8 @@ from ...comm.protocol import Comm, SoloComm, merge_of_all
 from ...core.catalog.model import Catalog
 from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
-from ..common.progress import OnProgress, Tally, silent
+from ..common.progress import OnProgress, SharedTally, silent
+from ..common.sections import share_cut
 from ..loading.stream import Run, whole_run
 from .statistics import NUMPY_DTYPES, as_numbers, windows_of
 
@@ -79,10 +80,12 @@ def compare(
     sources_b = [b.catalog.source(tensor) for tensor in b.tensors]
     keys = list(zip(sources_a, sources_b, strict=True))
     pairs = {key: _Pair(a.catalog, key[0], b.catalog, key[1]) for key in keys}  # tied names are compared once
-    share = _share(list(pairs.values()), comm.rank, comm.size)
-    tally = Tally("compare", sum(run.count * pair.item_bytes for pair, run, _ in share), report)
-    windows_a = windows_of(a.storage, a.catalog, [run for _, run, _ in share])
-    windows_b = windows_of(b.storage, b.catalog, [run for _, _, run in share])
+    each = list(pairs.values())
+    share = share_cut((pair.num_bytes for pair in each), (pair.item_bytes for pair in each), comm.rank, comm.size)
+    tally = SharedTally(comm, "compare", sum(pair.num_bytes for pair in each), report)
+    runs = [each[index].cut(part) for index, part in share]
+    windows_a = windows_of(a.storage, a.catalog, [run for run, _ in runs])
+    windows_b = windows_of(b.storage, b.catalog, [run for _, run in runs])
     for (cut_a, window_a), (cut_b, window_b) in zip(windows_a, windows_b, strict=True):
         for run_a, run_b, x, y in zip(cut_a, cut_b, window_a.parts(), window_b.parts(), strict=True):
             pairs[run_a.tensor, run_b.tensor].add(x, y)
@@ -94,22 +97,8 @@ def compare(
         for of_rank in merge_of_all(comm, found):
             for tensor_a, tensor_b, *totals in of_rank:
                 pairs[tensor_a, tensor_b].totals.join(_Totals(*totals))
+        tally.finish()
     return [pairs[key].difference(name) for name, key in zip(names, keys, strict=True) if pairs[key].totals.num_different]
-
-
-def _share(pairs: Sequence[_Pair], rank: int, size: int) -> list[tuple[_Pair, Run, Run]]:
-    """Return the pairs that a rank compares, each with its part of the two runs. All ranks get about as many bytes."""
-    total, begin = sum(pair.num_bytes for pair in pairs), 0
-    low, high = rank * total // size, (rank + 1) * total // size
-    share = []
-    for pair in pairs:
-        # The elements that begin between `low` and `high`, counted in bytes over all pairs end to end.
-        first, last = (min(max(-(-(at - begin) // pair.item_bytes), 0), pair.a.count) for at in (low, high))
-        if first < last or (not pair.a.count and rank == 0):
-            run_a, run_b = (replace(run, start=first, count=last - first) for run in (pair.a, pair.b))
-            share.append((pair, run_a, run_b))
-        begin += pair.num_bytes
-    return share
 
 
 def _common(a: str, b: str) -> str:
@@ -150,6 +139,11 @@ class _Pair:
         self.item_bytes = TORCH_DTYPES[self.code].itemsize
         self.num_bytes = self.a.count * self.item_bytes
         self.totals = _Totals()
+
+    def cut(self, part: range) -> tuple[Run, Run]:
+        """Return the runs of both that have these bytes."""
+        start, count = part.start // self.item_bytes, len(part) // self.item_bytes
+        return replace(self.a, start=start, count=count), replace(self.b, start=start, count=count)
 
     def add(self, x: memoryview, y: memoryview) -> None:
         """Compare the next bytes of both."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 
@@ -25,7 +26,8 @@ from ...errors import CheckpointError, CorruptError
 from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import DISK, Storage, at_once
 from ..common.files import FileContents, open_files
-from ..common.progress import OnProgress, Tally, silent
+from ..common.progress import OnProgress, SharedTally, Tally, silent
+from ..common.sections import share_cut
 from ..loading.read import REQUEST_BYTES, num_threads
 
 
@@ -74,9 +76,9 @@ def verify_all(
         Threads that read and hash, each with a buffer of `REQUEST_BYTES`; by default as many as in a load.
     """
     comm = comm or SoloComm()
-    share = _share(catalog, comm.rank, comm.size)
-    own_bytes = sum(len(part) for _, part in share)
-    check = _Check(storage, catalog, share, Tally("verify", own_bytes, report))
+    share = share_cut((file.size for file in catalog.files), repeat(REQUEST_BYTES), comm.rank, comm.size)
+    tally = SharedTally(comm, "verify", catalog.file_bytes, report)
+    check = _Check(storage, catalog, share, tally)
     if comm.rank == 0:
         faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
         check.found += [fault_text(catalog, fault) for fault in faults]
@@ -90,26 +92,13 @@ def verify_all(
         by_rank = merge_of_all(comm, [item if isinstance(item, str) else astuple(item) for item in check.found])
         check.found = []
         check.add(item if isinstance(item, str) else _Damage(*item) for found in by_rank for item in found)
+        tally.finish()
     return VerifyReport(
         problems=tuple(check.problems()),
         num_files=len(catalog.files),
         num_bytes=catalog.file_bytes,
         bytes_unverified=sum(entry.size for entry in catalog.files if not entry.digests_key),
     )
-
-
-def _share(catalog: Catalog, rank: int, size: int) -> list[tuple[int, range]]:
-    """Return the files that a rank verifies, each with the bytes of its windows. All ranks get about as many bytes."""
-    total, begin = catalog.file_bytes, 0
-    low, high = rank * total // size, (rank + 1) * total // size
-    share = []
-    for index, file in enumerate(catalog.files):
-        # The windows that begin between `low` and `high`, counted over all files end to end.
-        first, last = (min(max(-(-(at - begin) // REQUEST_BYTES) * REQUEST_BYTES, 0), file.size) for at in (low, high))
-        if first < last or (not file.size and rank == 0):
-            share.append((index, range(first, last)))
-        begin += file.size
-    return share
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,26 @@ def share(sizes: Iterable[int], rank: int, num: int) -> range:
     return range(*np.searchsorted(owner, [rank, rank + 1]).tolist())
 
 
+def share_cut(sizes: Iterable[int], units: Iterable[int], rank: int, num: int) -> list[tuple[int, range]]:
+    """Return the parts of a rank when `num` ranks divide all bytes evenly, and cut parts at multiples of their units.
+
+    Each is the index of a part with the bytes of it. An empty part belongs to rank 0.
+
+    >>> [share_cut([5, 0, 7], [2, 2, 2], rank, 2) for rank in range(2)]
+    [[(0, range(0, 5)), (1, range(0, 0)), (2, range(0, 2))], [(2, range(2, 7))]]
+    """
+    column = list(sizes)
+    low, high = (at * sum(column) // num for at in (rank, rank + 1))
+    found, begin = [], 0
+    for index, (size, unit) in enumerate(zip(column, units, strict=False)):
+        # The units that begin between `low` and `high`, counted over all parts end to end.
+        first, last = (min(max(-(-(at - begin) // unit) * unit, 0), size) for at in (low, high))
+        if first < last or (not size and rank == 0):
+            found.append((index, range(first, last)))
+        begin += size
+    return found
+
+
 class SectionWriter:
     """Writer of bytes `low` to `high` of a file of `size` bytes, front to back, hashed on the way."""
 
