@@ -5,7 +5,7 @@
 A checkpoint of four ranks (`benchmarks.offline_reshard`) is verified, resharded to dp 2 × tp 4, compared with the result, and
 converted to safetensors; and a checkpoint that refers to all its files is compacted. Four processes start once. In each round
 one of them works alone, two of them work, and all four, each round in another order. CPU seconds are counted from a barrier on,
-so the imports are left out; where processes outnumber cores they tell more than the clock. All figures are minima over the rounds.
+so the imports are left out; where processes outnumber cores they tell more than the clock. Figures are minima over the rounds.
 
 The first rows are the limits: each process reads and hashes an even share of the files in plain Python, or also writes it to a
 file of its own. They lose only what shared cores and caches cost.
