@@ -74,9 +74,10 @@ def pack(rows: PackedRows, plain: bytes | memoryview) -> tuple[bytes, bytes]:
         The packed bytes, and the plain bytes that `unpack` makes of them.
     """
     values = _to_float(rows.dtype, plain).reshape(-1, rows.width)
-    # Plus 0: the minimum of 0.0 and -0.0 depends on the processor.
-    low, most = values.min(axis=1) + np.float32(0), np.float32(2**rows.bits - 1)
-    scale = (values.max(axis=1) - low) / most
+    # Plus 0, which makes 0.0 of -0.0: the minimum and the maximum of both depend on the processor and on the place in memory.
+    zero, most = np.float32(0), np.float32(2**rows.bits - 1)
+    low = values.min(axis=1) + zero
+    scale = (values.max(axis=1) + zero - low) / most
     # A scale of 0: all elements of the row are equal, or differ by less than float32 can divide.
     divisor = np.where(scale > 0, scale, np.float32(1))
     codes = np.rint((values - low[:, None]) / divisor[:, None]).clip(0, most).astype(np.uint8)
