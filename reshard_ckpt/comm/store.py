@@ -192,7 +192,7 @@ class StoreComm:
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
         while _passed(decision := self._store.get(self._key("decision"))):
-            self._step += 1
+            self._skip_step()
         self._apply(decision, "")
 
     # --- opening and leaving a session ---
@@ -275,9 +275,9 @@ class StoreComm:
             return
         self._store.allow(self._farewell())
         with suppress(DistError):  # without a store no rank can be reached, and `error` says more
+            if self._step:
+                self._payloads.drop(f"{self._step - 1}/to/{self.rank}")  # perhaps not taken: this rank was interrupted
             self._refuse_undecided(refusal_of(error, self.rank))
-            for step in range(self._step):
-                self._payloads.drop(f"{step}/to/{self.rank}")  # sent by rank 0; this rank will not take it any more
 
     def leave(self, *, waits: bool = True) -> None:
         """Count this rank out; the last rank deletes all keys. Raises nothing if the store is gone."""
@@ -441,7 +441,12 @@ class StoreComm:
     def _refuse_undecided(self, refusal: Refusal) -> None:
         """Refuse the first step that is not decided yet: rank 0 may have let this one pass."""
         while self._refuse(refusal) is None:
-            self._step += 1
+            self._skip_step()
+
+    def _skip_step(self) -> None:
+        """Go past a step that rank 0 has let pass, and in which this rank will not take its message any more."""
+        self._payloads.drop(self._key("to", self.rank))
+        self._step += 1
 
     def _await(self, key: str, refuse: Callable[[], bool]) -> bytes | None:
         """Wait for a key, the bell or the decision. Refuse the step when the time is over or `refuse` has done so.

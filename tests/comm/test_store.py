@@ -272,6 +272,23 @@ def test_all_ranks_of_machines_go_on_or_all_raise_the_same(data: st.DataObject, 
     check_program(data, 4, calls, server, joined(server, [(0,), (1, 2, 3)]))
 
 
+def test_a_rank_that_waits_on_its_machine_while_rank_0_is_steps_ahead_leaves_nothing_behind():
+    """Rank 0 has let a scatter pass that ranks 2 and 3 never reach: their leader fails before it."""
+    server, passed = Server("tcp"), threading.Event()
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            assert passed.wait(600)
+            raise ValueError("boom")
+        comm.broadcast_near(b"near" if comm.rank == 0 else None)
+        comm.scatter([b"%d" % rank for rank in range(4)] if comm.rank == 0 else None)
+        passed.set()
+
+    outcomes = run_session(server, 4, body, nodes=joined(server, [(0,), (1, 2, 3)]))
+    assert [type(outcome) for outcome in outcomes] == [PeerError, ValueError, PeerError, PeerError]
+    assert server.num_keys() == 0
+
+
 def check_program(
     data: st.DataObject, size: int, calls: list[str], server: Server, nodes: Sequence[Node | None] = (None,) * 4
 ) -> None:
