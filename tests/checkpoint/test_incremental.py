@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,46 @@ def test_a_file_that_holds_little_is_written_anew(tmp_path: Path):
     checkpoint.save(tmp_path / "2", state, base=tmp_path / "1")
     assert {file.checkpoint for file in checkpoint.catalog(tmp_path / "2").files} == {"", "../1"}  # a fifth of file 0 was in use
     assert_holds(tmp_path / "2", state)
+
+
+def test_files_that_hold_little_are_written_anew_a_tenth_at_a_time(tmp_path: Path):
+    """Each of 8 files is left with a piece of its own. Those that hold the least come first."""
+    small = {f"small{k}": torch.arange((48 + 2 * k) << 10).float() for k in (3, 7, 1, 5, 0, 4, 6, 2)}
+    state = {f"big{name}": torch.arange(1 << 18).float() for name in small} | small
+    checkpoint.save(tmp_path / "0", state)
+    for n, name in enumerate(small):
+        state[f"big{name}"] += 1
+        state[name] += 1
+        checkpoint.save(tmp_path / str(n + 1), state, base=tmp_path / str(n))
+    for name in small:
+        state[f"big{name}"] += 1
+    checkpoint.save(tmp_path / "9", state, base=tmp_path / "8")
+    total, rewrote = sum(tensor.nbytes for tensor in state.values()), []
+    for n in range(10, 15):
+        live: Counter[str] = Counter()
+        base = checkpoint.catalog(tmp_path / str(n - 1))
+        for shard in [shard for name in state for shard in base.tensor(name).shards]:
+            live[shard.file.key.removeprefix("../")] += 4 * shard.count
+        sizes = {file.key.removeprefix("../"): file.size for file in base.files}
+        expected = 0
+        for share, key in sorted((live[key] / size, key) for key, size in sizes.items()):
+            if share >= 1 / 4 or expected + live[key] > total / 10:
+                break
+            expected += live[key]
+        report = checkpoint.save(tmp_path / str(n), state, base=tmp_path / str(n - 1))
+        assert expected <= report.bytes_written <= expected + 8 * BLOCK_BYTES * (expected > 0), n
+        assert_holds(tmp_path / str(n), state)
+        rewrote.append(expected > 0)
+    assert rewrote[:2] == [True, True]
+    assert not rewrote[-1]
+
+
+def test_a_piece_of_more_than_a_tenth_is_written_anew_too(tmp_path: Path):
+    state = {"a": torch.arange(1 << 17).float(), "b": torch.arange(1 << 19).float()}
+    checkpoint.save(tmp_path / "0", state)
+    state["b"] += 1
+    checkpoint.save(tmp_path / "1", state, base=tmp_path / "0")
+    assert checkpoint.save(tmp_path / "2", state, base=tmp_path / "1").bytes_written >= state["a"].nbytes
 
 
 def test_a_tensor_of_another_shape_dtype_or_name_is_written(tmp_path: Path):

@@ -35,6 +35,9 @@ from .messages import RunColumns, StoredRuns
 MIN_LIVE = 0.25
 """If the base needs less than this share of a file, the bytes are written anew, so that the file can be deleted."""
 
+_REWRITTEN = 0.1
+"""Share of a base's bytes that one save writes anew for that reason, or one file. Files of the smallest shares come first."""
+
 _ONE_WINDOW = 1 << 62
 """Window size for `plan_load` that no file reaches, so that no span is cut."""
 
@@ -77,11 +80,20 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
             f"base={storage.url}: lies in another folder than {url}, so deleting it would not keep the files that the new "
             "checkpoint refers to; save beside the base, or leave base= out"
         )
-    files = [
-        None if live < min_live * file.size else _entry_beside(file, base_name, name)
-        for file, live in zip(catalog.files, bytes_by_file(catalog).tolist(), strict=True)
-    ]
+    sizes = np.array([file.size for file in catalog.files], np.int64)
+    files = [_entry_beside(file, base_name, name) for file in catalog.files]
+    for i in _left_behind(sizes, bytes_by_file(catalog), min_live).tolist():
+        files[i] = None
     return Base(storage, catalog, files, verify)
+
+
+def _left_behind(sizes: I64, live: I64, min_live: float) -> I64:
+    """Return the numbers of the files that a save no longer refers to; of each, `live` bytes are needed."""
+    sparse: I64 = np.flatnonzero(live < min_live * sizes)
+    sparse = sparse[np.argsort(live[sparse] / sizes[sparse], kind="stable")]
+    rewritten = np.cumsum(live[sparse])
+    chosen: I64 = sparse[(rewritten <= _REWRITTEN * live.sum()) | (rewritten == live[sparse])]
+    return chosen
 
 
 def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
