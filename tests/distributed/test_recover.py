@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_live import Held, held_by
 from tests.helpers import position_values
 from tests.launch import run_ranks
+from tests.tries import is_long
 
 SIZE = 4
 NODES = {"one dead": (3,), "a node dead": (2, 3), "two that are no replicas dead": (1, 2), "two replicas dead": (0, 2)}
@@ -44,6 +46,7 @@ class Networks:
 
     def __init__(self, layout: Layout) -> None:
         self._case = Case(layout)
+        self.group = self._case.place.group
 
     def whole(self) -> dict[str, Any]:
         return {**self._case.saved_state(), "step": int(STEP)}
@@ -61,58 +64,89 @@ class Networks:
 
 
 class Experts:
-    """Experts on two ranks each, and a router on all."""
+    """Experts in equal parts, each on ranks that follow each other, and a router on all of the first `size` ranks."""
 
     SHAPE = (6, 5)
 
+    def __init__(self, parts: int, size: int) -> None:
+        self.part, self.parts = dist.get_rank() * parts // size, parts
+        self.group = dist.new_group(list(range(size)))
+
     def whole(self) -> dict[str, Any]:
         state, _ = self.empty()
-        state["experts"].tensor.copy_(position_values(self.SHAPE).chunk(2)[dist.get_rank() // 2])
+        state["experts"].tensor.copy_(position_values(self.SHAPE).chunk(self.parts)[self.part])
         state["router"].copy_(position_values((4, 6), salt=1))
         return {**state, "step": int(STEP)}
 
     def empty(self) -> tuple[dict[str, Any], Callable[[], list[str]]]:
-        half = dist.get_rank() // 2
-        experts = LocalShard(torch.full((3, 5), -1.0), self.SHAPE, (3 * half, 0))
+        rows = self.SHAPE[0] // self.parts
+        experts = LocalShard(torch.full((rows, 5), -1.0), self.SHAPE, (rows * self.part, 0))
         state = {"experts": experts, "router": torch.full((4, 6), -1.0), "step": 0}
 
         def wrong() -> list[str]:
-            wanted = {"experts": position_values(self.SHAPE).chunk(2)[half], "router": position_values((4, 6), salt=1)}
+            wanted = {
+                "experts": position_values(self.SHAPE).chunk(self.parts)[self.part],
+                "router": position_values((4, 6), salt=1),
+            }
             got = {"experts": experts.tensor, "router": state["router"]}
             return [name for name, tensor in wanted.items() if not torch.equal(got[name], tensor)]
 
         return state, wrong
 
 
-KINDS: dict[str, Callable[[], Networks | Experts]] = {
-    "DDP": lambda: Networks(Layout("dp", dp=4, data="ddp")),
-    "HSDP": lambda: Networks(Layout("hsdp", rep=2, dp=2)),
-    "TP × DP": lambda: Networks(Layout("dp×tp", dp=2, tp=2, data="copies")),
-    "PP × DP": lambda: Networks(Layout("dp×pp", pp=2, dp=2, data="copies")),
-    "ZeRO-1": lambda: Networks(Layout("flat", dp=4, flat=True, data="copies")),
-    "EP": Experts,
+ON = ("replaced", "another layout", "shrunk to 3")
+"""On which ranks and in which layout it goes on: as before, as another kind, and without the last rank."""
+
+TP_DP, PP_DP = Layout("dp×tp", dp=2, tp=2, data="copies"), Layout("dp×pp", pp=2, dp=2, data="copies")
+KINDS: dict[str, tuple[Layout | tuple[int, int], ...]] = {
+    "DDP": (Layout("dp", dp=4, data="ddp"), TP_DP, Layout("fsdp", dp=3)),
+    "HSDP": (Layout("hsdp", rep=2, dp=2), PP_DP, Layout("dp", dp=3, data="ddp")),
+    "TP × DP": (TP_DP, Layout("fsdp", dp=4), Layout("tp", tp=3)),
+    "PP × DP": (PP_DP, Layout("hsdp", rep=2, dp=2), Layout("pp", pp=3)),
+    "ZeRO-1": (Layout("flat", dp=4, flat=True, data="copies"), TP_DP, Layout("flat", dp=3, flat=True, data="copies")),
+    "EP": ((2, 4), (3, 4), (3, 3)),
 }
 
 
-def expected_bytes(held: list[Held], dead: tuple[int, ...]) -> dict[str, int]:
-    """Where the bytes of all ranks must come from, by the plainest means."""
+def chosen() -> list[tuple[str, str, str]]:
+    """The combinations to run: all in a long run; else on other ranks or layouts one dead and a node dead by turns."""
+    turns = zip(product(KINDS, ON[1:]), cycle(("one dead", "a node dead", "a node dead", "one dead")), strict=False)
+    by_turns = {(kind, on, deaths) for (kind, on), deaths in turns}
+    return [case for case in product(KINDS, ON, NODES) if is_long() or case[1] == ON[0] or case in by_turns]
+
+
+def job_on(layout: Layout | tuple[int, int]) -> Networks | Experts:
+    return Networks(layout) if isinstance(layout, Layout) else Experts(*layout)
+
+
+def size_of(layout: Layout | tuple[int, int]) -> int:
+    return layout.size if isinstance(layout, Layout) else layout[1]
+
+
+def of_all(held: list[Held]) -> list[dict[str, Held]]:
     of_ranks: list[dict[str, Held]] = [{} for _ in range(SIZE)]
     dist.all_gather_object(of_ranks, {one.name: one for one in held})
+    return of_ranks
+
+
+def expected_bytes(saved: list[dict[str, Held]], wanted: list[dict[str, Held]], alive: set[int], goes_on: bool) -> dict[str, int]:
+    """Where the bytes that all ranks want must come from, by the plainest means. Survivors may go on with their own state."""
 
     def is_apart(one: Held, ranks: Iterable[int]) -> bool:
         """Whether a tensor has bytes of its own: it is not tied on this rank, or not on all of these ranks that have it."""
-        others = [of_ranks[rank][one.name] for rank in ranks if one.name in of_ranks[rank]]
+        others = [saved[rank][one.name] for rank in ranks if one.name in saved[rank]]
         return one.alias_of is None or not all(other.alias_of is not None for other in others)
 
-    alive = [rank for rank in range(SIZE) if rank not in dead]
     total = dict.fromkeys(("self", "rank", "memory", "peer", "store"), 0)
-    for rank, own in enumerate(of_ranks):
+    for rank, own in enumerate(wanted):
         for name, one in own.items():
-            live = np.logical_or.reduce(
-                [np.zeros_like(one.mask), *(of_ranks[r][name].mask for r in alive if name in of_ranks[r])]
-            )
+            nothing, holders = np.zeros_like(one.mask), {r: saved[r][name] for r in alive if name in saved[r]}
+            # Buffers under DDP may differ: a new state has those of the first rank.
+            masks = {r: held.mask for r, held in holders.items() if goes_on or not held.is_buffer or r == min(holders)}
+            mine, live = masks.get(rank, nothing), np.logical_or.reduce([nothing, *masks.values()])
             if is_apart(one, alive):
-                total["rank" if rank in dead else "self"] += one.item_bytes * int((one.mask & live).sum())
+                total["self"] += one.item_bytes * int((one.mask & mine).sum())
+                total["rank"] += one.item_bytes * int((one.mask & live & ~mine).sum())
             if is_apart(one, range(SIZE)):
                 total["store"] += one.item_bytes * int((one.mask & ~live).sum())
     return total
@@ -130,6 +164,7 @@ def no_reads() -> Any:
 @dataclass(frozen=True)
 class Answer:
     kind: str
+    on: str
     deaths: str
     wanted: dict[str, int]
     got: dict[str, int]
@@ -140,42 +175,53 @@ class Answer:
     """What a recovery without any checkpoint ends with."""
 
 
-def cases_job(folder: str, kinds: tuple[str, ...]) -> list[Answer]:
+def cases_job(folder: str, cases: list[tuple[str, str, str]]) -> list[Answer]:
     rank, answers = dist.get_rank(), []
-    for kind in kinds:
-        job = KINDS[kind]()
-        whole, path = job.whole(), Path(folder, kind)
+    for kind in KINDS:
+        layouts = dict(zip(ON, KINDS[kind], strict=True))
+        jobs = {on: job_on(layout) for on, layout in layouts.items()}
+        whole, path = jobs["replaced"].whole(), Path(folder, kind)
         checkpoint.save(path, whole)
-        held = held_by(whole)
-        for deaths, dead in NODES.items():
-            state, wrong = (whole, list) if rank not in dead else job.empty()
-            wanted = expected_bytes(held, dead)
+        saved = of_all(held_by(whole))
+        wholes = {on: of_all(held_by(job.whole() if rank < size_of(layouts[on]) else {})) for on, job in jobs.items()}
+        for of_kind, on, deaths in cases:
+            if of_kind != kind:
+                continue
+            job, dead, size = jobs[on], NODES[deaths], size_of(layouts[on])
+            alive = {*range(size)} - {*dead}
+            wanted = expected_bytes(saved, wholes[on], alive, on == "replaced")
+            if rank >= size:
+                continue
+            state, wrong = (whole, list) if on == "replaced" and rank in alive else job.empty()
+            old: Any = rank in alive and (on == "replaced" or whole)
             without = Outcome()
             if wanted["store"]:
-                without = outcome(lambda: checkpoint.recover(state, alive=rank not in dead))  # noqa: B023
-                report = checkpoint.recover(state, alive=rank not in dead, path=path)
-            else:
-                with no_reads():
-                    report = checkpoint.recover(state, alive=rank not in dead, path=path)
+                without = outcome(lambda: checkpoint.recover(state, alive=old, process_group=job.group))  # noqa: B023
+            # A survivor that is alone asks the catalog whether parameters without state had some on the others.
+            with nullcontext() if wanted["store"] or len(alive) == 1 else no_reads():
+                report = checkpoint.recover(state, alive=old, path=path, process_group=job.group)
             is_step = [] if state["step"] == STEP else [f"step {state['step']}"]
             got = dict(report.bytes_from)
-            answers.append(Answer(kind, deaths, wanted, got, wrong() + is_step, report.went_back, report.step, without))
+            answers.append(Answer(kind, on, deaths, wanted, got, wrong() + is_step, report.went_back, report.step, without))
     return answers
 
 
-def check_cases(folder: Path, kinds: tuple[str, ...]) -> dict[tuple[str, str], Answer]:
-    by_rank = run_ranks(cases_job, SIZE, str(folder), kinds)
+def check_cases(folder: Path, cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], Answer]:
+    by_rank = run_ranks(cases_job, SIZE, str(folder), cases)
     for answers in by_rank:
         for one in answers:
             assert not one.wrong, one
             assert (one.got, one.went_back, one.step) == (one.wanted, "", STEP), one
             assert one.without.error == ("CheckpointNotFound" if one.wanted["store"] else ""), one
-    return {(one.kind, one.deaths): one for one in by_rank[0]}
+    return {(one.kind, one.on, one.deaths): one for one in by_rank[0]}
 
 
 def test_every_byte_comes_from_its_nearest_holder(tmp_path: Path):
-    answers = check_cases(tmp_path, tuple(KINDS))
-    read = {case for case, one in answers.items() if one.wanted["store"]}
+    cases = chosen()
+    answers = check_cases(tmp_path, cases)
+    assert [*answers] == cases
+    assert len(cases) == (72 if is_long() else 36)
+    read = {(kind, deaths) for (kind, on, deaths), one in answers.items() if on == "replaced" and one.wanted["store"]}
     assert read == {
         *(("ZeRO-1", deaths) for deaths in NODES),
         ("PP × DP", "a node dead"),
