@@ -14,6 +14,7 @@ import posixpath
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from ...errors import CorruptError, StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, Digests, num_blocks
 from ...storage.protocol import Storage
 from ..common.files import open_files
-from ..common.tensor_bytes import LocalRun, chunks
+from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks
 from .local_shards import LocalShards
 from .messages import RunColumns, StoredRuns
 
@@ -40,6 +41,9 @@ _REWRITTEN = 0.1
 
 _ONE_WINDOW = 1 << 62
 """Window size for `plan_load` that no file reaches, so that no span is cut."""
+
+Views: TypeAlias = Sequence[memoryview | None]
+"""The bytes of each item of this rank, where they lie in order in host memory."""
 
 _HEADER = -1
 """The item of a span that is the header of a file."""
@@ -151,11 +155,12 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
     """Find the parts of this rank's write items that the base holds; `scratch`, 1-D uint8, is for copies from a device."""
     runs = local_shards.runs(items)
     spans = _with_headers(base, spans_of(base, local_shards, items))
+    views = [bytes_in_place(run.local, run.start, run.num_elements) for run in runs]
     found = []
     for file in np.unique(spans.file).tolist():
         digests = _digests(base, file)
         if digests is not None:
-            found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, scratch))
+            found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, views, scratch))
     each = np.array([run.local.tensor.element_size() for run in runs], np.int64)
     stored = _joined(found)
     if base.verify:
@@ -229,7 +234,7 @@ def _digests(base: Base, file: int) -> Digests | None:
 
 
 def _unchanged_of(
-    base: Base, file: int, digests: Digests, spans: Spans, runs: Sequence[LocalRun], scratch: torch.Tensor
+    base: Base, file: int, digests: Digests, spans: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
 ) -> StoredRuns:
     """Hash each block of one file that lies in a stretch, and return the parts of items in blocks that are equal."""
     size, block = base.catalog.files[file].size, digests.block_bytes
@@ -244,7 +249,7 @@ def _unchanged_of(
         hasher = BlockHasher(block)
         low, high = first * block, min(last * block, size)
         at = begin
-        for chunk in _bytes_of(base, file, spans.take(stretch), runs, scratch):
+        for chunk in _bytes_of(base, file, spans.take(stretch), runs, views, scratch):
             hasher.update(chunk[max(low - at, 0) : max(high - at, 0)])
             at += len(chunk)
         equal[1 + first : 1 + last] = np.array(hasher.close(), np.uint64) == digests.values[first:last]
@@ -261,13 +266,18 @@ def _unchanged_of(
     return unchanged.take(spans.item != _HEADER)
 
 
-def _bytes_of(base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], scratch: torch.Tensor) -> Iterator[memoryview]:
+def _bytes_of(
+    base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
+) -> Iterator[memoryview]:
     """Yield the bytes of a stretch in order: the header from the base, all other bytes from this rank's memory."""
     for begin, end, item, start, each in zip(*(column.tolist() for column in columns_of(stretch)[1:]), strict=True):
         if item == _HEADER:
             header = memoryview(bytearray(end))
             base.storage.read_into(base.catalog.files[file].key, 0, [header])
             yield header
+        elif (view := views[item]) is not None:
+            at = (start - runs[item].start) * each
+            yield view[at : at + end - begin]
         else:
             yield from chunks(runs[item].local, start, (end - begin) // each, scratch)
 
