@@ -46,7 +46,7 @@ from reshard_ckpt.core.planning.shared_reads import Wants, share
 from reshard_ckpt.engine.common.progress import merged
 from reshard_ckpt.engine.common.rounds import pack_table
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
-from reshard_ckpt.engine.loading.read_once import ROUND_BYTES, groups_of, wants_of
+from reshard_ckpt.engine.loading.read_once import ROUND_BYTES, groups_of, joining_files, wants_of
 from reshard_ckpt.engine.loading.vote import _collective_options, _merge
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.commit import _see_files, catalog_of
@@ -284,11 +284,11 @@ def wants_of_rank(catalog: Catalog, specs: Sequence[TensorSpec]) -> Wants:
 
 
 def files_of_ranks(catalog: Catalog, layout: Job) -> list[bytes]:
-    """Return the files that each rank reads, packed: those of its weights, as its replicas', and its own with its optimizer."""
+    """Return the files that join each rank to others, packed: those of its weights, as its replicas', and its own file."""
     weights = {}
     for stage, tp in product(range(layout.pp), range(layout.tp)):
         specs = [spec for spec in layout.specs(stage * layout.dp * layout.tp + tp) if spec.link is None]
-        weights[stage, tp] = np.unique(wants_of_rank(catalog, specs).file)
+        weights[stage, tp] = joining_files(wants_of_rank(catalog, specs))
     files = []
     for rank in range(layout.mesh.size):
         stage, _, tp = layout.mesh.coordinates(rank)

@@ -1,8 +1,9 @@
 """Loading with each byte read and verified once: if several ranks need it, one of them reads it and sends it to the others.
 
 1. Ranks that need bytes of one file, directly or through other ranks, form a group; with the layout of the save that is each
-   replica group. Rank 0 finds the groups from the files that each rank needs. Everything after that stays within a group, over a
-   process group of its own, so lists and messages do not grow with the job.
+XX
+   norms, stay apart, and each group reads the norms. Rank 0 finds the groups from the files that join each rank. Everything after
+   that stays within a group, over a process group of its own, so lists and messages do not grow with the job.
 2. The ranks of a group exchange lists of the extents that they need, and each computes the same schedule
    (`core.planning.shared_reads`). Ranks that need the same send one list.
 3. A rank reads the windows that it alone needs itself, as in any load.
@@ -52,6 +53,9 @@ PLACERS = 4
 """Threads that pack messages and put received bytes into targets; each has a buffer as large as a window."""
 
 
+_NEXT_TO_NOTHING = 1 / 200
+"""Files that together have at most this share of the bytes that a rank needs do not join it to a group."""
+
 SMALL_BYTES = 128 << 20
 """A checkpoint up to this size is read sooner by each rank than the ranks agree who reads which part."""
 
@@ -79,7 +83,7 @@ def execute_once(
     """
     reads = reads_of(task)
     wants = wants_of(reads, task.plan)
-    members = _group_of(comm, np.unique(wants.file))
+    members = _group_of(comm, joining_files(wants))
     exchange = open_exchange(members)
     schedule = share(_of_group(exchange, wants), ROUND_BYTES)
     # All ranks know a window by its file and its number in the file. number[file, window]: its number in this rank's reader.
@@ -158,8 +162,22 @@ def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
     )
 
 
+def joining_files(wants: Wants) -> I64:
+    """Return the files that join a rank to the others that need them, ascending.
+
+    >>> low, high, size = [0, 0, 90, 10], [128, 90, 2000, 138], [4, 2000, 0, 5]
+    >>> joining_files(Wants(*np.array([[0, 3, 3, 7], [0, 0, 0, 0], low, high, size]))).tolist()
+    [3]
+    """
+    files, number = np.unique(wants.file, return_inverse=True)
+    num_bytes = np.bincount(number, weights=wants.size, minlength=len(files))
+    order = np.argsort(num_bytes, kind="stable")
+    least = np.cumsum(num_bytes[order]) <= num_bytes.sum() * _NEXT_TO_NOTHING
+    return np.delete(files, order[least])
+
+
 def _group_of(comm: Comm, files: I64) -> list[int]:
-    """Return the ranks that share files with this one, directly or through other ranks. Collective: a gather and a broadcast."""
+    """Return the ranks that files join to this one, directly or through other ranks. Collective: a gather and a broadcast."""
     gathered = comm.gather(pack_table(files[:, None]))
     data = comm.broadcast(None if gathered is None else pack_table(groups_of(gathered)[:, None]))
     group = unpack_table(data)[:, 0]
@@ -167,7 +185,7 @@ def _group_of(comm: Comm, files: I64) -> list[int]:
 
 
 def groups_of(packed: Sequence[bytes]) -> I64:
-    """Return the number of each rank's group, from the packed files that each rank needs.
+    """Return the number of each rank's group, from the packed `joining_files` of each rank.
 
     >>> groups_of([pack_table(np.array(files)[:, None]) for files in ([0, 1], [5], [1, 2], [5, 6], [2])]).tolist()
     [0, 1, 0, 1, 0]

@@ -15,6 +15,7 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import Exchange
 from reshard_ckpt.engine.loading import read_once
 from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.protocol import DISK
 from tests.helpers import position_values
@@ -261,11 +262,12 @@ def test_what_is_read_with_gaps_is_packed_from_the_right_places(tmp_path: Path) 
 
 
 def load_in_groups(folder: str) -> dict[str, Any]:
-    """Ranks 0 and 2, and 1 and 3, hold the same halves; a file of one pair is damaged in the last load."""
+    """Ranks 0 and 2, and 1 and 3, hold the same halves, and all the same norm; a file of one pair is damaged in the last load."""
     import torch.distributed as dist
 
     rank, whole, sizes = dist.get_rank(), position_values((ROWS, COLUMNS)), []
-    checkpoint.save(folder, {"t": shard(rank % 2, 2, 0, whole)})
+    norm = position_values((64,), salt=1)
+    checkpoint.save(folder, {"t": shard(rank % 2, 2, 0, whole), "norm": norm.clone()})
     original = read_once.share
 
     def noting(wants: Sequence[Any], *rest: Any) -> Any:
@@ -279,11 +281,11 @@ def load_in_groups(folder: str) -> dict[str, Any]:
     ):  # fmt: skip
         read_once.SMALL_BYTES = 1 << 30 if name == "small" else 1
         LocalStorage.hints = replace(DISK, has_locks=not objects)  # type: ignore[assignment]
-        into = shard(rank % 2, 2, 0, torch.full_like(whole, -1))
+        into, own_norm = shard(rank % 2, 2, 0, torch.full_like(whole, -1)), torch.full_like(norm, -1)
         reads.ranges.clear()
         sizes.clear()
-        checkpoint.load(folder, {"t": into}, read_once=value)
-        right = torch.equal(into.tensor, shard(rank % 2, 2, 0, whole).tensor)
+        checkpoint.load(folder, {"t": into, "norm": own_norm}, read_once=value)
+        right = torch.equal(into.tensor, shard(rank % 2, 2, 0, whole).tensor) and torch.equal(own_norm, norm)
         out[name] = right, list(sizes), list(reads.ranges)
     dist.barrier()
     if rank == 0:
@@ -300,12 +302,15 @@ def load_in_groups(folder: str) -> dict[str, Any]:
     return out
 
 
-def test_ranks_that_share_no_file_with_others_exchange_among_themselves(tmp_path: Path) -> None:
+def test_ranks_that_share_next_to_nothing_with_others_exchange_among_themselves(tmp_path: Path) -> None:
     by_rank = run_ranks(load_in_groups, 4, str(tmp_path))
     for name, sizes in (("disk", []), ("small", []), ("objects", [2]), ("once", [2])):
         assert [result[name][:2] for result in by_rank] == [(True, sizes)] * 4
         times = times_read(tmp_path, [r for result in by_rank for r in result[name][2]])
-        assert times.max() == (1 if sizes else 2)
+        assert times.max() == (2 if sizes else 4)
+        # Each pair reads the blocks with the norm, and once, if at all, the rest.
+        assert not sizes or 0 < (times == 2).sum() <= 2 * BLOCK_BYTES
+        assert not sizes or (times == 1).sum() >= 4 * ROWS * COLUMNS - 2 * BLOCK_BYTES
     for result in by_rank:
         assert result["damaged"][0] == "CorruptError"
         assert "is damaged in bytes" in result["damaged"][1]
