@@ -97,9 +97,7 @@ class Target:
         """Count up the versions of DTensors whose local tensors were written under one of these names, or under a tied name."""
         first = {tensor.spec.name: tensor.spec.first_name for tensor in self.tensors}
         done = {first[name] for name in written}
-        for name, dtensor in self.dtensors:
-            if first.get(name) in done:
-                count_up(dtensor)
+        count_up(dtensor for name, dtensor in self.dtensors if first.get(name) in done)
 
 
 def capture(
@@ -267,10 +265,11 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 unplaced += target.unplaced
                 wanted = target.rows
             for entry in wanted:
-                check_writable(entry.value, memory_of(entry).memory, entry.name)
+                local = memory_of(entry)
+                check_writable(local, entry.name)
                 out.add(entry)
-                if is_dtensor(entry.value):
-                    dtensors.append((entry.name, entry.value))
+                if local.dtensor is not None:
+                    dtensors.append((entry.name, local.dtensor))
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))

@@ -218,7 +218,7 @@ class Describer:
             self._add_value(row, keys_of)
 
     def _add_tensor(self, row: Entry) -> None:
-        name, (memory, layout) = row.name, memory_of(row)
+        name, (memory, layout, *_) = row.name, memory_of(row)
         dtype, strides = memory.dtype, memory.stride()
         last = _SPECS.get(name)
         if last is not None and (last.layout is not layout or last.dtype is not dtype or last.strides != strides):

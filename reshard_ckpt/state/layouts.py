@@ -79,10 +79,16 @@ class Layout:
 
 
 class LocalMemory(NamedTuple):
-    """The memory of a local tensor, and its layout: the part of the global tensor that it holds."""
+    """The memory of a local tensor, and its layout: the part of the global tensor that it holds.
+
+    `memory` is plain, so it is a copy if `tensor`, the local tensor itself, is a lazily conjugated view. `dtensor` is the DTensor
+    around it, if there is one.
+    """
 
     memory: torch.Tensor
     layout: Layout
+    tensor: torch.Tensor
+    dtensor: torch.Tensor | None = None
 
 
 @lru_cache(maxsize=1 << 16)

@@ -93,7 +93,9 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
         raw = dict(module.state_dict(keep_vars=True) if keeps_vars else module.state_dict())
     _refuse_meta(module, raw, name)
     # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
-    own = {id(t) for m in module.modules() for of in (m._parameters, m._buffers, vars(m)) for t in of.values()}
+    own: set[int] = set()
+    for child in module.modules():
+        own.update(*(map(id, of.values()) for of in (child._parameters, child._buffers, vars(child))))
     rows: list[Entry] = []
     takers: dict[str, tuple[str, nn.Module | None]] = {}
     seen: dict[str, str] = {}

@@ -15,7 +15,6 @@ from ..format.values import encode_path
 from .capture import Captured, Target
 from .describe import Describer
 from .entries import Entry, Kind
-from .layouts import LocalMemory
 from .shards import FlatShard, LocalShard
 from .tensors import check_writable, local_memory
 
@@ -55,10 +54,11 @@ class StateBuilder:
             The memory of the part cannot be read, or with `written` cannot be written.
         """
         with torch.no_grad():
-            memory, layout = local_memory(shard, name)
+            local = local_memory(shard, name)
             if written:
-                check_writable(shard, memory, name)
-            local = LocalMemory(memory, layout if offered else replace(layout, boxes=()))
+                check_writable(local, name)
+            if not offered:
+                local = local._replace(layout=replace(local.layout, boxes=()))
             self._out.add(Entry(name, (), Kind.TENSOR, shard, local=local))
 
     def value(self, path: Path, value: Any) -> None:
@@ -87,7 +87,7 @@ class StateBuilder:
 def zero_outside(shard: LocalShard | FlatShard, shape: Ints, name: str) -> None:
     """Set the elements of a tensor's part that lie outside of a smaller global shape to zero."""
     with torch.no_grad():
-        memory, layout = local_memory(shard, name)
+        memory, layout, *_ = local_memory(shard, name)
         for piece in layout.pieces(memory):
             for box in piece.boxes():
                 part = region(memory, box.base, box.lengths, box.strides)

@@ -55,7 +55,7 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
 
 def is_plain_tensor(value: Any) -> bool:
     """Tell whether a value is a tensor that cannot say which part it is, as nearly all tensors are, or a DTensor around one."""
-    if is_dtensor(value) and is_of_torch(value):
+    if type(value) not in _TORCH_CLASSES and is_dtensor(value) and is_of_torch(value):
         value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
     return type(value) in _TORCH_CLASSES and not vars(value)
 
@@ -85,15 +85,15 @@ def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints],
         A DTensor's local tensor has another shape than its placements say.
     """
     if isinstance(value, LocalShard | FlatShard):
-        return LocalMemory(plain_memory(value.tensor, name), value.layout)
+        return LocalMemory(plain_memory(value.tensor, name), value.layout, value.tensor)
     if type(value) in _TORCH_CLASSES or not is_dtensor(value):
         memory = plain_memory(value, name)
-        return LocalMemory(memory, layout_of_plain(tuple(memory.shape)))
+        return LocalMemory(memory, layout_of_plain(tuple(memory.shape)), value)
     local = local_tensor(value)
     layout = dtensor_layout(value, tuple(local.shape), name)
     if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
         raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
-    return LocalMemory(plain_memory(local, name), layout)
+    return LocalMemory(plain_memory(local, name), layout, local, value)
 
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -129,10 +129,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
+def check_writable(local: LocalMemory, name: str) -> None:
     """Refuse a tensor that a load cannot write in place: a lazily conjugated view, or several elements in one place of memory."""
-    tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
-    tensor = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    memory, tensor = local.memory, local.tensor
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
     if memory.is_contiguous():

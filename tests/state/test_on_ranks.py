@@ -339,7 +339,7 @@ def refusals_job() -> None:
     for lazily in (value.conj(), value.conj().imag):  # what is loaded would go into a copy
         view = DTensor.from_local(lazily, mesh, [Shard(0)])
         with pytest.raises(UnsupportedError, match="x: is a lazily conjugated view"):
-            check_writable(view, local_memory(view, "x").memory, "x")
+            check_writable(local_memory(view, "x"), "x")
 
     for wrong in ({"dp": 3}, {"dp": 2, "tp": 2}):
         with pytest.raises(UsageError, match=r"mesh: axes .* ranks, but 2 take part"):

@@ -263,8 +263,8 @@ def is_row_major(lengths: Ints, strides: Ints) -> bool:
     >>> is_row_major((2, 1, 3), (3, 99, 1)), is_row_major((2, 3), (1, 2))
     (True, False)
     """
-    dims = zip(lengths, strides, row_major_strides(lengths), strict=True)
-    return all(length <= 1 or stride == wanted for length, stride, wanted in dims)
+    wanted = row_major_strides(lengths)
+    return strides == wanted or all(n <= 1 or own == other for n, own, other in zip(lengths, strides, wanted, strict=True))
 
 
 def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:

@@ -115,7 +115,7 @@ def match(
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:
     """For each spec without a source find the one saved name that no spec wants and that differs only in parts of wrappers."""
     wanted = {spec.name for spec in specs}
-    lacking = _by_bare_name(name for name in wanted if name not in catalog)
+    lacking = _by_bare_name(wanted.difference(catalog.names))
     if not lacking:
         return {}
     left = _by_bare_name(name for name in catalog.names if name not in wanted)

@@ -86,10 +86,11 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
     return torch.as_strided(tensor, lengths, strides, first)
 
 
-def count_up(tensor: torch.Tensor) -> None:
-    """Count up the version of a tensor that was written without torch, so that a backward pass notices the change."""
-    if not tensor.is_inference():  # inference tensors keep no version
-        torch.autograd.graph.increment_version(tensor)
+def count_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Count up the versions of tensors that were written without torch, so that a backward pass notices the change."""
+    for tensor in tensors:
+        if not tensor.is_inference():  # inference tensors keep no version
+            torch.autograd.graph.increment_version(tensor)
 
 
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}

@@ -400,8 +400,7 @@ class Reader:
         """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
         if self._devices:
             self._devices.finish()
-        for dest in self._memories:
-            count_up(self.task.targets[dest].tensor)
+        count_up(self.task.targets[dest].tensor for dest in self._memories)
 
     def read_window(self, window: int) -> None:
         """Read one window from storage, verify it, and put its bytes into their targets."""

@@ -201,8 +201,7 @@ class _Memories:
 
     def count_up(self) -> None:
         """Increase the version counters of tensors that were viewed as numpy arrays, because torch has not seen the writes."""
-        for tensor in self._seen_raw.values():
-            count_up(tensor)
+        count_up(self._seen_raw.values())
 
 
 def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:

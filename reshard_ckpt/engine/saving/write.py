@@ -60,7 +60,7 @@ class FileLayout:
     @property
     def num_bytes(self) -> int:
         """Size of the file in bytes; of one with packed rows, that of the plain file."""
-        return len(self.header) + sum(member.num_bytes for member in self.members)
+        return len(self.header) + sum([member.num_bytes for member in self.members])
 
 
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
@@ -324,7 +324,7 @@ class ShardFileWriter:
 
 
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
-    """Yield the bytes of a file, front to back; each chunk is a copy, which the next one overwrites.
+    """Yield the bytes of a file, front to back; each chunk is a copy, which the next one overwrites. Small runs share a chunk.
 
     A chunk must not be the tensor's own memory. If another thread or process changed that between hashing and writing (a replay
     buffer, a counter in shared memory), the checkpoint would be committed, and every load would refuse it as damaged.
@@ -333,10 +333,16 @@ def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memor
     scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
     own = scratch.numpy().data
     # All views are made before the first write: writing empties the processor's caches, so that a view takes ten times as long.
+    used = 0
     for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
+        for part in [] if data is None else slices(data, WRITE_BYTES):
+            if used + len(part) > WRITE_BYTES:
+                yield own[:used]
+                used = 0
+            own[used : used + len(part)] = part
+            used += len(part)
         if data is None:
+            yield own[:used]
+            used = 0
             yield from chunks_of_run(*run, scratch)
-            continue
-        for part in slices(data, WRITE_BYTES):
-            own[: len(part)] = part
-            yield own[: len(part)]
+    yield own[:used]
