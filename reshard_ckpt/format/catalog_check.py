@@ -17,6 +17,7 @@ import numpy as np
 
 from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
+from ..core.catalog.packed import PackedRows
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.geometry.columns import columns_of
 from ..core.geometry.runs import I64, Mask
@@ -33,7 +34,8 @@ CELLS_PER_BYTE, MIN_CELLS = 16, 1 << 20
 """Runs that are not boxes are cut into boxes. These may have so many numbers for each byte of the file, and so many in any case.
 A save has fewer than 8: in a large table a row takes at least 4 bytes, and a run of a tensor of 4 dims is cut into 28 numbers."""
 
-_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
+_NAME = r"(?!\.\.?(?:/|\Z))[^/\x00-\x1f\x7f\\]+"
+_SAFE = re.compile(f"{_NAME}(?:/{_NAME})*")
 _MAX_KEY_CHARS = 1024
 """The longest key of a file. File systems allow paths of 4,096 bytes, with the folder."""
 
@@ -72,7 +74,7 @@ def is_safe_key(key: str) -> bool:
     >>> is_safe_key("s1/rank00000-0.safetensors"), is_safe_key("../elsewhere"), is_safe_key("/etc/passwd")
     (True, False, False)
     """
-    return 0 < len(key) <= _MAX_KEY_CHARS and not _UNSAFE.search(key) and not {"", ".", ".."}.intersection(key.split("/"))
+    return len(key) <= _MAX_KEY_CHARS and _SAFE.fullmatch(key) is not None
 
 
 def _is_in(folder: str, key: str) -> bool:
@@ -125,12 +127,17 @@ def _files(catalog: Catalog) -> Iterator[str]:
             yield f"file {file.key} has a digest of {len(file.digest)} bytes"
         if not 0 <= file.size <= MAX_BYTES or file.rank < 0:
             yield f"file {file.key} has {file.size} bytes and rank {file.rank}"
-        ends = [0, *(rows.end for rows in file.packed)]
-        if any(rows.begin < end for rows, end in zip(file.packed, ends, strict=False)) or ends[-1] > file.size:
+        if file.packed and (file.packed[-1].end > file.size or not _are_in_order(file.packed)):
             yield f"file {file.key} has packed rows that overlap, or lie beyond its {file.size} bytes"
     keys = {file.key for file in catalog.files}
     if len(keys) != len(catalog.files):
         yield f"{len(catalog.files)} files have {len(keys)} different keys"
+
+
+def _are_in_order(packed: Sequence[PackedRows]) -> bool:
+    """Whether packed rows do not overlap."""
+    ends = [0, *(rows.end for rows in packed)]
+    return all(rows.begin >= end for rows, end in zip(packed, ends, strict=False))
 
 
 def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Loading with each byte read and verified once: if several ranks need it, one of them reads it and sends it to the others.
 
 1. Ranks that need bytes of one file, directly or through other ranks, form a group; with the layout of the save that is each
-XX
+   replica group. Files with next to nothing that a rank needs do not join it to a group. So tensor-parallel ranks, which share
    norms, stay apart, and each group reads the norms. Rank 0 finds the groups from the files that join each rank. Everything after
    that stays within a group, over a process group of its own, so lists and messages do not grow with the job.
 2. The ranks of a group exchange lists of the extents that they need, and each computes the same schedule

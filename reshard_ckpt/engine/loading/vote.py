@@ -200,7 +200,7 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
     for kind in _KINDS:
         lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank
         problems[kind] = tuple(lines)
-    named = {index for one in votes for index in one["named"]}
+    named: set[int] = set().union(*(one["named"] for one in votes))
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
     problems["unexpected"] = tuple(

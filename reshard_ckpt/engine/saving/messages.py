@@ -325,7 +325,8 @@ def decode_receipt(data: bytes) -> Receipt:
     """Decode a receipt, as `encode_receipt` encoded it."""
     m = _unpack(data)
     files = tuple(
-        replace(WrittenFile(*file), packed=packed and tuple(PackedRows(*rows) for rows in packed)) for *file, packed in m["files"]
+        WrittenFile(key, size, digest, sha256, digests_sha256, packed and tuple(PackedRows(*rows) for rows in packed))
+        for key, size, digest, sha256, digests_sha256, packed in m["files"]
     )
     parts = StoredRuns(*map(_wide, m["parts"])) if "parts" in m else None
     return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"], parts)
