@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm import Turn, open_turn
 from ..core.report import LoadReport
-from ..engine.common.tensor_bytes import outside_inference_mode
+from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions
 from .live_job import Job, Options, State
 from .loading import Patterns
@@ -85,7 +85,7 @@ def reshard_live(
         memory_bytes,
         replicas,
     )
-    with outside_inference_mode(), _turn(process_group, timeout_s, replicas).opened() as comm:
+    with public_call(), _turn(process_group, timeout_s, replicas).opened() as comm:
         return Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
 
 
@@ -134,7 +134,7 @@ class LiveReshard:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES)
         options = Options(load, rename, staged, memory_bytes, replicas, delta)
         self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
-        with outside_inference_mode(), self._turn().opened() as comm:
+        with public_call(), self._turn().opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:
@@ -147,7 +147,7 @@ class LiveReshard:
         MismatchError, PeerError
             As for `reshard_live`.
         """
-        with outside_inference_mode():
+        with public_call():
             return self._job.again(self._turn())
 
 

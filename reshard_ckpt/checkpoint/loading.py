@@ -19,7 +19,7 @@ from ..core.planning.scales import may_be_quantized
 from ..core.report import LoadReport
 from ..engine.common.progress import OnProgress, RankLog, reporter, size_text
 from ..engine.common.rename import renamed, without
-from ..engine.common.tensor_bytes import outside_inference_mode
+from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
@@ -222,7 +222,7 @@ def load_target(
     """
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
-    with outside_inference_mode(), ExitStack() as held, session as comm:
+    with public_call(), ExitStack() as held, session as comm:
         # The source stays open until all ranks have left the session: it is entered before the session, so it closes after it.
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats, timeout_s=timeout_s))
         scaled_folder = source.format == SAFETENSORS and may_be_quantized(source.catalog)

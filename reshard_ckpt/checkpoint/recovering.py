@@ -29,7 +29,7 @@ from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
-from ..engine.common.tensor_bytes import LocalTensor, outside_inference_mode
+from ..engine.common.tensor_bytes import LocalTensor, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
 from ..format.values import decode_value
 from ..formats.source import Path
@@ -99,7 +99,7 @@ def run_recovery(
     session: Mapping[str, Any],
 ) -> RecoveryReport:
     """Recover as `recover` does, with the checkpoints to fall back on and the options of every session. Collective."""
-    with outside_inference_mode():
+    with public_call():
         if alive is True and _is_torn(state):
             LOGGER.warning(
                 "recover: a recovery that failed has overwritten a part of this rank's state, so it does not count as alive"

@@ -29,7 +29,7 @@ from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport, duration_s
 from ..engine.common.host_memory import POOL
 from ..engine.common.progress import OnProgress, RankLog, Recorder, TimedComm, reporter
-from ..engine.common.tensor_bytes import outside_inference_mode
+from ..engine.common.tensor_bytes import public_call
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
 from ..engine.saving.commit import check_free_space, chunks_of, look, write_and_commit
@@ -156,7 +156,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
     shown += ["base="] if options.base is not None else []
     shown += ["rows="] if options.rows is not None else []
     call = f"save({', '.join(shown)})" if shown else "save"
-    with outside_inference_mode(), ExitStack() as session:
+    with public_call(), ExitStack() as session:
         # 1. Meet.
         opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
         comm = TimedComm(session.enter_context(opened), recorder)
@@ -410,7 +410,7 @@ def prepare(
     """
     options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
-    with outside_inference_mode(), session as comm:
+    with public_call(), session as comm:
         local_shards, _ = _captured(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         assignment, _ = agree(comm, local_shards, splits=not options.samples_replicas)
         ring = take_ring(local_shards, lay_out(local_shards, assignment, comm.rank), host_buffer_bytes)
