@@ -320,7 +320,8 @@ def load(job: Job0, catalog: Catalog, data: bytes, votes: list[bytes], files: li
         comm.broadcast_near(bytes(100))
     gathered = job.gather(votes, "vote")
     with job.rank0("vote"):
-        verdict = msgpack.packb(_merge(opened, [msgpack.unpackb(vote) for vote in gathered], ("model", "optimizer")))
+        decoded = {vote: msgpack.unpackb(vote) for vote in dict.fromkeys(gathered)}  # as `merge_of_all`
+        verdict = msgpack.packb(_merge(opened, [decoded[vote] for vote in gathered], ("model", "optimizer")))
     job.broadcast(verdict, "vote")
     packed = job.gather(files, "groups")
     with job.rank0("groups"):

@@ -108,11 +108,14 @@ def merge_of_all(comm: Comm, mine: Any, merge: Callable[[list[Any]], Any] = list
     mine
         This rank's value, of types that msgpack has; tuples arrive as lists.
     merge
-        Called on rank 0 with the values of all ranks, by rank; by default it returns them as they are. All ranks raise its error.
+        Called on rank 0 with the values of all ranks, by rank; by default it returns them as they are. Equal values are one
+        object, which it must not change. All ranks raise its error.
     """
     gathered = comm.gather(msgpack.packb(mine))
-    merged = None if gathered is None else msgpack.packb(merge([_unpacked(data) for data in gathered]))
-    return _unpacked(comm.broadcast(merged))
+    if gathered is None:
+        return _unpacked(comm.broadcast(None))
+    values = {data: _unpacked(data) for data in dict.fromkeys(gathered)}  # replicas often send the same
+    return _unpacked(comm.broadcast(msgpack.packb(merge([values[data] for data in gathered]))))
 
 
 def value_of_first(comm: Comm, make: Callable[[], Any]) -> Any:

@@ -196,6 +196,7 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
     """Merge the votes of all ranks, by rank, into the result that rank 0 broadcasts."""
+    votes = list({id(vote): vote for vote in votes}.values())  # ranks that want the same have one vote
     problems = {}
     for kind in _KINDS:
         lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank

@@ -159,7 +159,8 @@ def _ext_hook(code: int, data: bytes) -> Any:
     if code != _ARRAY:
         raise ValueError(f"unknown message part {code}")
     dtype, shape, raw = msgpack.unpackb(data)
-    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+    array = np.frombuffer(raw, dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _pack(fields_by_name: Mapping[str, Any]) -> bytes:
