@@ -7,11 +7,11 @@ Weights of a transformer go from dp 2 × tp 2 to tp 4, on 4 ranks over gloo. In 
 1. ``copy``: each rank copies as many bytes as it receives from memory to memory.
 2. ``raw``: one all-to-all of as many bytes between each two ranks as the reshard sends, from and to memory that is there already.
 3. ``live``: a run of a kept `LiveReshard`.
-4. ``once``: `reshard_live`, which plans anew.
+4. ``once``: `reshard_live`, which plans anew, compares replicas, and finds the memory of the last one.
 5. ``disk``: a save to /dev/shm and a load from it.
 
 The limits: bytes crossed at most 1.01 × those that ranks want and do not hold; ``live`` at most 1.3 × (``raw`` + ``copy``), and
-0.6 × ``disk``.
+0.6 × ``disk``; ``once`` at most 0.6 × ``disk``, and 2 × ``live``.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
             "seconds": median,
             "live_over_raw_and_copy": median["live"] / (median["raw"] + median["copy"]),
             "live_over_disk": median["live"] / median["disk"],
+            "once_over_disk": median["once"] / median["disk"],
+            "once_over_live": median["once"] / median["live"],
             "times": times,
         }
         shutil.rmtree(FOLDER, ignore_errors=True)

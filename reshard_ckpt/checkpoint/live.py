@@ -57,7 +57,7 @@ def reshard_live(
         receives in memory of its own.
     memory_bytes
         Upper bound of the memory for messages on this rank, at least 1 MiB, in addition to the memory of `staged`; the same on
-        all ranks.
+        all ranks. The next call of the process group uses it again: it is kept until the group is destroyed.
     timeout_s
         Seconds to wait for another rank before giving up.
 

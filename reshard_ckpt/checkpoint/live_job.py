@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgpack
 import numpy as np
@@ -43,6 +44,15 @@ from ..state.shards import PerRankValues
 from .loading import not_loaded, wanted_names, without_ignored
 
 MIN_MEMORY_BYTES = 1 << 20
+
+_KEPT: WeakKeyDictionary[Any, Buffers] = WeakKeyDictionary()
+"""The host memory of the last one-shot reshard of each process group, for the next one: at most its ``memory_bytes``."""
+
+
+def _common(numbers: list[int]) -> int:
+    """Return the number that all ranks have, or -1 if they differ."""
+    return numbers[0] if len(set(numbers)) == 1 else -1
+
 
 State = Mapping[str, Any] | None
 
@@ -184,10 +194,19 @@ class Job:
         assert opened is not None
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
             save.staged()
-        comm.gather(b"")  # a rank that has failed raises here: the exchanges that follow need all ranks
+        host = self.exchanges[0]
+        kept = None if host is None else _KEPT.pop(host.group, None)
+        # A rank that has failed raises here: the exchanges that follow need all ranks.
+        most = self._options.memory_bytes
+        number = merge_of_all(comm, -1 if kept is None else kept.next_number(self.movers[0], most), _common)
+        if kept is not None and number >= 0:
+            self._buffers[0] = kept
         if self._options.compares:
             compare_live(comm, self._source, opened.held)
-        return self._move(comm, opened, None)
+        report = self._move(comm, opened, None)
+        if host is not None:  # here all ranks are known to have read all messages
+            _KEPT[host.group] = self._buffers[0]
+        return report
 
     def again(self, turn: Turn) -> LoadReport:
         """Move the state as it is now, in most cases without opening a session.

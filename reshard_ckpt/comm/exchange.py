@@ -52,7 +52,7 @@ class Exchange:
     """
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
-        self._group, self._timeout_s = group, timeout_s
+        self.group, self._timeout_s = group, timeout_s
         self.look: Callable[[], None] | None = None
         self.device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -81,7 +81,7 @@ class Exchange:
             The process group failed, or another rank did not come in time. The returned function raises it too.
         """
         try:
-            work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self._group, async_op=True)
+            work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
         except RuntimeError as error:  # also torch's DistError
             raise _failed(error) from error
 

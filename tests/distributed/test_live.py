@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from reshard_ckpt.checkpoint import live_job
 from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.engine.common.rounds import Buffers
@@ -536,6 +537,39 @@ def test_messages_stay_within_the_memory_that_is_set():
     for grown, right in run_ranks(memory_job, 4):
         assert right
         assert grown < 24 << 20, f"{grown / 2**20:.1f} MiB, 8 for messages, and as much of what others share is mapped"
+
+
+def kept_memory_job() -> tuple[list[bool], list[int]]:
+    """Turn rows into columns by one call after another; count the calls that make shared memory anew."""
+    rank, made, right = dist.get_rank(), [], []
+    first_share = Buffers.share
+    Buffers.share = lambda self, *args: (made.append(self._shared is None), first_share(self, *args))[1]  # type: ignore[method-assign]
+
+    def move(size: int, fill: int, **options: Any) -> None:
+        rows = torch.arange(rank * size // 2, (rank + 1) * size // 2)[:, None] * size + torch.arange(size) + fill
+        columns = torch.zeros(size, size // 2, dtype=torch.long)
+        src, dst = LocalShard(rows, (size, size), (rank * size // 2, 0)), LocalShard(columns, (size, size), (0, rank * size // 2))
+        checkpoint.reshard_live({"w": src}, {"w": dst}, **options)
+        wanted = torch.arange(size * size).view(size, size)[:, rank * size // 2 : (rank + 1) * size // 2] + fill
+        right.append(torch.equal(columns, wanted))
+
+    move(512, 0)
+    move(512, 5)  # the same layout
+    move(64, 7)  # a smaller one fits too
+    move(1024, 9)  # a larger one does not
+    move(64, 11, memory_bytes=1 << 20)  # more is kept than this call may have
+    move(64, 13)
+    if rank:
+        live_job._KEPT.clear()  # as after a call that failed on one rank alone
+    move(64, 15)
+    move(64, 17)
+    return right, list(map(int, made))
+
+
+def test_one_shot_reshards_use_the_memory_of_the_last_one_where_all_ranks_have_enough():
+    for right, made in run_ranks(kept_memory_job, 2):
+        assert all(right)
+        assert made == [1, 0, 0, 1, 1, 0, 1, 0]
 
 
 def drifted_job() -> list[Outcome]:

@@ -80,6 +80,7 @@ class Buffers:
         self._device, self._number = device, first
         self._buffers: dict[int, torch.Tensor] = {}
         self._shared: SharedMemory | None = None
+        self._shared_bytes = -1
 
     def get(self, which: int, num_bytes: int) -> torch.Tensor:
         """Return `num_bytes` of buffer number `which`, 1-D uint8."""
@@ -101,12 +102,25 @@ class Buffers:
     def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
         """Return the memory shared with the ranks of this machine. The first call makes it, and is collective."""
         if self._shared is None:
-            self._shared = share(exchange, num_bytes)
+            self._shared, self._shared_bytes = share(exchange, num_bytes), num_bytes
         return self._shared
+
+    def next_number(self, traffic: Traffic, memory_bytes: int) -> int:
+        """Return the number of the next message; -1 if the shared memory is too small for this traffic, or above `memory_bytes`.
+
+        Another exchange may use these buffers if they have the same number on all ranks, and it is not -1.
+        """
+        return self._number if NUM_BUFFERS * _slot_bytes(traffic) <= self._shared_bytes <= memory_bytes else -1
 
 
 def _padded(size: int) -> int:
     return -(-size // HEAD_BYTES) * HEAD_BYTES
+
+
+def _slot_bytes(traffic: Traffic) -> int:
+    """Return the shared memory of the messages that this rank sends in one round, in bytes."""
+    largest = max((sum(map(_padded, traffic.sizes(number)[0])) for number in range(traffic.num_rounds)), default=0)
+    return -(-largest // PAGE_BYTES) * PAGE_BYTES
 
 
 class _Message:
@@ -205,9 +219,7 @@ class Rounds:
 
     def _share_memory(self) -> None:
         if self._exchange.device.type == "cpu":
-            rounds = range(self._traffic.num_rounds)
-            largest = max(sum(map(_padded, self._traffic.sizes(number)[0])) for number in rounds)
-            self._slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
+            self._slot_bytes = _slot_bytes(self._traffic)
             self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
 
     def _allocate(self) -> None:
