@@ -328,6 +328,8 @@ def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tu
 
 def not_loaded(target: Target, resolved: Resolved) -> list[str]:
     """List the tensors of a target that were not loaded; a tied tensor counts as loaded if any of its names was."""
+    if len(resolved.specs) == len(target.tensors):
+        return []
     loaded = {spec.first_name for spec in resolved.specs}
     return [e.spec.name for e in target.tensors if e.spec.first_name not in loaded]
 

@@ -86,9 +86,8 @@ def match(
         named.add(index)
         saved, code = catalog.shape(index), catalog.dtype(index)
         # A spec that fails both tests is listed once, by its shape.
-        same_ndim = len(saved) == len(spec.shape)
-        if saved != spec.shape and not (same_ndim and matches(spec.name, allow_resize)):
-            other = "" if same_ndim else f", {OTHER_NDIM}"
+        if saved != spec.shape and not (len(saved) == len(spec.shape) and matches(spec.name, allow_resize)):
+            other = "" if len(saved) == len(spec.shape) else f", {OTHER_NDIM}"
             shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}{other}")
         elif code != spec.dtype and not matches(spec.name, cast):
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
