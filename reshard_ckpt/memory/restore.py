@@ -197,7 +197,15 @@ class _Told:
     is_lost: bool = False
 
     def proposal(self, order: tuple[int, int, int, str], size: int) -> tuple[str, str, bool, int, dict[str, list[int]]]:
-        """Return the fields of a `_Proposal`."""
+        """Return the fields of the `_Proposal` for this generation.
+
+        Parameters
+        ----------
+        order
+            The place of the generation among all of the run; its second field is the step, its last one the id of the save.
+        size
+            The number of ranks of the job.
+        """
         _, step, _, save_id = order
         gone, line = self.num_files - len(self.owners), ""
         if not self.knowing:

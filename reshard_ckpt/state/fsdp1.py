@@ -128,7 +128,10 @@ class FlatModule:
             yield from ((".".join(filter(None, (above, fqn))) if fqn else key, part) for fqn, part in inside)
 
     def saved_form(self, owner: nn.Module, name: str, value: Any) -> Any:
-        """Return the entry of a state dict as it is saved and loaded, by the module that holds it and its name there."""
+        """Return the object that is saved and loaded in place of `value`, which `owner` holds under `name` in its state dict.
+
+        That is the part of a flat parameter, a copy in the dtype outside of mixed precision, or `value` itself.
+        """
         part = self._parts.get((id(owner), name))
         if part is not None:
             return part

@@ -79,7 +79,7 @@ class RunLineage:
         self._loaded = step, in_store
 
     def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Before a save: begin an attempt, if none has begun since the last load. Collective then; returns whether it was.
+        """Begin an attempt before a save, if none has begun since the last load; that is collective.
 
         Parameters
         ----------
@@ -87,6 +87,11 @@ class RunLineage:
             Return the ids of saves in the store beyond a step, and that of a step that was loaded from there; called on rank 0.
         always
             Begin one also where nothing was loaded.
+
+        Returns
+        -------
+        bool
+            Whether an attempt was begun.
         """
         if self._loaded is None and (self._is_begun or not always):
             self._write_again()

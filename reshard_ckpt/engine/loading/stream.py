@@ -316,7 +316,8 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
     Parameters
     ----------
     use
-        Called with each window, in order. It returns a function, which is called after `use` may already run for the next window.
+        Called with each window, in order. It returns a function for the work that need not be in order. That is called next,
+        while another thread may call `use` with the next window.
     """
     filler, turns = _Filler(reader, windows), _Turns()
 

@@ -420,10 +420,22 @@ def see_again(
     version: Version,
     lease: Lock | None = None,
 ) -> None:
-    """Take a catalog back that was published after another job had deleted the files as leftovers.
+    """Look for the files of a save once more, after its catalog was published; undo the save if another job has deleted them.
 
-    `see` raises `MissingKey` if a file is missing. This job may have been paused for longer than its lease. `remove_files` has
-    the other half: one of the two jobs always sees the files or the catalog of the other.
+    While this job is paused for longer than its `lease`, another one may take its files for leftovers. It looks for a catalog
+    before it deletes them (`remove_files`). So one of the two jobs always sees the files or the catalog of the other.
+
+    Parameters
+    ----------
+    see
+        Raises `MissingKey` if a file is missing.
+    before, version
+        The checkpoint that the path held before, to be put back; and the version of the catalog that was published.
+
+    Raises
+    ------
+    StorageError
+        Files are missing, so the save is undone.
     """
     if lease is not None:
         with suppress(StorageError):
