@@ -16,14 +16,8 @@ The limits: bytes crossed at most 1.01 × those that ranks want and do not hold;
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +28,7 @@ import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 
-from .ranks import launch
+from .ranks import run_in_rounds, times_by_turns
 
 RANKS, HIDDEN = 4, 1024
 FOLDER = Path("/dev/shm/reshard_ckpt_bench_live")
@@ -100,23 +94,13 @@ def traffic(num_bytes: int) -> list[list[int]]:
     return sent
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Time an operation of all ranks: the slowest one's counts."""
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
-
-
 def peak_bytes() -> int:
     """Read the most resident memory of this process so far, or since it was last reset."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
-    dist.init_process_group("gloo")
+def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Measure the reshard and its limits on this rank, and return the figures of all."""
     rank = dist.get_rank()
     src, dst = state(boxes(num_bytes, 2, rank % 2), 1.0), state(boxes(num_bytes, RANKS, rank), 0.0)
     sent = traffic(num_bytes)
@@ -142,47 +126,23 @@ def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
         "once": lambda: checkpoint.reshard_live(src, dst),
         "disk": through_disk,
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            times[name].append(timed(step))
-    median = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
+    times = times_by_turns(steps, rounds)
+    median = {name: statistics.median(values) for name, values in times.items()}
     if rank == 0:
-        figures = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "state_bytes": sum(2 * shape[0] * shape[1] for _, shape, _ in weights(num_bytes)),
-            "least_bytes": int(totals[1]),
-            "crossed_over_least": float(totals[0] / totals[1]),
-            "peak_bytes": int(crossed[2]),
-            "seconds": median,
-            "live_over_raw_and_copy": median["live"] / (median["raw"] + median["copy"]),
-            "live_over_disk": median["live"] / median["disk"],
-            "once_over_disk": median["once"] / median["disk"],
-            "once_over_live": median["once"] / median["live"],
-            "times": times,
-        }
         shutil.rmtree(FOLDER, ignore_errors=True)
-        text = json.dumps(figures, indent=1)
-        print(text, flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=235)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.mb * 10**6, options.rounds, options.out)
-    else:
-        launch("benchmarks.live", RANKS, [arg for arg in sys.argv[1:] if arg != "--worker"], timeout_s=1200)
+    return {
+        "state_bytes": sum(2 * shape[0] * shape[1] for _, shape, _ in weights(num_bytes)),
+        "least_bytes": int(totals[1]),
+        "crossed_over_least": float(totals[0] / totals[1]),
+        "peak_bytes": int(crossed[2]),
+        "seconds": median,
+        "live_over_raw_and_copy": median["live"] / (median["raw"] + median["copy"]),
+        "live_over_disk": median["live"] / median["disk"],
+        "once_over_disk": median["once"] / median["disk"],
+        "once_over_live": median["once"] / median["live"],
+        "times": times,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_in_rounds("benchmarks.live", __doc__, RANKS, measure, rounds=7)

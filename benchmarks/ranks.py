@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
+import platform
 import resource
 import signal
 import socket
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -187,6 +189,55 @@ class Samples:
             for row in rows:
                 samples.add(name, Sample(**{key: value for key, value in row.items() if key in known}))
         return samples
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds of an operation of all ranks: those of the slowest one."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def times_by_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Time each step in turn, round by round. The first round, which warms up, is left out."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            took = timed(step)
+            if number:
+                times[name].append(took)
+    return times
+
+
+def run_in_rounds(module: str, doc: str | None, ranks: int, measure: Callable[[int, int], dict[str, Any]], rounds: int) -> None:
+    """Be a benchmark of weights that lie on a few gloo ranks of this machine: start the ranks, and print what rank 0 returns.
+
+    Parameters
+    ----------
+    measure
+        Runs on each rank, and is given the size of the weights in bytes and the number of rounds. Returns the figures.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=235, help="size of the weights")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", "--json", dest="out", type=Path, help="also write the figures to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.worker:
+        launch(module, ranks, [arg for arg in sys.argv[1:] if arg != "--worker"], timeout_s=1200)
+        return
+    dist.init_process_group("gloo")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    figures = {"machine": machine, **measure(options.mb * 10**6, options.rounds)}
+    if dist.get_rank() == 0:
+        print(json.dumps(figures, indent=1, ensure_ascii=False), flush=True)
+        if options.out is not None:
+            save_json(options.out, figures)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def save_json(path: Path, data: Any) -> None:

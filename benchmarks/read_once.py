@@ -16,13 +16,8 @@ The limit: bytes crossed at most 1.05 × those that ranks want and do not read t
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +29,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common.rounds import Rounds
 
 from . import limits
-from .live import RANKS, boxes, overlap, state, timed
-from .ranks import launch
+from .live import RANKS, boxes, overlap, state
+from .ranks import run_in_rounds, times_by_turns
 
 FOLDER = Path("/dev/shm/reshard_ckpt_bench_once")
 CASES = {"dp 2 × tp 2": 2, "four copies": 1}
@@ -76,14 +71,11 @@ def measure(num_bytes: int, tp: int, rounds: int, crossed: list[int]) -> dict[st
         "unverified": lambda: checkpoint.load(FOLDER, into, read_once=True, verify=False),
         "plain": lambda: checkpoint.load(FOLDER, into),
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
     crossed.clear()
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            times[name].append(timed(step))
+    times = times_by_turns(steps, rounds)
     came = torch.tensor(crossed[0])
     dist.all_reduce(came)
-    median = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
+    median = {name: statistics.median(values) for name, values in times.items()}
     raw = median["read"] + median["raw"] + median["copy"]
     return {
         "least_bytes": least,
@@ -95,36 +87,16 @@ def measure(num_bytes: int, tp: int, rounds: int, crossed: list[int]) -> dict[st
     }
 
 
-def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
-    dist.init_process_group("gloo")
+def measure_cases(num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Measure the loads of each layout, and return the figures by case."""
     rank = dist.get_rank()
     crossed = count_crossed()
     checkpoint.save(FOLDER, state(boxes(num_bytes, RANKS, rank), 1.0))
     found = {name: measure(num_bytes, tp, rounds, crossed) for name, tp in CASES.items()}
     if rank == 0:
         shutil.rmtree(FOLDER, ignore_errors=True)
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        text = json.dumps({"machine": machine, **found}, indent=1, ensure_ascii=False)
-        print(text, flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=235)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.mb * 10**6, options.rounds, options.out)
-    else:
-        launch("benchmarks.read_once", RANKS, [arg for arg in sys.argv[1:] if arg != "--worker"], timeout_s=1200)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    run_in_rounds("benchmarks.read_once", __doc__, RANKS, measure_cases, rounds=7)

@@ -13,13 +13,8 @@ Weights of a transformer lie as dp 2 × tp 2 on 4 ranks over gloo, and rank 3 ha
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,14 +24,14 @@ import torch.distributed as dist
 
 from reshard_ckpt import checkpoint
 
-from .live import RANKS, boxes, state, timed
-from .ranks import launch
+from .live import RANKS, boxes, state
+from .ranks import run_in_rounds, times_by_turns
 
 FOLDER = Path("/dev/shm/reshard_ckpt_bench_recover")
 
 
-def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
-    dist.init_process_group("gloo")
+def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Measure recoveries and their limits on this rank, and return the figures of all."""
     rank = dist.get_rank()
     own = state(boxes(num_bytes, 2, rank % 2), 1.0) | {"step": 5}
     lost = torch.ones(sum(shard.tensor.nbytes for shard in own["model"].values()), dtype=torch.uint8)
@@ -61,40 +56,16 @@ def worker(num_bytes: int, rounds: int, out: Path | None) -> None:
         "load": lambda: checkpoint.load(FOLDER, own),
     }
     sources = {"recover": recover((3,)), "lost part": recover((1, 3))}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            times[name].append(timed(step))
+    times = times_by_turns(steps, rounds)
     if rank == 0:
-        figures = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "lost_bytes": lost.numel(),
-            "bytes_from": sources,
-            "seconds": {name: statistics.median(values[1:]) for name, values in times.items()},  # the first round warms up
-            "times": times,
-        }
         shutil.rmtree(FOLDER, ignore_errors=True)
-        text = json.dumps(figures, indent=1)
-        print(text, flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=235)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.mb * 10**6, options.rounds, options.json)
-    else:
-        launch("benchmarks.recover", RANKS, [arg for arg in sys.argv[1:] if arg != "--worker"], timeout_s=600)
+    return {
+        "lost_bytes": lost.numel(),
+        "bytes_from": sources,
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "times": times,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    run_in_rounds("benchmarks.recover", __doc__, RANKS, measure, rounds=5)
