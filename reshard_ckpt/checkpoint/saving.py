@@ -48,7 +48,7 @@ from ..state.capture import Captured, capture
 from ..state.optimizers import held_back
 from ..state.state_builder import CLAIM_PATH
 from ..state.touched_rows import TouchedRows
-from ..storage import Storage, open_storage
+from ..storage import Storage, open_storage, unlinked_path
 
 Capture = Callable[..., Captured]
 """Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
@@ -173,7 +173,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
             unused_everywhere = merge_of_all(comm, captured.unused, lambda lists: sorted(set(lists[0]).intersection(*lists)))
             for pattern in unused_everywhere if comm.rank == 0 else ():
                 warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
-        storage = session.enter_context(open_storage(path, timeout_s=options.timeout_s))
+        storage = session.enter_context(open_storage(unlinked_path(path), timeout_s=options.timeout_s))
         base = None if options.base is None else _open_base(session, comm, storage, options)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
@@ -225,7 +225,7 @@ def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
 def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOptions) -> Base:
     """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
     assert options.base is not None
-    source = session.enter_context(open_shared_source(comm, options.base, timeout_s=options.timeout_s))
+    source = session.enter_context(open_shared_source(comm, unlinked_path(options.base), timeout_s=options.timeout_s))
     if source.format != NATIVE:
         raise UsageError(
             f"base={options.base}: is a {source.format} checkpoint; the first save must be a full one, without base="

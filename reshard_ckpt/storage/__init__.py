@@ -37,11 +37,14 @@ __all__ = [
     "open_storage",
     "path_text",
     "resolved_path",
+    "unlinked_path",
 ]
 
 # Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` becomes "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
 _OBJECTS = ("s3", "gs", "az")
+_MAX_LINKS = 40
+"""Links that are followed one after the other, as many as Linux follows."""
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
@@ -76,6 +79,28 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     if match is None:
         return os.path.abspath(text)
     return "/".join(_place(text)).replace("/", "://", 1) if match[1].lower() in _OBJECTS else text
+
+
+def unlinked_path(path: str | os.PathLike[str]) -> str:
+    """Make a path absolute, and follow its last part if that is a link to a folder beside it, as from ``latest`` to ``step_100``.
+
+    Checkpoints in one folder refer to each other by name, so only one name of each may count. A link to another folder stays:
+    a user may have moved a checkpoint to another disk.
+    """
+    text = resolved_path(path)
+    if _SCHEME.match(text):
+        return text
+    for _ in range(_MAX_LINKS):
+        above = os.path.dirname(text)
+        try:
+            target = os.path.join(above, os.readlink(text))
+        except OSError:  # no link, as nearly always
+            break
+        # The target is relative to the true folder of the link, which `above` may reach by other links.
+        if os.path.realpath(os.path.dirname(target.rstrip("/"))) != os.path.realpath(above):
+            break
+        text = os.path.join(above, os.path.basename(target.rstrip("/")))
+    return text
 
 
 def is_object_path(path: str | os.PathLike[str]) -> bool:

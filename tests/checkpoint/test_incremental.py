@@ -414,6 +414,48 @@ def test_a_base_that_is_saved_anew_keeps_what_others_refer_to(tmp_path: Path):
     assert_holds(tmp_path / "b", state)
 
 
+@pytest.mark.parametrize("target", ["step_1", "{root}/step_1", "./newer"])
+def test_a_link_to_a_checkpoint_beside_it_is_another_name_of_that_one(tmp_path: Path, target: str):
+    """Saved over by the link's name, or as the base, a checkpoint keeps what others refer to; references outlive the link."""
+    first, state = counted(), copied(counted())
+    root, link = tmp_path / "run", tmp_path / "run" / "latest"
+    checkpoint.save(root / "step_1", first)
+    (root / "newer").symlink_to(root / "step_1")
+    link.symlink_to(target.format(root=root))
+    change(state, "norm", 0, 64, 1)
+    checkpoint.save(root / "step_2", state, base=link)
+    assert {file.checkpoint for file in checkpoint.catalog(root / "step_2").files} == {"", "../step_1"}
+    checkpoint.save(link, first | {"step": 3}, base=root / "step_2")
+    assert_holds(root / "step_1", first | {"step": 3})
+    assert_holds(root / "step_2", state)
+    checkpoint.save(link, {"other": torch.ones(3)})
+    assert_holds(root / "step_2", state)
+    with Manager(root, keep_last=1) as manager:
+        checkpoint.save(root / "best", state, base=link)
+        manager.save(3, first)
+        link.unlink()
+        assert manager.steps() == [3]
+    assert_holds(root / "best", state)
+
+
+def test_a_link_to_a_checkpoint_that_is_not_there_yet_is_saved_to(tmp_path: Path):
+    (tmp_path / "latest").symlink_to("step_1")
+    checkpoint.save(tmp_path / "latest", counted())
+    assert_holds(tmp_path / "step_1", counted())
+
+
+def test_a_checkpoint_that_was_moved_to_another_disk_is_a_base_by_its_link(tmp_path: Path):
+    state, elsewhere = counted(), tmp_path / "other" / "folder"
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_1").symlink_to(elsewhere)
+    checkpoint.save(tmp_path / "run" / "step_1", state)
+    checkpoint.save(tmp_path / "run" / "step_2", state | {"step": 1}, base=tmp_path / "run" / "step_1")
+    assert {file.checkpoint for file in checkpoint.catalog(tmp_path / "run" / "step_2").files} >= {"../step_1"}
+    checkpoint.save(tmp_path / "run" / "step_1", {"other": torch.ones(3)})
+    assert_holds(tmp_path / "run" / "step_2", state | {"step": 1})
+
+
 def test_a_prune_that_is_cut_off_anywhere_loses_nothing(memory: str):
     """Between any two operations of the store, none of which happens any more afterwards."""
     for n in range(200):

@@ -21,7 +21,7 @@ from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, EXPORT, RESHARD_LOCK, SAVE_ID, SAVE_TIME, exported_saves
-from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
+from ...storage import LocksUnsupported, MissingKey, Storage, open_beside, unlinked_path
 from ...storage.protocol import at_once
 from .lineage import LINEAGE, Note
 from .reader_notes import GRACE_S, REMOVED_KEY, is_read, note_removed, old_enough
@@ -303,7 +303,7 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     CorruptError
         The catalog of another checkpoint is damaged, so the files that it refers to are unknown.
     """
-    above, _, name = storage.url.rpartition("/")
+    above, _, name = unlinked_path(storage.url).rpartition("/")
     if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
         return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:

@@ -27,6 +27,7 @@ from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
 from ...core.planning.load_plan import plan_load
 from ...errors import CorruptError, StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, Digests, num_blocks
+from ...storage import unlinked_path
 from ...storage.protocol import Storage
 from ..common.files import open_files
 from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks
@@ -77,8 +78,8 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
     UsageError
         The two do not lie in one folder. Only there does deleting a checkpoint look for others that refer to it.
     """
-    folder, _, name = url.rpartition("/")
-    base_folder, _, base_name = storage.url.rpartition("/")
+    folder, _, name = unlinked_path(url).rpartition("/")
+    base_folder, _, base_name = unlinked_path(storage.url).rpartition("/")
     if folder != base_folder or folder.endswith(":/"):
         raise UsageError(
             f"base={storage.url}: lies in another folder than {url}, so deleting it would not keep the files that the new "
