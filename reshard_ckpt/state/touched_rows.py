@@ -1,11 +1,13 @@
 """The rows of embedding tables that training used, for saves that write only some rows (`TouchedRows`).
 
 1. Hooks on modules see the indices of each forward pass. A row changes in the optimizer's step after it, so the policy
-   ``"touched"`` keeps the indices until that step, and only then marks them.
+   ``"touched"`` keeps the indices until that step, and only then marks them. It also marks each row that has a gradient in the
+   step, which may come from an earlier forward pass.
 2. `begin` finds the tables in the state of a save by their memory. `engine.saving.touched` merges the scores of all ranks, and
    chooses the rows. `take` then forgets the score of each chosen row.
 3. `committed` notes the id of the checkpoint. Only a save with that checkpoint as its base trusts the scores. A failed save, or a
-   change of a table outside optimizer steps (its version shows it), clears the id, so that the next save compares blocks.
+   change of a table, or of its optimizer's state, outside optimizer steps (its version shows it), clears the id, so that the
+   next save compares blocks. So does a save that gives a table another name.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..core.catalog.packed import BITS
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UsageError
-from .dtensor import is_dtensor, local_tensor
+from .dtensor import dtensor_layout, is_dtensor, local_tensor
 
 Scores = NDArray[Any]
 """A score for each row, as `engine.saving.touched` merges them."""
@@ -67,6 +69,16 @@ class Touched:
         for one in range(8):
             at = torch.where(bit == one, byte, spare)
             self._bits[at] = self._bits[at] | (1 << one)
+
+    def add_where(self, is_touched: torch.Tensor) -> None:
+        """Note the rows for which `is_touched`, 1-D bool, is True, without waiting for its device."""
+        if self._bits is None:
+            self._bits = torch.zeros(self._num_bytes + 1, dtype=torch.uint8, device=is_touched.device)
+        padded = torch.zeros(self._num_bytes * 8, dtype=torch.uint8, device=is_touched.device)
+        padded[: self._num_rows] = is_touched
+        # bits[i, k]: the bit of row 8 i + k in byte i
+        bits = padded.view(self._num_bytes, 8) << torch.arange(8, dtype=torch.uint8, device=padded.device)
+        self._bits[:-1] |= bits.sum(1, dtype=torch.uint8).to(self._bits.device)
 
     def scores(self, memory: torch.Tensor) -> Scores:
         if self._bits is None:
@@ -170,18 +182,34 @@ class Table:
         self._is_exact, self._counts_memory = policy == "touched", policy == "largest_change"
         self._waiting: list[torch.Tensor] = []
         self._version = self._version_now()
+        self._state: dict[tuple[Any, ...], int] = {}
+        """The version of each tensor of the optimizer's state, by its memory, after its last known change."""
 
     @property
     def memory(self) -> torch.Tensor:
         return local_tensor(self.parameter) if is_dtensor(self.parameter) else self.parameter
 
     def _version_now(self) -> tuple[int, int]:
-        return self.parameter._version, self.memory._version
+        return _version(self.parameter), _version(self.memory)
 
     def has_changed(self) -> bool:
         """Whether something unknown changed the table since the last known update, or since this was asked."""
         known, self._version = self._version, self._version_now()
         return known != self._version
+
+    def state_has_changed(self, state: Iterable[torch.Tensor]) -> bool:
+        """Whether something unknown changed or replaced these tensors of the optimizer's state since the last known update."""
+        return any(self._state.get(_identity(memory)) != _version(memory) for memory in state)
+
+    def note_state(self, state: Iterable[torch.Tensor]) -> None:
+        """Note that all changes of these tensors of the optimizer's state so far are known."""
+        self._state.update((_identity(memory), _version(memory)) for memory in state)
+
+    def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the memory of an optimizer's state with the rows of this table."""
+        values = optimizer.state.get(self.parameter, {}).values()
+        state = [local_tensor(value) if is_dtensor(value) else value for value in values if isinstance(value, torch.Tensor)]
+        return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]
 
     @torch.no_grad()
     def use(self, rows: torch.Tensor) -> None:
@@ -194,6 +222,35 @@ class Table:
             self._waiting.append(rows.clone())  # the caller may reuse its memory
             if len(self._waiting) > MAX_WAITING:
                 self._waiting = [torch.cat(self._waiting).unique()]  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Note that a step has updated the rows used so far, and all rows with a gradient.
+
+        Rows have a gradient of an earlier forward pass if a loop does not clear it, steps twice, or keeps the graph.
+        """
+        gradient = self.parameter.grad
+        if isinstance(self._store, Touched) and gradient is not None:
+            if gradient.is_sparse:
+                self._store.add(gradient._indices()[0])
+            else:
+                self._store.add_where(self._rows_with(gradient))
+        self.updated()
+
+    def _rows_with(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return which rows of the parameter have a gradient on this rank, 1-D bool; all rows if that is unknown."""
+        local = local_tensor(gradient) if is_dtensor(gradient) else gradient
+        has = local.flatten(1).any(1) if local.ndim > 1 else local.bool()
+        if not is_dtensor(self.parameter):
+            return has
+        layout = dtensor_layout(self.parameter, tuple(self.memory.shape), "")
+        if layout.flat_start is not None or local.shape != self.memory.shape:
+            return torch.ones(self.parameter.shape[0], dtype=torch.bool, device=local.device)
+        rows = torch.zeros(self.parameter.shape[0], dtype=torch.bool, device=local.device)
+        for box in layout.boxes:
+            local_row, row, count = box.local_offsets[0], box.offsets[0], box.lengths[0]
+            rows[row : row + count] |= has[local_row : local_row + count]
+        return rows
 
     @torch.no_grad()
     def updated(self) -> None:
@@ -293,6 +350,8 @@ class TouchedRows:
         self.since: str | None = None
         """The id of the save from which the rows count; None if nothing is known."""
         self._pending = self._was_changed = False
+        self._held: Mapping[str, tuple[Any, ...]] = {}
+        """The memory of each tensor of the last save on this rank, by name."""
         self._tables: dict[int, Table] = {}
         self._handles: list[Any] = []
         if isinstance(table, torch.Tensor):
@@ -332,11 +391,7 @@ class TouchedRows:
         UsageError
             The state has none of the tables, or something else than lookups changes a table's rows.
         """
-        for tracked in self._tables.values():
-            self._look(tracked)
-        if self._pending:  # the last save failed, and its rows are forgotten
-            self.since = None
-        self._pending, self._was_changed = True, False
+        tensors = list(tensors)
         by_key = {_identity(table.memory): table for table in self._tables.values()}
         found: dict[Table, list[str]] = {}
         for tensor in tensors:
@@ -345,6 +400,12 @@ class TouchedRows:
                 if of_memory not in found:
                     of_memory.locate(tensor)
                 found.setdefault(of_memory, []).append(tensor.spec.name)
+        for tracked in self._tables.values():
+            self._look(tracked)
+        self._look_at_state(tensors, found)
+        if self._pending:  # the last save failed, and its rows are forgotten
+            self.since = None
+        self._pending, self._was_changed = True, False
         if not found:
             raise UsageError(
                 "rows=: the state has none of its tables: pass the module that it was made of, and make it after the model is "
@@ -354,6 +415,28 @@ class TouchedRows:
             for table, names in found.items():
                 _check_exact(table, names)
         return list(found)
+
+    def _look_at_state(self, tensors: Sequence[LocalTensor], found: Mapping[Table, Sequence[str]]) -> None:
+        """Trust the rows no more after an unknown change of optimizer state, or if tensors traded names since the last save.
+
+        A table, or its state, with the name of another tensor of that save would refer to rows of the other one.
+        """
+        known, held = self._held, {spec.name: _identity(memory) for spec, memory in tensors}
+        self._held = held
+        table_of = {name: table for table, names in found.items() for name in names}
+        if any(known.get(name, held[name]) != held[name] for name in table_of):
+            self.since = None
+        known_memory = set(known.values())
+        for spec, memory in tensors:
+            table = None if spec.link is None else table_of.get(spec.link.parameter or "")
+            if table is None or spec.shape[:1] != (table.num_rows,) or spec.name in table_of:
+                continue
+            # A step may have put new memory in the place of a tensor: then that memory was not in the last save.
+            if held[spec.name] in known_memory and known.get(spec.name, held[spec.name]) != held[spec.name]:
+                self.since = None
+            if not table.is_fused:
+                self._look(table, [memory])
+                table.note_state([memory])
 
     def committed(self, save_id: str) -> None:
         """Note that the save in progress was committed."""
@@ -412,17 +495,19 @@ class TouchedRows:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for table in self._tables_of(optimizer):
-            self._look(table)
+            self._look(table, table.state_in(optimizer))
 
-    def _look(self, table: Table) -> None:
-        """Trust the rows no more if something unknown has changed the table."""
-        if table.has_changed():
+    def _look(self, table: Table, state: Iterable[torch.Tensor] = ()) -> None:
+        """Trust the rows no more if something unknown has changed the table, or tensors of its optimizer's state."""
+        is_known = not table.has_changed() and not table.state_has_changed(state)
+        if not is_known:
             self.since, self._was_changed = None, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for table in self._tables_of(optimizer):
             table.optimizers.add(optimizer)
-            table.updated()
+            table.stepped()
+            table.note_state(table.state_in(optimizer))
 
     def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[Table]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -432,6 +517,11 @@ class TouchedRows:
 def _identity(memory: torch.Tensor) -> tuple[Any, ...]:
     """Return equal values for tensor objects that have the same memory."""
     return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
+
+
+def _version(memory: torch.Tensor) -> int:
+    """Return a number that rises with each change that torch sees; 0 for tensors of inference mode, which count none."""
+    return 0 if memory.is_inference() else memory._version
 
 
 class _Ref:

@@ -204,6 +204,72 @@ def test_a_parameter_is_tracked_by_its_gradients_and_by_marks(tmp_path: Path):
         assert_holds(tmp_path / str(n), {"table": table.detach()})
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["not cleared", "stepped twice", "kept graph"])
+def test_rows_of_a_gradient_that_outlives_its_step_are_written(tmp_path: Path, kind: str, how: str):
+    """A loop may step again with a gradient of an earlier forward pass, whose rows the last save has forgotten."""
+    job = Job(kind)
+    tracker = TouchedRows(job.model)
+    job.step([7])
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+    loss = job.model["table"](torch.tensor([[1, 2, ROWS - 1]])).sum()
+    loss.backward(retain_graph=how == "kept graph")
+    for optimizer in job.optimizers:
+        optimizer.step()
+    checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
+    if how == "not cleared":
+        job.forward([50]).backward()
+    elif how == "kept graph":
+        job.optimizers[0].zero_grad()
+        with torch.no_grad():
+            job.forward([60])
+        loss.backward()
+    job.update()
+    report = checkpoint.save(tmp_path / "2", job.state, base=tmp_path / "1", rows=tracker)
+    assert_holds(tmp_path / "2", job.values())
+    assert report.bytes_written < 4096
+
+
+def test_changes_of_optimizer_state_between_steps_are_written(tmp_path: Path):
+    job = Job("adagrad")
+    tracker = TouchedRows(job.model)
+    job.step([5])
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+
+    def reset() -> None:
+        job.optimizers[0].state[job.table]["sum"][100:200] = 0.25
+
+    def load() -> None:
+        held = job.optimizers[0].state_dict()
+        held["state"][0]["sum"] = held["state"][0]["sum"] + 1
+        job.optimizers[0].load_state_dict(held)
+
+    def replace() -> None:
+        job.optimizers[0] = job.state["sparse"] = torch.optim.Adagrad([job.table], lr=0.5)
+
+    n = 0
+    for change in (reset, load, replace):
+        for steps_after in (False, True):
+            job.step([1, 2])
+            checkpoint.save(tmp_path / str(n + 1), job.state, base=tmp_path / str(n), rows=tracker)
+            change()
+            if steps_after:
+                job.step([9])
+            checkpoint.save(tmp_path / str(n + 2), job.state, base=tmp_path / str(n + 1), rows=tracker)
+            n += 2
+            assert_holds(tmp_path / str(n), job.values())
+
+
+def test_tables_that_trade_names_are_written(tmp_path: Path):
+    """Rows of a base belong to the table that had the name then."""
+    tables = [nn.Embedding(ROWS, DIM) for _ in range(3)]
+    tracker = TouchedRows(nn.ModuleList(tables[:2]))
+    for n, (first, second) in enumerate([(0, 1), (1, 0), (2, 0), (1, 0)]):  # the third table is not tracked
+        state = {"model": nn.ModuleList([tables[first], tables[second]])}
+        checkpoint.save(tmp_path / str(n), state, base=tmp_path / str(n - 1) if n else None, rows=tracker)
+        assert_holds(tmp_path / str(n), {f"model.{name}": value for name, value in state["model"].state_dict().items()})
+
+
 def test_rows_are_compared_with_the_base_on_request(tmp_path: Path):
     """A change that nothing shows, through `.data`, is found by verify_base alone."""
     job = Job("sgd")
@@ -474,7 +540,7 @@ class Layouts:
         own = LocalShard(self.own, SHAPES["own"], (dist.get_rank() * len(self.own), 0))
         return {"model": self.model, "own": own, "optimizer": self.optimizer}
 
-    def step(self, n: int) -> None:
+    def step(self, n: int, *, clears: bool = True) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for name, module in self.modules.items():
             # Tensor parallel ranks look up the same rows, and all others look up rows of their own.
@@ -483,15 +549,18 @@ class Layouts:
             module(torch.randint(0, num, (5,), generator=seen)).backward()
         for optimizer in (self.optimizer, self.own_optimizer):
             optimizer.step()
-            optimizer.zero_grad()
+            if clears:
+                optimizer.zero_grad()
 
 
-def saves_of_all_layouts(root: str, policy: str, fraction: float | None, bits: int | None = None) -> list[int]:
+def saves_of_all_layouts(
+    root: str, policy: str, fraction: float | None, bits: int | None = None, clears: bool = True
+) -> list[int]:
     """Save after a few steps, again and again: with rows, and whole for comparison; return the bytes that this rank wrote."""
     job, written = Layouts(policy, fraction, bits), []
     for n in range(5):
         for step in range(3 if n else 1):
-            job.step(10 * n + step)
+            job.step(10 * n + step, clears=clears)
         save = checkpoint.save if n % 2 else lambda *a, **k: checkpoint.async_save(*a, **k).result()
         report = save(f"{root}/{n}", job.state(), base=f"{root}/{n - 1}" if n else None, rows=job.tracker)
         written.append(report.bytes_written)
@@ -499,8 +568,10 @@ def saves_of_all_layouts(root: str, policy: str, fraction: float | None, bits: i
     return written
 
 
-def test_every_layout_holds_what_a_whole_save_holds(tmp_path: Path):
-    written = run_ranks(saves_of_all_layouts, 4, str(tmp_path), "touched", None)
+@pytest.mark.parametrize("clears", [True, False])
+def test_every_layout_holds_what_a_whole_save_holds(tmp_path: Path, clears: bool):
+    """Also if the gradients of earlier steps move rows again."""
+    written = run_ranks(saves_of_all_layouts, 4, str(tmp_path), "touched", None, None, clears)
     for n in range(5):
         found, whole = checkpoint.read(tmp_path / str(n)), checkpoint.read(tmp_path / f"{n}-whole")
         assert found.keys() == whole.keys()
