@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -175,3 +176,27 @@ def test_a_child_forked_while_a_manager_saves_and_removes_is_told(tmp_path: Path
         checkpoint.Manager(tmp_path / "run")
     manager.close()
     assert manager.steps() == [2]
+
+
+def test_a_child_collects_garbage_if_another_thread_has_paused_the_collector(tmp_path: Path):
+    """As a worker of a data loader that is forked while a thread saves."""
+    began, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def state_dict(self) -> dict[str, int]:
+            began.set()
+            go_on.wait()
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    saving = threading.Thread(target=checkpoint.save, args=(tmp_path / "saved", {"slow": Slow()}))
+    saving.start()
+    began.wait()
+    try:
+        assert not gc.isenabled()
+        assert in_child(gc.isenabled) == "True"
+    finally:
+        go_on.set()
+        saving.join()
+    assert gc.isenabled()
