@@ -15,7 +15,7 @@ from tests.tries import times
 
 @pytest.mark.slow
 def test_random_layouts_by_every_route_bit_for_bit(tmp_path: Path):
-    rounds, tensors = times(4), 12
+    rounds, tensors = times(2), 24
     results = run_ranks(differential_job, 4, str(tmp_path), rounds, tensors, timeout_s=times(800))
     wrong = [line for lines, _ in results for line in lines]
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])

@@ -1,9 +1,10 @@
-"""Whether runs tile their tensors, against counting how often each element is held."""
+"""Runs that tile their tensors, held against counts of each element; pairs of boxes that meet; overlapping runs that are cut."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.geometry import tiling
 from reshard_ckpt.core.geometry.columns import group_ids
-from reshard_ckpt.core.geometry.tiling import find_faults, find_gap, find_overlap
+from reshard_ckpt.core.geometry.tiling import TensorBoxes, cut_overlaps, find_faults, find_gap, find_overlap, meet
 from tests.core.geometry.test_runs import Run, elements
 from tests.tries import examples
 
@@ -90,3 +91,90 @@ def test_a_grid_with_one_box_moved_is_found() -> None:
     assert 100 in pair
     low, high = find_gap(np.array([64, 64]), np.delete(offsets, 100, 0), np.delete(lengths, 100, 0))
     assert (low, high) == ((24, 16), (28, 20))
+
+
+FAR = 1 << 61
+
+
+@given(st.data())
+def test_meet_finds_just_the_pairs_that_share_an_element(data: st.DataObject):
+    offset = st.sampled_from([0, 1, 2, 3, FAR, FAR + 1])
+
+    def boxes() -> TensorBoxes:
+        rows = data.draw(st.lists(st.tuples(st.integers(0, 3), *[offset] * 3, *[st.integers(0, 3)] * 3), max_size=12))
+        table = np.array(rows, np.int64).reshape(-1, 7)
+        return TensorBoxes(table[:, 0], table[:, 1:4], table[:, 4:])
+
+    one, other = boxes(), boxes()
+    expected = set()
+    for i, j in product(range(len(one.tensor)), range(len(other.tensor))):
+        low = np.maximum(one.offsets[i], other.offsets[j])
+        high = np.minimum(one.offsets[i] + one.lengths[i], other.offsets[j] + other.lengths[j])
+        if one.tensor[i] == other.tensor[j] and (low < high).all():
+            expected.add((i, j))
+    with patch.multiple(tiling, CROWDED=data.draw(st.sampled_from([0, 0.5, 1, 8])), MAX_PAIRS=data.draw(st.integers(1, 40))):
+        left, right = meet(one, other)
+    pairs = list(zip(left.tolist(), right.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected
+    assert (np.diff(left) >= 0).all()
+
+
+def test_an_empty_box_inside_of_another_is_in_no_pair():
+    zero = np.zeros(1, np.int64)
+    empty, whole = (TensorBoxes(zero, np.array([[at, 0]]), np.array([[length, 1]])) for at, length in ((1, 0), (0, 2)))
+    for one, other in ((empty, whole), (whole, empty)):
+        assert [len(pairs) for pairs in meet(one, other)] == [0, 0]
+
+
+def test_a_fine_grid_is_not_compared_pair_by_pair():
+    def grid(num: int) -> TensorBoxes:
+        places = np.stack(np.meshgrid(range(num), range(num), indexing="ij"), axis=-1).reshape(-1, 2)
+        return TensorBoxes(np.zeros(num * num, np.int64), places * (128 // num), np.full((num * num, 2), 128 // num))
+
+    compared = []
+    touching = tiling._touching
+    with patch.object(tiling, "_touching", lambda *args: compared.append(args[4] - args[3]) or touching(*args)):
+        left, right = meet(grid(32), grid(64))
+    assert len(left) == len(right) == 64 * 64  # each fine box lies in one coarse box
+    assert compared[0].sum() <= 32 * 32 * 2 * 64  # of 32 * 32 * 64 * 64 pairs
+
+
+overlapping = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.integers(0, 1), st.integers(0, 12), st.integers(1, 8), st.sampled_from([True, True, True, False])
+    ),
+    max_size=12,
+)
+
+
+@given(overlapping)
+def test_cut_runs_keep_their_elements_and_overlap_only_where_they_are_equal(case: list[tuple[int, int, int, int, bool]]) -> None:
+    case = sorted(case, key=lambda run: run[:3])
+    columns = [np.array([run[i] for run in case], np.int64) for i in range(4)]
+    cut = cut_overlaps(*columns, np.array([run[4] for run in case], bool))
+    boxes = {run[:2] for run in case}
+    held = {i: set(range(run[2], run[2] + run[3])) for i, run in enumerate(case)}
+
+    def clashes(members: list[tuple[int, int]]) -> bool:
+        return any(a != b and a[0] < b[0] + b[1] and b[0] < a[0] + a[1] for a in members for b in members)
+
+    must = {
+        box
+        for box in boxes
+        if clashes([run[2:4] for run in case if run[:2] == box]) and all(run[4] for run in case if run[:2] == box)
+    }
+    assert (cut is not None) == bool(must)
+    if cut is None:
+        return
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for source, start, count in zip(cut.source.tolist(), cut.start.tolist(), cut.count.tolist(), strict=True):
+        assert count > 0
+        parts.setdefault(source, []).append((start, count))
+    assert {i: {x for s, n in mine for x in range(s, s + n)} for i, mine in parts.items()} == held
+    for i, mine in parts.items():
+        assert sum(n for _, n in mine) == len(held[i])
+        if case[i][:2] not in must:
+            assert mine == [case[i][2:4]]
+    for box in must:
+        assert not clashes([part for i, mine in parts.items() if case[i][:2] == box for part in mine])

@@ -13,6 +13,7 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import UsageError
+from tests.families.accelerate.turns import in_turn
 from tests.launch import run_ranks
 
 pytest.importorskip("accelerate")
@@ -122,48 +123,51 @@ def load_full(folder: str) -> list[float]:
     return losses(accelerator, net, optimizer, 3)
 
 
-@pytest.mark.parametrize(("version", "other"), [(1, 2), (2, 1)])
-def test_save_state_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(version: int, other: int, tmp_path: Path) -> None:
-    (expected, *_) = run_ranks(save, 2, str(tmp_path / "state"), version, timeout_s=120)
-    for part, name in (("pytorch_model_fsdp_0", "model.0.weight"), ("optimizer_0", "optimizer.state.0.weight.exp_avg")):
-        assert checkpoint.inspect(tmp_path / "state" / part).format == "reshard_ckpt"  # our function was called
-        assert name in checkpoint.catalog(tmp_path / "state" / part).names
-    assert not any(name.startswith("model.") for name in checkpoint.catalog(tmp_path / "state" / "optimizer_0").names)
-    for num, its in ((1, version), (3, version), (2, other)):
-        for found in run_ranks(load, num, str(tmp_path / "state"), its, timeout_s=120):
-            assert found == pytest.approx(expected, rel=1e-5)
+LOADS = {
+    1: [("ours-1", load, 1), ("ours-2", load, 2), ("stock-1", load, 2), ("stock-1", load_by_accelerate, 1, True),
+        ("stock-2", load_by_accelerate, 2, False)],
+    3: [("ours-1", load, 1), ("ours-2", load, 2), ("stock-2", load, 1), ("stock-1", load_by_accelerate, 1, True),
+        ("stock-2", load_by_accelerate, 2, False)],
+    2: [("ours-1", load, 2), ("ours-2", load, 1)],
+}  # fmt: skip
+"""By the number of ranks that load: the folder, which 2 ranks saved, the function, and its further arguments."""
 
 
-@pytest.mark.parametrize(("version", "num", "other"), [(1, 1, 2), (2, 3, 1)])
-def test_folders_that_accelerate_wrote_by_dcp_go_on_at_other_numbers_of_ranks(
-    version: int, num: int, other: int, tmp_path: Path
-) -> None:
-    (expected, *_) = run_ranks(save_by_accelerate, 2, str(tmp_path / "state"), version, timeout_s=120)
-    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-        assert checkpoint.inspect(tmp_path / "state" / part).format == "dcp"
-    for found in run_ranks(load, num, str(tmp_path / "state"), other, timeout_s=120):
-        assert found == pytest.approx(expected, rel=1e-5)
+def test_folders_go_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path: Path) -> None:
+    """Folders that Accelerate saved through this library, and those that it wrote by DCP, with FSDP1 and FSDP2."""
+    saves = {f"{kind}-{version}": (kind, version) for kind in ("ours", "stock") for version in (1, 2)}
+    calls = [({"ours": save, "stock": save_by_accelerate}[kind], str(tmp_path / name), v) for name, (kind, v) in saves.items()]
+    first, *_ = run_ranks(in_turn, 2, calls)
+    expected = dict(zip(saves, first, strict=True))
+    for name, (kind, _) in saves.items():
+        for part, tensor in (("pytorch_model_fsdp_0", "model.0.weight"), ("optimizer_0", "optimizer.state.0.weight.exp_avg")):
+            ours = kind == "ours"
+            assert checkpoint.inspect(tmp_path / name / part).format == ("reshard_ckpt" if ours else "dcp")  # who was called
+            assert not ours or tensor in checkpoint.catalog(tmp_path / name / part).names
+        names = checkpoint.catalog(tmp_path / name / "optimizer_0").names if kind == "ours" else ()
+        assert not any(tensor.startswith("model.") for tensor in names)
+    for num, loads in LOADS.items():
+        calls = [(function, str(tmp_path / name), *arguments) for name, function, *arguments in loads]
+        for of_rank in run_ranks(in_turn, num, calls):
+            for found, (name, function, *arguments) in zip(of_rank, loads, strict=True):
+                what = f"{name} by {function.__name__}{arguments} on {num} ranks"
+                assert found == pytest.approx(expected[name], rel=1e-5), what
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_accelerates_own_functions_go_on_too_but_leave_a_fresh_optimizer_of_fsdp1_empty(version: int, tmp_path: Path) -> None:
-    (expected, *_) = run_ranks(save_by_accelerate, 2, str(tmp_path / "state"), version)
-    for num in (1, 3):
-        for found in run_ranks(load_by_accelerate, num, str(tmp_path / "state"), version, version == 1):
-            assert found == pytest.approx(expected, rel=1e-5), num
-    if version == 1:
-        for found in run_ranks(load_by_accelerate, 2, str(tmp_path / "state"), version, False):
-            assert found[0] == expected[0]
-            assert found[1] != pytest.approx(expected[1], rel=1e-3)
-
-
-def test_fsdp1_with_a_full_state_dict_is_refused_where_torch_cannot_save_it(tmp_path: Path) -> None:
-    for said in run_ranks(save_full, 2, str(tmp_path / "refused")):
+def test_what_torch_cannot_do_with_fsdp1_is_refused_or_left_to_accelerate(tmp_path: Path) -> None:
+    """Gather full state dicts on several processes of a CPU; load into an optimizer that has not stepped."""
+    calls = [(save_full, str(tmp_path / "refused")), (save_by_accelerate, str(tmp_path / "stock"), 1)]
+    found = run_ranks(in_turn, 2, calls)
+    for said, _ in found:
         assert "FULL_STATE_DICT: torch cannot gather FSDP1's parameters on 2 processes of a CPU" in said
         assert "SHARDED_STATE_DICT" in said
-    (expected,) = run_ranks(save_full, 1, str(tmp_path / "full"))
-    for found in run_ranks(load_full, 2, str(tmp_path / "full")):
-        assert found == pytest.approx(expected, rel=1e-5)
+    stock = found[0][1]
+    ((full,),) = run_ranks(in_turn, 1, [(save_full, str(tmp_path / "full"))])
+    calls = [(load_full, str(tmp_path / "full")), (load_by_accelerate, str(tmp_path / "stock"), 1, False)]
+    for loaded, empty in run_ranks(in_turn, 2, calls):
+        assert loaded == pytest.approx(full, rel=1e-5)
+        assert empty[0] == stock[0]
+        assert empty[1] != pytest.approx(stock[1], rel=1e-3), "Accelerate leaves a fresh optimizer of FSDP1 empty"
 
 
 def test_install_binds_all_that_call_and_uninstall_gives_them_back() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.integrations.accelerate import background_saves
+from tests.families.accelerate.turns import in_turn
 from tests.launch import RanksFailed, run_ranks
 
 pytest.importorskip("accelerate")
@@ -78,27 +79,28 @@ def fit(
     return losses, trainer.get_last_checkpoint(root)
 
 
-def test_a_killed_run_goes_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path: Path) -> None:
-    (whole, newest), *_ = run_ranks(fit, 2, str(tmp_path / "whole"), 2)
+def test_runs_go_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path: Path) -> None:
+    """One that was killed while it committed, and one with full state dicts, by Accelerate's own functions."""
+    imports = "from transformers import LlamaForCausalLM, Trainer"  # which take each rank a second otherwise
+    full = (False, 3, "FULL_STATE_DICT")
+    calls = [(fit, str(tmp_path / "whole"), 2), (fit, str(tmp_path / "full"), 2, False, *full)]
+    ((whole, newest), (whole_full, _)), *_ = run_ranks(in_turn, 2, calls, imports=imports)
     assert newest == str(tmp_path / "whole" / f"checkpoint-{STEPS}")
+    shutil.rmtree(tmp_path / "full" / f"checkpoint-{STEPS}")
+    assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= set(os.listdir(tmp_path / "full" / f"checkpoint-{SAVED}"))
     with pytest.raises(RanksFailed):
-        run_ranks(fit, 2, str(tmp_path / "killed"), 2, False, True)
+        run_ranks(fit, 2, str(tmp_path / "killed"), 2, False, True, imports=imports)
     left = {path.name for path in (tmp_path / "killed").iterdir()}
     # The removal of the first one runs in the background.
     assert left - {"checkpoint-2"} == {f"checkpoint-{step}" for step in (SAVED, STEPS)}
-    for num, version in ((1, 2), (3, 1)):
+    for num in (1, 3):
         shutil.copytree(tmp_path / "killed", tmp_path / f"on-{num}")
-        (losses, _), *_ = run_ranks(fit, num, str(tmp_path / f"on-{num}"), version, True)  # on from the newest whole one
-        assert [losses[step] for step in (5, 6)] == pytest.approx([whole[step] for step in (5, 6)], rel=1e-5)
-
-
-def test_full_state_dicts_go_on_at_other_numbers_of_ranks_by_accelerates_own_functions(tmp_path: Path) -> None:
-    options = (False, 3, "FULL_STATE_DICT")
-    (whole, _), *_ = run_ranks(fit, 2, str(tmp_path), 2, False, *options)
-    shutil.rmtree(tmp_path / f"checkpoint-{STEPS}")
-    assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= set(os.listdir(tmp_path / f"checkpoint-{SAVED}"))
-    (losses, _), *_ = run_ranks(fit, 1, str(tmp_path), 2, True, *options)
-    assert [losses[step] for step in (5, 6)] == pytest.approx([whole[step] for step in (5, 6)], rel=1e-5)
+    # On from the newest whole one.
+    calls = [(fit, str(tmp_path / "on-1"), 2, True), (fit, str(tmp_path / "full"), 2, True, *full)]
+    ((on_1, _), (on_1_full, _)), *_ = run_ranks(in_turn, 1, calls, imports=imports)
+    (on_3, _), *_ = run_ranks(fit, 3, str(tmp_path / "on-3"), 1, True, imports=imports)
+    for losses, expected in ((on_1, whole), (on_1_full, whole_full), (on_3, whole)):
+        assert [losses[step] for step in (5, 6)] == pytest.approx([expected[step] for step in (5, 6)], rel=1e-5)
 
 
 def test_a_limit_of_one_is_refused() -> None:
