@@ -124,7 +124,7 @@ def copy_s(num_bytes: int) -> float:
 
 def carried_out(plan: SavePlan) -> tuple[I64, list[FileEntry]]:
     """Return the offset of each item, and the files, as if every rank had written its items one after the other."""
-    num_bytes = plan.count * item_bytes_of(plan.tables.dtype)[plan.tensor]
+    num_bytes = plan.part_count * item_bytes_of(plan.tables.dtype)[plan.tensor]
     ends = np.cumsum(num_bytes)
     first = np.searchsorted(plan.rank, np.arange(plan.num_ranks + 1))
     total = np.append(0, ends)

@@ -50,7 +50,7 @@ from reshard_ckpt.engine.loading.read_once import ROUND_BYTES, groups_of, joinin
 from reshard_ckpt.engine.loading.vote import _collective_options, _merge
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.commit import _see_files, catalog_of
-from reshard_ckpt.engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from reshard_ckpt.engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import compare_replicas
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
@@ -261,15 +261,15 @@ def save(job: Job0, ranks: Ranks, cache: PlanCache, name: str) -> Catalog:
     encoded, sizes = receipts_of(leader, recorder.sealed())
     gathered = job.gather(encoded, "receipts")
     with job.rank0("receipts"):
-        receipts = [decode_receipt(data) for data in gathered]
-        compare_replicas(leader.plan.checks, leader.plan.tables.names, [receipt.fingerprints for receipt in receipts])
+        receipts = decode_receipts(gathered)
+        compare_replicas(leader.plan.checks, leader.plan.tables.names, receipts.fingerprints)
         _see_files(cast(Any, Seen(sizes)), receipts, None)
     with job.rank0("catalog"):
-        contents = SaveContents(leader.plan, leader.values, receipts[0].files[0].key.partition("/")[0])
+        contents = SaveContents(leader.plan, leader.values, receipts.folders[0])
         catalog = catalog_of(contents, receipts)
         encode_catalog(catalog)
     with job.rank0("timeline"):
-        merged(recorder, [receipt.record for receipt in receipts], recorder.now(), save_id="s", mesh=None)
+        merged(recorder, receipts.records, recorder.now(), save_id="s", mesh=None)
     job.close()
     return catalog
 

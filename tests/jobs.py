@@ -20,9 +20,10 @@ from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local,
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
     Receipt,
+    Receipts,
     decode_assignment,
     decode_metadata,
-    decode_receipt,
+    decode_receipts,
     decode_values,
     encode_assignments,
     encode_metadata,
@@ -55,12 +56,17 @@ def write_assignment(
     return write_files(storage, chunks_in_place(local_shards, assignment, rank, fingerprints, header_bytes), Recorder())
 
 
+def joined(receipts: Sequence[Receipt]) -> Receipts:
+    """The receipts of all ranks, as rank 0 gets them."""
+    return decode_receipts([encode_receipt(receipt) for receipt in receipts])
+
+
 def planned_job(ranks: Sequence[Tensors]) -> Catalog:
     """The catalog of what each rank holds, for tests of what is planned from it: it is not published and read back."""
     local_shards = [describe_local(tensors, (), None, rank) for rank, tensors in enumerate(ranks)]
     plan, values, assignments = plan_job(local_shards)
     storage = MemoryStorage("planned")
-    receipts = [write_assignment(storage, local_shards[rank], own, rank) for rank, own in enumerate(assignments)]
+    receipts = joined([write_assignment(storage, local_shards[rank], own, rank) for rank, own in enumerate(assignments)])
     return catalog_of(SaveContents(plan, values, assignments[0].save_id), receipts)
 
 
@@ -78,10 +84,9 @@ def save_job(
     local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(linked)]
     plan, merged, assignments = plan_job(local_shards)
     receipt_of = {
-        rank: decode_receipt(encode_receipt(write_assignment(storage, local_shards[rank], assignments[rank], rank)))
-        for rank in (order or range(len(ranks)))
+        rank: write_assignment(storage, local_shards[rank], assignments[rank], rank) for rank in (order or range(len(ranks)))
     }
-    receipts = [receipt_of[rank] for rank in range(len(ranks))]
+    receipts = joined([receipt_of[rank] for rank in range(len(ranks))])
     publish(storage, SaveContents(plan, merged, assignments[0].save_id, before=before), receipts)
     return open_catalog(storage)
 

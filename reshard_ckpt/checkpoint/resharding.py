@@ -298,7 +298,7 @@ def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> 
 def _report(planned: ReshardPlan, save_id: str, done: ProcessReport, dry_run: bool) -> ReshardReport:
     plan = planned.plan
     ranks = tuple(rank_share(planned, rank, save_id) for rank in range(planned.mesh.size))
-    numbers = dict(zip(plan.tables.names, plan.placement.tolist(), strict=True))
+    numbers = dict(zip(plan.tables.names, plan.catalog.tensors.placement.tolist(), strict=True))
     tensors = [spec.name for spec in planned.specs[: len(planned.placed)]]
     placements = {name: plan.placements[numbers[name]] if numbers[name] >= 0 else () for name in tensors}
     return ReshardReport(

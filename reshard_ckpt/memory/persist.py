@@ -2,8 +2,8 @@
 
 1. Rank 0 tells all ranks whether the store has the generation already (a broadcast). If so, this is all.
 2. Each rank copies its files in parts, and verifies every block on the way. Damage in memory never reaches the store.
-3. Each rank makes its files durable, and then sends an empty message to rank 0 (a gather).
-4. Rank 0 looks up all files by name and size, and publishes the catalog. That is the commit.
+3. Each rank makes the bytes of its files durable, and then sends an empty message to rank 0 (a gather).
+4. Rank 0 looks up all files by name and size, syncs their folders, and publishes the catalog. That is the commit.
 5. Rank 0 tells all ranks (a broadcast).
 
 If the store refuses a file, all ranks delete the files that they have written. A generation whose job was killed in between is
@@ -36,7 +36,7 @@ COPY_BYTES = 4 << 20
 
 
 def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
-    """Copy shard files of a generation and their digests files to the store, and make them durable.
+    """Copy shard files of a generation and their digests files to the store, and make their bytes durable; `publish` syncs names.
 
     Returns
     -------
@@ -63,7 +63,6 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
                 writer.write(part)
         write_file(storage, entry.digests_key, images.read(entry.digests_key, 1 << 30))
         num_bytes += entry.size
-    storage.sync([k for key in keys for k in (key, catalog.files[index_of[key]].digests_key)])
     return num_bytes
 
 
@@ -92,8 +91,8 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
     before = look(storage)
     if before.catalog == generation.catalog:
         return
-    # A process may have been killed after it wrote the last byte, and before the names of files were durable.
-    storage.sync(key for file in catalog.files for key in file.keys)
+    # For all processes that wrote files there: only their bytes are durable so far.
+    storage.sync(f"{folder}/{CATALOG_KEY}" for folder in folders)
     version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
     if not storage.hints.has_locks:
         see_again(storage, see, before, version)

@@ -27,7 +27,7 @@ from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..engine.common.tensor_bytes import on_device
 from ..engine.saving.commit import catalog_of
-from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from ..engine.saving.messages import Receipt, Receipts, WrittenFile, decode_receipts, encode_receipt
 from ..engine.saving.options import SaveJob, Written
 from ..engine.saving.replicas import compare_replicas
 from ..engine.saving.staged_copy import StagedCopy
@@ -238,7 +238,7 @@ class Tier:
         message = None
         if gathered is not None:
             told = [msgpack.unpackb(data) for data in gathered]
-            published = self._published(job, step, [decode_receipt(one[0]) for one in told], [one[1] for one in told])
+            published = self._published(job, step, decode_receipts([one[0] for one in told]), [one[1] for one in told])
             message = msgpack.packb({**published, "number": max(one[2] for one in told)})
         fields = msgpack.unpackb(comm.broadcast(message))
         holders = {key: tuple(nodes) for key, nodes in fields["holders"].items()}
@@ -276,10 +276,10 @@ class Tier:
         if self.topology.leads(self.rank):
             drop_generations(self.folder, [generation.name])
 
-    def _published(self, job: SaveJob, step: int, receipts: Sequence[Receipt], held: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def _published(self, job: SaveJob, step: int, receipts: Receipts, held: Sequence[Sequence[int]]) -> dict[str, Any]:
         contents = job.contents
         assert contents is not None
-        compare_replicas(contents.plan.checks, contents.plan.tables.names, [receipt.fingerprints for receipt in receipts])
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
         catalog = catalog_of(contents, receipts)
         topology = self.topology
         holding: list[list[str]] = [[topology.ids[node]] for node in topology.node_of]
@@ -288,7 +288,7 @@ class Tier:
                 holding[source].append(topology.ids[topology.node_of[rank]])
         return {
             "catalog": encode_catalog(catalog),
-            "holders": {file.key: holding[rank] for rank, receipt in enumerate(receipts) for file in receipt.files},
+            "holders": {file.key: holding[rank] for rank, file in zip(receipts.rank.tolist(), receipts.files, strict=True)},
             "copies": min(len(nodes) - 1 for nodes in holding),
             "persist": self._due(step),
         }

@@ -2,7 +2,8 @@
 
 1. *Write*: folders are opened one by one from the root, by descriptor, and symbolic links below the root are refused. So a link
    that somebody placed there cannot send a write elsewhere. Reads follow links: a user may have moved a file to another disk.
-2. *Durable*: `Writer.finish` syncs a file; `sync` syncs the folders that have its name.
+2. *Durable*: `Writer.finish` syncs a file; `sync` syncs the folders that have its name, also for files of other processes. So
+   one process may sync the folders for all that wrote there.
 3. *Publish*: a temporary file beside the target, fsync, rename, fsync of the folder. A crash before the rename leaves the old
    file, after it the new one. Only a temporary file can be left over, and the next `publish` of that key removes it.
 """
@@ -13,6 +14,7 @@ import os
 import re
 import stat
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
@@ -83,7 +85,7 @@ class LocalStorage(Storage):
     def __init__(self, root: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) -> None:
         self._root, self._timeout_s = os.path.abspath(root), timeout_s
         self._open_files = OpenFiles(_MAX_OPEN_FILES)
-        self._has_root = False
+        self._is_root_durable = False
 
     @property
     def url(self) -> str:
@@ -126,9 +128,9 @@ class LocalStorage(Storage):
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
         """Yield the descriptor of a folder below the root; links below the root are not followed."""
-        if make and not (self._has_root and os.path.isdir(self._root)):
+        if make and not os.path.isdir(self._root):
             _make_root(self._root)
-            self._has_root = True
+            self._is_root_durable = True
         with ExitStack() as stack:
             fd = _opened(stack, self._root, FOLDER)
             for name in folders:
@@ -139,9 +141,18 @@ class LocalStorage(Storage):
             yield fd
 
     def sync(self, keys: Iterable[str]) -> None:
-        for parts in folders_above(keys):
+        parts_above = folders_above(keys)
+        self._sync_root()
+        for parts in parts_above:
             with Explained("sync", self._path(parts)):
                 sync_folder(self._path(parts))
+
+    def _sync_root(self) -> None:
+        """Make the name of the root durable, once: another process may have made the root, and may have been killed since."""
+        if not self._is_root_durable:
+            with Explained("sync", os.path.dirname(self._root)):
+                _sync_if_readable(os.path.dirname(self._root))
+            self._is_root_durable = True
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = _path_of(self._root, key)
@@ -225,6 +236,7 @@ class LocalStorage(Storage):
         path = self._path(parts)
         temporary = f".{name}.{uuid.uuid4().hex}.tmp"
         with Explained("publish", path), self._folder(folders, make=True) as folder, locked(folder, self._timeout_s):
+            self._sync_root()
             try:
                 self._compare(path, expected)
                 _write_new(folder, temporary, data)
@@ -253,17 +265,35 @@ class LocalStorage(Storage):
             raise conflict(path, expected, current)
 
     def delete(self, keys: Iterable[str]) -> None:
-        folders: set[tuple[str, ...]] = set()
+        names: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for key in keys:
-            *above, name = parts = key_parts(key)
-            path = self._path(parts)
-            with Explained("delete", path):
-                self._open_files.forget(path)
-                with suppress(FileNotFoundError), self._folder(above) as folder:
-                    os.unlink(name, dir_fd=folder)
-            folders.add(tuple(above))
-        for parts in sorted(folders, key=len, reverse=True):
-            self._remove_empty(parts)
+            *above, name = key_parts(key)
+            names[tuple(above)].add(name)
+        failed = [self._delete_in(folders, names[folders]) for folders in sorted(names, key=len, reverse=True)]
+        for error in filter(None, failed):
+            raise error
+
+    def _delete_in(self, folders: Sequence[str], names: Iterable[str]) -> StorageError | None:
+        """Remove files of one folder, and then the folder if it is empty. Return an error if some stay."""
+        failed: StorageError | None = None
+        try:
+            with Explained("delete", self._path(folders)), suppress(FileNotFoundError), self._folder(folders) as folder:
+                for name in names:
+                    failed = self._unlink(name, folder, self._path((*folders, name))) or failed
+        except StorageError as error:
+            failed = error
+        self._remove_empty(folders)
+        return failed
+
+    def _unlink(self, name: str, folder: int, path: str) -> StorageError | None:
+        """Remove a file from an open folder. Return the error if that fails."""
+        self._open_files.forget(path)
+        try:
+            with Explained("delete", path), suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+        except StorageError as error:
+            return error
+        return None
 
     def _remove_empty(self, folders: Sequence[str]) -> None:
         """Remove a folder below the root and the folders above it, as long as they are empty."""
@@ -362,9 +392,14 @@ def _make_root(path: str) -> None:
         _make_root(above)
         with suppress(FileExistsError):
             os.mkdir(path, _FOLDER_MODE)
-    # Also if it existed: its maker may have been killed before it synced. A folder that this user cannot read is not ours.
+    # Also if it existed: its maker may have been killed before it synced.
+    _sync_if_readable(above)
+
+
+def _sync_if_readable(folder: str) -> None:
+    """Sync a folder above the root; one that this user cannot read is not ours."""
     with suppress(PermissionError):
-        sync_folder(above)
+        sync_folder(folder)
 
 
 def _remove_temporaries(folder: int, name: str) -> None:

@@ -254,13 +254,21 @@ class ObjectStorage(Storage):
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]
-        for begin in range(0, len(paths), DELETE_AT_ONCE):
-            batch = paths[begin : begin + DELETE_AT_ONCE]
+        batches = [paths[begin : begin + DELETE_AT_ONCE] for begin in range(0, len(paths), DELETE_AT_ONCE)]
+        for error in filter(None, _at_once(self._delete_batch, batches)):
+            raise error
+
+    def _delete_batch(self, paths: Sequence[str]) -> StorageError | None:
+        """Delete objects in one request; return the error if the store refuses some."""
+        try:
             with explained("delete", self.url):
                 try:
-                    obstore().delete(self._client, batch)
+                    obstore().delete(self._client, list(paths))
                 except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
-                    _at_once(self._delete_one, batch)
+                    _at_once(self._delete_one, paths)
+        except StorageError as error:
+            return error
+        return None
 
     def _delete_one(self, path: str) -> None:
         with suppress(FileNotFoundError):

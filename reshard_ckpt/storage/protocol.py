@@ -215,7 +215,10 @@ class Storage(Protocol):
         return False
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make it durable that these files exist, or that they are deleted, and that the folders above them exist."""
+        """Make it durable that these files exist, or that they are deleted, and that the folders above them exist.
+
+        It counts for all files in these folders that any process has made or deleted before this call.
+        """
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, from byte `offset` on.
@@ -341,7 +344,11 @@ class Storage(Protocol):
         return
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and then the folders that this has emptied, except the root. Missing files are passed over."""
+        """Remove files, and then the folders that this has emptied, except the root. Missing files are passed over.
+
+        Pass many keys at once: a store removes them in few requests. If some cannot be removed, the others are, and then an error
+        is raised.
+        """
 
     def close(self) -> None:
         """Close open files; a later call opens them again."""

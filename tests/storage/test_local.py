@@ -235,6 +235,31 @@ def test_create_survives_a_folder_removed_under_it(storage: LocalStorage, root: 
     assert storage.read("save/f", 10) == b"data"
 
 
+def test_delete_opens_each_folder_once_and_goes_on_after_an_error(
+    storage: LocalStorage, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keys = [f"save/{i}" for i in range(9)]
+    for key in keys:
+        put(storage, key)
+    opened, real, unlink = [], os.open, os.unlink
+
+    def counting(path: str, *args: int, **kwargs: int) -> int:
+        opened.append(path)
+        return real(path, *args, **kwargs)
+
+    def refuse(path: str, **kwargs: int) -> None:
+        if path == "4":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(os, "open", counting)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(StorageError, match="4: cannot delete: Operation not permitted"):
+        storage.delete(keys)
+    assert opened.count("save") == 1
+    assert [key for key, _ in storage.list()] == ["save/4"]
+
+
 # --- durable: what is synced, and when ---
 
 
@@ -291,13 +316,19 @@ def test_a_deep_root_is_made_durably(tmp_path: Path, steps: list[str], root: Pat
     assert steps == ["fsync ..", "fsync .", "fsync x", "fsync x/y", "fsync x/y/z/f"]
 
 
-def test_a_root_that_is_there_is_made_durable_once(root: Path, steps: list[str]):
-    """Who made it may have been killed before syncing what names it."""
+def test_a_root_that_another_process_made_is_made_durable_once_by_the_one_that_syncs(root: Path, steps: list[str]):
+    """Its maker may have been killed before it synced the name; but of thousands of ranks only one should do that."""
     root.mkdir()
     storage = LocalStorage(root)
     put(storage, "f")
-    put(storage, "g")
-    assert steps == ["fsync .", f"fsync {root.name}/f", f"fsync {root.name}/g"]
+    assert steps == [f"fsync {root.name}/f"]
+    storage.sync(["f"])
+    storage.sync(["f"])
+    assert steps[1:] == ["fsync .", f"fsync {root.name}", f"fsync {root.name}"]
+    steps.clear()
+    LocalStorage(root).publish("catalog", b"x")
+    assert steps[0] == "fsync ."
+    assert steps[2:] == ["rename to catalog", f"fsync {root.name}"]
 
 
 def test_a_root_whose_folder_may_not_be_read_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -310,7 +341,8 @@ def test_a_root_whose_folder_may_not_be_read_is_no_obstacle(root: Path, monkeypa
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    put(LocalStorage(root), "f")
+    put(storage := LocalStorage(root), "f")
+    storage.sync(["f"])
 
 
 # --- what is left behind, and who may touch what ---

@@ -7,6 +7,7 @@
 3. Divide each replica group over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
 4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
 5. List the rows that each rank fingerprints. Members of a replica group whose fingerprints differ are not replicas.
+6. List the rows of the catalog (`CatalogTables`). A later save with this plan only fills in where their bytes lie.
 
 Rows and runs stay in the order of their tensor, box and start throughout, so no step repeats the sort of an earlier one.
 """
@@ -20,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import LayoutError
-from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, ValueEntry
+from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
 from ..geometry.columns import concatenated, group_ids, is_new, lex_order
-from ..geometry.runs import I64, Mask, as_boxes, strides_of
+from ..geometry.runs import I64, Mask, as_boxes, strides_of, volumes
 from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
 from .balance import Assigned, ReplicaGroup, assign
@@ -55,12 +56,13 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Rows that must hold equal bytes: the ranks fingerprint them, and fingerprints within one `group` are compared.
+    """Rows that must hold equal bytes, in order of rank: each is fingerprinted, and compared with the first one of its `group`.
 
-    ``replication`` is the weakest declaration in the group.
+    ``leader[i]`` is the index of the first row of row i's group. ``replication`` is the weakest declaration in the group.
     """
 
     group: I64
+    leader: I64
     rank: I64
     local: I64
     start: I64
@@ -70,26 +72,37 @@ class Checks:
 
 
 @dataclass(frozen=True, slots=True)
+class CatalogTables:
+    """The tables of a save's catalog that are known before any file is written: tensors, boxes, and a row for each write item.
+
+    Row i is write item ``item[i]`` of the plan: the run ``start[i], count[i]`` of box ``box[i]`` of `boxes`. Rows are sorted by
+    tensor, box and start.
+    """
+
+    tensors: TensorTable
+    boxes: BoxTable
+    item: I64
+    box: I64
+    start: I64
+    count: I64
+
+
+@dataclass(frozen=True, slots=True)
 class SavePlan:
     """One entry for each write item, sorted by the rank that writes it and then in the order of its files.
 
     Item i is written by ``rank[i]`` from its row ``local[i]``: elements ``part_start, part_count`` of that row's box. It belongs
-    into ``tensor[i]`` of `tables`, where it is the run ``start, count`` of the global box ``offsets, lengths``. ``placement`` has
-    an entry for each tensor instead: an index into ``placements``, or -1 if its placement is unknown.
+    into ``tensor[i]`` of `tables`; `catalog` has its box there.
     """
 
     tables: MergedTables
     placements: tuple[Placement, ...]
-    placement: I64
     tensor: I64
     rank: I64
     local: I64
     part_start: I64
     part_count: I64
-    offsets: I64
-    lengths: I64
-    start: I64
-    count: I64
+    catalog: CatalogTables
     checks: Checks
     mesh: Mesh | None
     num_ranks: int
@@ -103,21 +116,21 @@ class SavePlan:
 
         The parts of each item must add up to the item.
         """
-        assert np.array_equal(np.bincount(item, count, len(self.count)).astype(np.int64), self.count)
-        begin = self.start[item] + start - self.part_start[item]
-        boxes = as_boxes(self.offsets.take(item, axis=0), self.lengths.take(item, axis=0), begin, count)
-        offsets, lengths, begin, _ = boxes
+        assert np.array_equal(np.bincount(item, count, len(self.part_count)).astype(np.int64), self.part_count)
+        # row[i]: the row of the catalog that is write item i of this plan
+        tables = self.catalog
+        row = np.empty_like(tables.item)
+        row[tables.item] = np.arange(len(row))
+        whole, tensor = row[item], self.tensor[item]
+        begin = tables.start[whole] + start - self.part_start[item]
         return replace(
             self,
-            tensor=self.tensor[item],
+            tensor=tensor,
             rank=self.rank[item],
             local=self.local[item],
             part_start=start,
             part_count=count,
-            offsets=offsets,
-            lengths=lengths,
-            start=begin,
-            count=count,
+            catalog=_catalog_tables(self.tables, tables.tensors.placement, tables.boxes, tensor, tables.box[whole], begin, count),
         )
 
     def bytes_by_rank(self) -> I64:
@@ -148,26 +161,52 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     # parts: one row for each write item from here on, sorted by rank, then large elements first, then run.
     # parts.item[i]: the run that item i is a part of.
     parts = parts.take(lex_order(parts.rank, -item_bytes[runs.tensor[parts.item]], parts.item, parts.start))
-    # begin[i]: where item i begins, in elements of its box; box[i]: that box.
-    begin, box = runs.start[parts.item] + parts.start, runs.box[parts.item]
-    # offsets, lengths, start: the same runs, each written as a whole box where it is one.
-    offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, parts.count)
+    # begin[i]: where item i begins, in elements of its box.
+    begin, tensor = runs.start[parts.item] + parts.start, runs.tensor[parts.item]
     return SavePlan(
         tables=tables,
         placements=placements,
-        placement=placement,
-        tensor=runs.tensor[parts.item],
+        tensor=tensor,
         rank=parts.rank,
         local=rows.local[_row_of(rows, runs, parts.item, parts.rank)],
         part_start=begin,
         part_count=parts.count,
-        offsets=offsets,
-        lengths=lengths,
-        start=start,
-        count=parts.count,
+        catalog=_catalog_tables(tables, placement, boxes, tensor, runs.box[parts.item], begin, parts.count),
         checks=_checks(rows, runs),
         mesh=mesh,
         num_ranks=job_metadata.num_ranks,
+    )
+
+
+def _catalog_tables(
+    tables: MergedTables, placement: I64, boxes: BoxTable, tensor: I64, box: I64, start: I64, count: I64
+) -> CatalogTables:
+    """Make the tables from the write items: the runs ``start, count`` of boxes. A run that is exactly a box becomes that box."""
+    # part[i]: a run that is not all of its box; whole[j]: whether run part[j] is a box of its own.
+    part = np.flatnonzero((count > 0) & (count != volumes(boxes.lengths)[box]))
+    of_part = box[part]
+    offsets, lengths, begin, _ = as_boxes(
+        boxes.offsets.take(of_part, axis=0), boxes.lengths.take(of_part, axis=0), start[part], count[part]
+    )
+    whole = np.flatnonzero(count[part] == volumes(lengths))
+    # box[i]: the box of run i, as an index in the given boxes, which are followed by the new boxes of `part`.
+    box, start = box.copy(), start.copy()
+    box[part[whole]], start[part[whole]] = len(boxes.offsets) + np.arange(len(whole)), begin[whole]
+    all_boxes = np.hstack([np.vstack([boxes.offsets, offsets[whole]]), np.vstack([boxes.lengths, lengths[whole]])])
+    # number[b]: the number in the catalog of box b, if a run uses it.
+    is_used = np.zeros(len(all_boxes), bool)
+    is_used[box] = True
+    used, number = np.flatnonzero(is_used), np.zeros(len(all_boxes), np.int64)
+    number[used], first = group_ids(all_boxes[used])
+    box = number[box]
+    item = lex_order(tensor, box, start)
+    return CatalogTables(
+        tensors=tensor_table(tables, placement, tensor[item]),
+        boxes=BoxTable(*(np.ascontiguousarray(half) for half in np.hsplit(all_boxes[used[first]], 2))),
+        item=item,
+        box=box[item],
+        start=start[item],
+        count=count[item],
     )
 
 
@@ -288,9 +327,13 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 def _checks(rows: MergedRows, runs: _Runs, chosen: Mask | bool = True) -> Checks:
     """List the rows of all chosen runs that more than one row holds."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
-    members = several[runs.of_row]
+    members = np.flatnonzero(several[runs.of_row])
+    members = members[lex_order(rows.rank[members])]
     run, held = runs.of_row[members], rows.take(members)
-    return Checks(run, held.rank, held.local, held.start, held.count, held.tensor, runs.replication[run])
+    # The rows of a group are in order of rank, so of several values for one run, the first row's is kept: it is assigned last.
+    first = np.zeros(len(runs.count), np.int64)
+    first[run[::-1]] = np.arange(len(run))[::-1]
+    return Checks(run, first[run], held.rank, held.local, held.start, held.count, held.tensor, runs.replication[run])
 
 
 def _placements(
@@ -389,18 +432,16 @@ def build_catalog(
     file, offset
         Where each write item of the plan lies: the index of its file, and bytes from the beginning of that file.
     """
-    # box[i]: the distinct box of write item i; order: the items by tensor, box and start, which is the order of rows.
-    box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
-    order = lex_order(plan.tensor, box, plan.start)
+    tables = plan.catalog
     return Catalog(
         save_id=save_id,
         created_s=created_s,
         mesh=plan.mesh,
         metadata=metadata,
-        tensors_table=tensor_table(plan.tables, plan.placement, plan.tensor[order]),
+        tensors_table=tables.tensors,
         placements=plan.placements,
-        boxes=BoxTable(plan.offsets.take(first, axis=0), plan.lengths.take(first, axis=0)),
-        rows=RowTable(box[order], plan.start[order], plan.count[order], file[order], offset[order]),
+        boxes=tables.boxes,
+        rows=RowTable(tables.box, tables.start, tables.count, file[tables.item], offset[tables.item]),
         files=tuple(files),
         values_table=tuple(values),
         lossy=lossy or {},

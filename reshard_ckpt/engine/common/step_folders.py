@@ -335,9 +335,11 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
         except CorruptError as error:
             warnings.warn(f"{storage.url}: what was replaced there stays: {error}", stacklevel=2)
             return
+        going = []
         for folder, keys in stale.items():  # the note stays with files that stay, or the next save would write it again
             stay = {*others, f"{folder}/{REMOVED_KEY}"} if any(key in others for key in keys) else others
-            storage.delete([key for key in keys if key not in stay])
+            going += [key for key in keys if key not in stay]
+        storage.delete(going)
 
 
 @contextmanager

@@ -107,13 +107,13 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
     messages, checks = None, source.checks
     if checks is not None:
         columns = np.column_stack([checks.local, checks.start, checks.count])
-        messages = [pack_table(columns[checks.rank == rank]) for rank in range(comm.size)]
+        messages = list(map(pack_table, np.split(columns, np.searchsorted(checks.rank, np.arange(1, comm.size)))))
     mine = RunColumns(*unpack_table(comm.scatter(messages)).T)
     gathered = comm.gather(all_fingerprints(local, mine).tobytes())
     if gathered is not None:
         assert checks is not None
         assert source.tables is not None
-        compare_replicas(checks, source.tables.names, [np.frombuffer(data, np.uint64) for data in gathered])
+        compare_replicas(checks, source.tables.names, np.frombuffer(b"".join(gathered), np.uint64))
     comm.gather(b"")  # a barrier: no rank moves anything before rank 0 has compared, and its error reaches all ranks here
 
 

@@ -145,7 +145,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size))
     none: I64 = np.zeros(0, np.int64)
     # All replicas are written from the same source bytes, so no replicas are compared.
-    plan = replace(plan, checks=Checks(none, none, none, none, none, none, np.zeros(0, np.uint8)))
+    plan = replace(plan, checks=Checks(none, none, none, none, none, none, none, np.zeros(0, np.uint8)))
     index = {name: i for i, name in enumerate(plan.tables.names)}
     values = tuple(_value(value, index) for value in entries)
     where = tuple(placed[name] for name in names[:tensors])

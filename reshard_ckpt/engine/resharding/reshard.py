@@ -40,7 +40,7 @@ from ..common.tensor_bytes import slices
 from ..loading.scales import Dequantizer
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.commit import publish
-from ..saving.messages import WrittenFile
+from ..saving.messages import WrittenFile, decode_receipts, encode_receipt
 from ..saving.options import PreviousCheckpoint, SaveContents
 from ..saving.write import WRITE_BYTES, FileLayout, keys_of, receipt_of
 from .plan import ReshardPlan
@@ -394,7 +394,7 @@ def commit(
         contents = SaveContents(plan.plan, plan.values, save_id, saved.metadata, saved.created_s, before, lossy=lossy)
         if lease is not None:
             lease.check()
-        _, seen = publish(target, contents, receipts, lease=lease)
+        _, seen = publish(target, contents, decode_receipts(list(map(encode_receipt, receipts))), lease=lease)
         seen()
         return sum(part[2] for part in parts)
 

@@ -2,8 +2,9 @@
 
 1. Rank 0 reads the catalog and the folders that the path holds (`look`), before any rank makes a file.
 2. Every rank writes its part and sends a receipt (`write_and_commit`).
-3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, and publishes
-   the catalog. After this one step the checkpoint exists. It is refused unless the catalog at the path is still that of step 1.
+3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, syncs the
+   folders that name the files of all ranks, and publishes the catalog. After this one step the checkpoint exists. It is refused
+   unless the catalog at the path is still that of step 1.
 4. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
 
 Two jobs that save to one path by mistake cannot break the checkpoint there. If job A deletes files of job B, then B looked (step
@@ -25,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
 from ...core.planning.save_plan import SavePlan, build_catalog
 from ...core.report import plural
@@ -56,7 +56,7 @@ from ..common.host_memory import POOL
 from ..common.progress import Recorder, merged, size_text
 from ..common.reader_notes import GRACE_S
 from ..common.step_folders import clean_up
-from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from .messages import Receipt, Receipts, decode_receipts, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import all_fingerprints, compare_replicas
 from .staged_copy import RING_BYTES, StagedCopy, take_ring, without_unchanged
@@ -196,7 +196,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
             return None
         received_at = recorder.now()
         recorder.add("receipts", began)
-        receipts = [decode_receipt(data) for data in gathered]
+        receipts = decode_receipts(gathered)
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
@@ -205,8 +205,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         )
         if options.timeline:
             try:
-                records = [receipt.record for receipt in receipts]
-                timeline = merged(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
+                timeline = merged(recorder, receipts.records, received_at, save_id=job.save_id, mesh=catalog.mesh)
                 write_file(storage, timeline_key(job.save_id), timeline)
             except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
                 recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
@@ -215,7 +214,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         if gathered is not None:
             _undo(job, gathered, replaced, error)
         raise
-    size, seconds = sum(receipt.num_bytes for receipt in receipts), recorder.now() - recorder.began
+    size, seconds = receipts.num_bytes, recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
     return size
 
@@ -233,8 +232,7 @@ def _undo(
         _finish_interrupted(job)
     # The error may have come after the rename of the catalog: the save is undone only if it surely did not happen.
     if is_uncommitted(storage, job.save_id, error):
-        files = (file for data in gathered for file in decode_receipt(data).files)
-        remove(storage, [*keys_of(files), manifest_key(job.save_id)])
+        remove(storage, [*keys_of(decode_receipts(gathered).files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
             _put_back(storage, key, before_it, version)
 
@@ -275,7 +273,7 @@ def is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool
 def publish(
     storage: Storage,
     contents: SaveContents,
-    receipts: Sequence[Receipt],
+    receipts: Receipts,
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
@@ -308,17 +306,19 @@ def publish(
     """
     recorder, before = recorder or Recorder(), contents.before
     with recorder.step("check"):
-        others = [rank for rank, receipt in enumerate(receipts) if any(bool(file.sha256) != sha256 for file in receipt.files)]
-        if others:  # the manifest would lack files
-            raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others}: pass the same on every rank")
-        compare_replicas(contents.plan.checks, contents.plan.tables.names, [receipt.fingerprints for receipt in receipts])
+        others = np.unique(receipts.rank[[bool(file.sha256) != sha256 for file in receipts.files]])
+        if len(others):  # the manifest would lack files
+            raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others.tolist()}: pass the same on every rank")
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
         _see_files(storage, receipts, before)
     catalog = catalog_of(contents, receipts)
-    # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: every file is durable and seen,
-    # then the catalog is published, then the replaced files are deleted.
+    # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: the bytes of every file are
+    # durable and seen, then their names become durable, then the catalog is published, then the replaced files are deleted.
     encoded = encode_catalog(catalog)
-    if sha256:  # durable before the catalog: a published catalog always has its manifest
+    if sha256:  # before the catalog: a published catalog always has its manifest
         _keep_manifest(storage, contents.save_id, encoded, receipts)
+    with recorder.step("sync"):
+        storage.sync([manifest_key(folder) for folder in receipts.folders])  # any key in them: their names are synced, not files
     with recorder.step("publish"):
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
     again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost
@@ -332,32 +332,24 @@ def publish(
     return catalog, again
 
 
-def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:
-    """Write the manifest (the SHA-256 of each file and of the catalog) and make it durable, before the catalog is published."""
+def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Receipts) -> None:
+    """Write the manifest: the SHA-256 of each file and of the catalog."""
     digests = {CATALOG_KEY: hashlib.sha256(catalog).digest()}
-    for file in (file for receipt in receipts for file in receipt.files):
+    for file in receipts.files:
         digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
-    key = manifest_key(save_id)
-    write_file(storage, key, encode_manifest(digests))
-    storage.sync([key])
+    write_file(storage, manifest_key(save_id), encode_manifest(digests))
 
 
-def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
-    """Build the catalog of a save from its contents and the receipts of all ranks, by rank; files are listed in that order."""
-    # first[rank]: index in the catalog of the first file of a rank; receipts number the files of each rank from 0
-    first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
+def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:
+    """Build the catalog of a save from its contents and the receipts of all ranks."""
     files = [
-        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank, packed=file.packed)
-        for rank, receipt in enumerate(receipts)
-        for file in receipt.files
+        FileEntry(file.key, file.size, file.digests_key, file.digest, file.key.partition("/")[0], rank, packed=file.packed)
+        for rank, file in zip(receipts.rank.tolist(), receipts.files, strict=True)
     ]
+    plan, file, offset = contents.plan, receipts.file, receipts.offset
     if contents.base_files is not None:
-        plan, file, offset, referred = _with_parts(contents, receipts, first)
+        plan, file, offset, referred = _with_parts(contents, receipts)
         files += referred
-    else:
-        plan = contents.plan
-        file = np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)])
-        offset = np.concatenate([receipt.offset for receipt in receipts])
     return build_catalog(
         plan,
         file,
@@ -371,46 +363,40 @@ def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
     )
 
 
-def _with_parts(
-    contents: SaveContents, receipts: Sequence[Receipt], first: I64
-) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
+def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
     """Cut the save plan into the parts of an incremental save.
 
-    Returns the plan of parts; the file and the byte at which each part lies; and the files of the base that parts lie in.
-    ``first[rank]`` is the index in the catalog of the first file of a rank; the files of the base follow those of all ranks.
+    Returns the plan of parts; the file and the byte at which each part lies; and the files of the base that parts lie in. These
+    follow the files of all ranks.
     """
-    tables = []
-    for rank, receipt in enumerate(receipts):
-        assert receipt.parts is not None  # all ranks open the base
-        parts, num_files = receipt.parts, len(receipt.files)
-        file = np.where(parts.file < num_files, parts.file + first[rank], parts.file - num_files + first[-1])
-        tables.append(replace(parts, item=parts.item + contents.plan.items_of(rank).start, file=file))
-    parts = concatenated(tables)
-    plan = contents.plan.cut(parts.item, parts.start, parts.count)
-    used = np.unique(parts.file[parts.file >= first[-1]])
-    file = np.where(parts.file < first[-1], parts.file, np.searchsorted(used, parts.file) + first[-1])
+    parts, num_files = receipts.parts, len(receipts.files)
+    assert parts is not None  # all ranks open the base
+    # first[i]: index of the first write item of the rank of part i
+    first = np.searchsorted(contents.plan.rank, receipts.part_rank)
+    plan = contents.plan.cut(first + parts.item, parts.start, parts.count)
+    used = np.unique(parts.file[parts.file >= num_files])
+    file = np.where(parts.file < num_files, parts.file, np.searchsorted(used, parts.file) + num_files)
     base_files = contents.base_files or ()
-    referred = [entry for index in (used - first[-1]).tolist() if (entry := base_files[index]) is not None]
+    referred = [entry for index in (used - num_files).tolist() if (entry := base_files[index]) is not None]
     return plan, file, parts.offset, referred
 
 
-def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> None:
+def _see_files(storage: Storage, receipts: Receipts, before: PreviousCheckpoint | None) -> None:
     """Refuse the save if rank 0 does not see each file of the receipts, with the size that its rank wrote."""
-    folders = {_folder(file) for receipt in receipts for file in receipt.files}
-    sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
-    for rank, receipt in enumerate(receipts):
-        for file in receipt.files:
-            for key, size in ((file.key, file.stored_bytes), (file.digests_key, None)):
-                seen = sizes.get(key)
-                if seen is None or (size is not None and seen != size):
-                    found = look(storage).version if before else ANY
-                    if before and ANY not in (before.version, found) and found != before.version:
-                        # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
-                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
-                    raise MissingKey(
-                        f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
-                        f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
-                    )
+    sizes = dict(found for folder in receipts.folders for found in storage.list(folder))
+    # wanted: each key that a rank has written, with its bytes; None for digests, whose bytes are not compared
+    wanted = [(key, size) for file in receipts.files for key, size in ((file.key, file.stored_bytes), (file.digests_key, None))]
+    for i, (key, size) in enumerate(wanted):
+        seen = sizes.get(key)
+        if seen is None or (size is not None and seen != size):
+            found = look(storage).version if before else ANY
+            if before and ANY not in (before.version, found) and found != before.version:
+                # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
+                raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
+            raise MissingKey(
+                f"{storage.url}: rank {receipts.rank[i // 2]} wrote {key}{'' if size is None else f' with {size} bytes'}, but "
+                f"rank 0 sees {'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
+            )
 
 
 def see_again(
@@ -451,8 +437,3 @@ def see_again(
         ) from None
     except StorageError as error:
         warnings.warn(f"saved, but whether another job deleted files of it is unknown: {error}; verify it", stacklevel=2)
-
-
-def _folder(file: WrittenFile) -> str:
-    """Return the folder of a file. Its name is the id of the save."""
-    return file.key.partition("/")[0]

@@ -2,7 +2,8 @@
 
 A rank's *metadata* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. The metadata has three parts:
 the tensors, the rows (this rank's pieces of them), and the values. A part that many ranks have alike is sent and decoded once
-(`agreement`). The rows of all ranks are joined as bytes and decoded as one array; assignments are encoded as one array and cut.
+(`agreement`). The rows of all ranks are joined as bytes and decoded as one array, and so is each column of their receipts;
+assignments are encoded as one array and cut.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ _WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 
 _ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
 """Head of an assignment: bytes of an item (4 or 8), three bytes of padding, number of write items."""
+
+_COUNT_OF = np.array([0, 0, 1, 2, 2, 2, 2, 2])
+"""For each column of a receipt, which of its ``counts`` is the column's: of write items (file, offset), of checks (fingerprints),
+of parts (the columns of `StoredRuns`)."""
+
+_RECEIPT_HEAD = np.dtype(
+    [
+        ("num_files", "<u4"),
+        ("has_parts", "?"),
+        ("bytes", "<u4", (2,)),
+        ("counts", "<u4", (3,)),
+        ("widths", "u1", (len(_COUNT_OF),)),
+    ]
+)
+"""Head of a receipt: its number of files; ``bytes`` of its files as msgpack, and of its record; bytes of a number of each column.
+The files, the record and the columns follow."""
 
 
 class EncodedMetadata(NamedTuple):
@@ -143,6 +160,46 @@ class Receipt:
     @property
     def num_bytes(self) -> int:
         return sum(file.stored_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """The receipts of all ranks, joined in order of rank.
+
+    Attributes
+    ----------
+    files
+        The files of all ranks.
+    rank
+        ``rank[i]``: the rank that wrote file i; ascending.
+    file, offset
+        For each write item of the save, the index of its file in `files`, and the byte at which it begins there.
+    fingerprints
+        Of the checks of all ranks.
+    records
+        The `Receipt.record` of each rank.
+    parts, part_rank
+        In an incremental save, the `Receipt.parts` of all ranks, and the rank of each. ``parts.file`` is an index in `files`, or
+        an index in the files of the base plus ``len(files)``.
+    """
+
+    files: tuple[WrittenFile, ...]
+    rank: I64
+    file: I64
+    offset: I64
+    fingerprints: NDArray[np.uint64]
+    records: Sequence[bytes]
+    parts: StoredRuns | None
+    part_rank: I64
+
+    @property
+    def num_bytes(self) -> int:
+        return sum([file.stored_bytes for file in self.files])
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of the files, which are named by ids of saves; sorted."""
+        return sorted({file.key.partition("/")[0] for file in self.files})
 
 
 def _default(value: Any) -> msgpack.ExtType:
@@ -316,18 +373,73 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """Encode a receipt."""
-    columns: dict[str, Any] = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
-    if receipt.parts is not None:
-        columns["parts"] = columns_of(receipt.parts)
-    return _pack({"files": [astuple(file) for file in receipt.files], "record": receipt.record, **columns})
+    parts = columns_of(receipt.parts) if receipt.parts is not None else [np.zeros(0, np.int64)] * 5
+    columns = [_narrow(column) for column in (receipt.file, receipt.offset, receipt.fingerprints, *parts)]
+    files = b"".join([msgpack.packb(astuple(file)) for file in receipt.files])
+    head = np.zeros((), _RECEIPT_HEAD)
+    head["num_files"], head["has_parts"] = len(receipt.files), receipt.parts is not None
+    head["bytes"] = len(files), len(receipt.record)
+    head["counts"] = len(receipt.file), len(receipt.fingerprints), len(parts[0])
+    head["widths"] = [column.itemsize for column in columns]
+    return b"".join((head.tobytes(), files, receipt.record, *(column.tobytes() for column in columns)))
 
 
-def decode_receipt(data: bytes) -> Receipt:
-    """Decode a receipt, as `encode_receipt` encoded it."""
-    m = _unpack(data)
+def decode_receipts(messages: Sequence[bytes]) -> Receipts:
+    """Decode the receipts of all ranks, by rank, as `encode_receipt` encoded them: one column of all ranks at a time."""
+    heads = np.frombuffer(b"".join([data[: _RECEIPT_HEAD.itemsize] for data in messages]), _RECEIPT_HEAD)
+    # counts[r, i], widths[r, i]: numbers in column i of rank r, and the bytes of each
+    counts, widths = heads["counts"].astype(np.int64)[:, _COUNT_OF], heads["widths"].astype(np.int64)
+    # ends[r, i]: byte at which section i of rank r ends: its head, its files, its record, and its columns
+    head = np.full((len(heads), 1), _RECEIPT_HEAD.itemsize)
+    ends = np.cumsum(np.hstack([head, heads["bytes"].astype(np.int64), counts * widths]), axis=1)
+
+    def section(i: int) -> list[bytes]:
+        begins, until = ends[:, i - 1].tolist(), ends[:, i].tolist()
+        return [data[begin:end] for data, begin, end in zip(messages, begins, until, strict=True)]
+
+    file, offset, fingerprints, *parts = (
+        _joined_numbers(section(3 + i) if counts[:, i].any() else [], counts[:, i], widths[:, i]) for i in range(len(_COUNT_OF))
+    )
+    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=0)
+    unpacker.feed(b"".join(section(1)))
     files = tuple(
         WrittenFile(key, size, digest, sha256, digests_sha256, packed and tuple(PackedRows(*rows) for rows in packed))
-        for key, size, digest, sha256, digests_sha256, packed in m["files"]
+        for key, size, digest, sha256, digests_sha256, packed in unpacker
     )
-    parts = StoredRuns(*map(_wide, m["parts"])) if "parts" in m else None
-    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"], parts)
+    num_files = heads["num_files"].astype(np.int64)
+    # first[r]: index of the first file of rank r; a receipt numbers its own files from 0
+    first = np.cumsum(num_files) - num_files
+    ranks = np.arange(len(heads))
+    part_rank = np.repeat(ranks, counts[:, -1])
+    stored = StoredRuns(*(column.astype(np.int64) for column in parts)) if heads["has_parts"].any() else None
+    if stored is not None:
+        # A part lies in a file of its rank, or in the base: that number counts on from the rank's files, and now from all files.
+        beyond = np.where(stored.file < num_files[part_rank], first[part_rank], len(files) - num_files[part_rank])
+        stored = replace(stored, file=stored.file + beyond)
+    return Receipts(
+        files=files,
+        rank=np.repeat(ranks, num_files),
+        file=_wide(file) + np.repeat(first, counts[:, 0]),
+        offset=_wide(offset),
+        fingerprints=fingerprints,
+        records=section(2),
+        parts=stored,
+        part_rank=part_rank,
+    )
+
+
+def _narrow(column: NDArray[Any]) -> NDArray[Any]:
+    """Return a column of numbers that are not negative in the narrowest unsigned dtype, little-endian."""
+    narrowest = np.min_scalar_type(int(column.max(initial=0)))
+    return column.astype(narrowest.newbyteorder("<"))
+
+
+def _joined_numbers(parts: Sequence[bytes], counts: I64, widths: I64) -> NDArray[np.uint64]:
+    """Join the columns of all ranks: ``counts[r]`` numbers of ``widths[r]`` bytes in the part of rank r."""
+    joined = np.empty(int(counts.sum()), np.uint64)
+    if len(joined):
+        width_of = np.repeat(widths, counts)
+        for width in np.unique(widths).tolist():
+            data = b"".join([part for part, own in zip(parts, widths.tolist(), strict=True) if own == width])
+            joined[width_of == width] = np.frombuffer(data, f"<u{width}")
+    return joined

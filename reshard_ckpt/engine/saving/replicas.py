@@ -256,30 +256,16 @@ def may_be_alike(ones: U64, others: U64) -> Mask:
     return out
 
 
-def differing(checks: Checks, fingerprints: Sequence[U64]) -> tuple[I64, I64]:
-    """Find the rows of `checks` that differ from the first row of their replica group.
+def differing(checks: Checks, fingerprints: U64) -> I64:
+    """Return the indices of the rows of `checks` that differ from the first row of their replica group, sorted by group.
 
     Parameters
     ----------
     fingerprints
-        For each rank, the fingerprints of its checks in the order in which it was assigned them.
-
-    Returns
-    -------
-    tuple of I64
-        The indices of the rows that differ; and for each row of `checks`, the index of the first row of its group.
+        Of each row of `checks`: those of rank 0, in the order in which it was assigned its checks, then those of rank 1, …
     """
-    if not len(checks.group):
-        return checks.group, checks.group
-    # by_rank: the rows of `checks` in the order of the joined fingerprints
-    by_rank = np.argsort(checks.rank, kind="stable")
-    # of_row[i]: fingerprint of row i
-    of_row = np.empty(len(by_rank), np.uint64)
-    of_row[by_rank] = np.concatenate(fingerprints)
-    # new[i]: row i begins a group. leader[i]: the first row of row i's group
-    new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
-    leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    return np.flatnonzero(~may_be_alike(of_row, of_row[leader])), leader
+    rows = np.flatnonzero(~may_be_alike(fingerprints, fingerprints[checks.leader]))
+    return rows[np.argsort(checks.group[rows], kind="stable")]
 
 
 def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> frozenset[str]:
@@ -290,14 +276,14 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 
     def names_of(gathered: list[bytes]) -> list[str]:
         assert plan is not None
-        rows, _ = differing(plan.checks, [np.frombuffer(data, np.uint64) for data in gathered])
+        rows = differing(plan.checks, np.frombuffer(b"".join(gathered), np.uint64))
         return [plan.tables.names[i] for i in np.unique(plan.checks.tensor[rows]).tolist()]
 
     return frozenset(merge_of_all(comm, fingerprints.tobytes(), names_of))
 
 
-def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
-    """Raise an error if the members of a replica group have different fingerprints; `fingerprints` are by rank.
+def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: U64) -> None:
+    """Raise an error if the members of a replica group have different fingerprints; `fingerprints` as for `differing`.
 
     Buffers under DDP and FSDP may differ: one warning names all that do.
 
@@ -306,7 +292,7 @@ def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: Sequenc
     LayoutError
         Replicas other than such buffers differ.
     """
-    differs, leader = differing(checks, fingerprints)
+    differs, leader = differing(checks, fingerprints), checks.leader
     buffers = differs[checks.replication[differs] == Replication.BUFFER]
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})

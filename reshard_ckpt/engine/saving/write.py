@@ -181,7 +181,9 @@ def chunks_in_place(
 
 
 def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256: bool = False) -> Receipt:
-    """Write files, hash them on the way, and make them durable; on an error delete them all. Return the receipt.
+    """Write files, hash them on the way, and make their bytes durable; on an error delete them all. Return the receipt.
+
+    The names of the files are not durable yet: rank 0 syncs the folders of all ranks at once, before it publishes the catalog.
 
     Parameters
     ----------
@@ -206,9 +208,6 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
                     if not storage.hints.durable_on_finish:
                         file.sync()
                     written.append(file.finish())
-        if written:
-            with recorder.step("sync"):
-                storage.sync(keys_of(written))
         chunks.wait()  # a rank without a file has drained nothing, so its fingerprints may be missing until now
     except BaseException:
         remove(storage, (key for layout in chunks.layouts for key in (layout.key, digests_key(layout.key))))
@@ -239,9 +238,8 @@ def _with_parts(receipt: Receipt, unchanged: Unchanged) -> Receipt:
 
 def remove(storage: Storage, keys: Iterable[str]) -> None:
     """Delete files of a failed save, and ignore errors: the next save deletes the rest, and the caller raises its own error."""
-    for key in keys:
-        with suppress(StorageError):
-            storage.delete([key])
+    with suppress(StorageError):
+        storage.delete(keys)
 
 
 def keys_of(files: Iterable[WrittenFile]) -> list[str]:

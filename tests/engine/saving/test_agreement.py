@@ -110,7 +110,9 @@ def test_offers_of_wide_and_of_narrow_numbers_and_shapes_mix() -> None:
     ]
     plan = plan_of(specs)
     assert plan.tables.names == ("cube", "far")
-    rows = sorted(zip(plan.tensor.tolist(), plan.rank.tolist(), plan.offsets.tolist(), plan.count.tolist(), strict=True))
+    item, offsets = plan.catalog.item, plan.catalog.boxes.offsets[plan.catalog.box]
+    columns = (plan.tensor[item], plan.rank[item], offsets, plan.catalog.count)
+    rows = sorted(zip(*(column.tolist() for column in columns), strict=True))
     assert rows == [(0, 2, [0, 0, 0], 8), (1, 0, [0, 0, 0], far), (1, 1, [0, 0, far], far)]
 
 

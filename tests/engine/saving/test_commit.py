@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, U
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.files import CATALOG_KEY, BlockHasher
 from reshard_ckpt.storage import open_storage
-from reshard_ckpt.storage.local import LocalStorage
+from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import PublishUnknown
-from tests.jobs import plan_job, save_job, write_assignment
+from tests.jobs import joined, plan_job, save_job, write_assignment
 from tests.layouts import values_of
 
 
@@ -93,14 +94,45 @@ def test_a_save_that_fails_before_the_commit_leaves_the_old_one(tmp_path: Path, 
 
 
 def test_a_failed_write_removes_what_the_rank_wrote(tmp_path: Path) -> None:
-    class Full(LocalStorage):
-        def sync(self, keys: Iterable[str]) -> None:
-            raise StorageError("quota")
+    def refuse(writer: LocalWriter) -> None:
+        raise StorageError("quota")
 
-    with Full(tmp_path) as storage:
+    with mock.patch.object(LocalWriter, "finish", refuse), LocalStorage(tmp_path) as storage:
         with pytest.raises(StorageError, match="quota"):
             save_job(storage, [[whole("w", torch.ones(4))]])
         assert storage.list() == []
+
+
+def test_folders_that_cannot_be_made_durable_stop_the_commit_and_all_files_go(tmp_path: Path) -> None:
+    def refuse(storage: LocalStorage, keys: Iterable[str]) -> None:
+        raise StorageError("no sync")
+
+    with mock.patch.object(LocalStorage, "sync", refuse), pytest.raises(StorageError, match="no sync"):
+        checkpoint.save(tmp_path, {"w": torch.ones(4)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_rank_0_syncs_the_folders_that_ranks_share_and_before_it_publishes(tmp_path: Path) -> None:
+    synced, renamed, fsync, replace_file = [], [], os.fsync, os.replace
+
+    def noting(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        fsync(fd)
+
+    def renaming(*args: str, **kwargs: int) -> None:
+        renamed.append(list(synced))
+        replace_file(*args, **kwargs)
+
+    storages = [LocalStorage(tmp_path / "ckpt") for _ in range(5)]
+    (tmp_path / "ckpt").mkdir()
+    local_shards = [describe_local([rows("w", torch.ones(1, 3), rank, 4)], (), None, rank) for rank in range(4)]
+    plan, values, assignments = plan_job(local_shards)
+    with mock.patch.object(os, "fsync", noting), mock.patch.object(os, "replace", renaming):
+        receipts = [write_assignment(storages[rank], local_shards[rank], assignments[rank], rank) for rank in range(4)]
+        assert not {".", "ckpt", f"ckpt/{assignments[0].save_id}"}.intersection(synced)
+        save_module.publish(storages[0], SaveContents(plan, values, assignments[0].save_id), joined(receipts))
+    assert renamed[0][-4:-1] == [".", f"ckpt/{assignments[0].save_id}", "ckpt"]
+    assert synced[len(renamed[0]) :] == ["ckpt"]
 
 
 def test_memory_that_changes_while_saved_makes_no_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +234,7 @@ def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -
     assert len(lay_out(local_shards, assignment, 0, header_bytes=2000)) > 3
     with open_storage(tmp_path) as storage:
         receipt = write_assignment(storage, local_shards, assignment, 0, header_bytes=2000)
-        save_module.publish(storage, SaveContents(plan, values, assignment.save_id), [receipt])
+        save_module.publish(storage, SaveContents(plan, values, assignment.save_id), joined([receipt]))
     assert len(receipt.files) > 3
     for i, tensor in enumerate(checkpoint.read(tmp_path).values()):
         assert torch.equal(tensor, torch.full((3,), float(i)))
