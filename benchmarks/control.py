@@ -39,7 +39,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import node, peers
-from reshard_ckpt.comm.bounded import BoundedStore
+from reshard_ckpt.comm.bounded import BoundedStore, Line, Polled
 from reshard_ckpt.storage.local import LocalWriter
 
 from .ranks import cpu_s, end_with
@@ -78,9 +78,9 @@ def count_requests() -> Counter[str]:
 
     begin_get = BoundedStore.begin_get
 
-    def waiting(self: BoundedStore, key: str, timeout_s: float) -> Any:
-        begun = begin_get(self, key, timeout_s)
-        counted["get"] += begun is not None and not is_of_machine(self)
+    def waiting(self: BoundedStore, key: str, timeout_s: float, num_asking: int = 1) -> Any:
+        begun = begin_get(self, key, timeout_s, num_asking)
+        counted["get"] += not isinstance(begun, Polled) and not is_of_machine(self)
         return begun
 
     BoundedStore.on_worker, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def be_rank(rank: int, port: int, folder: Path, pipes: tuple[int, int], options:
 
     LocalWriter.write = slow  # type: ignore[method-assign]
     if options.polls:
-        BoundedStore.begin_get = lambda self, key, timeout_s: None  # type: ignore[method-assign]
+        Line.waiting = lambda self, client, timeout_s: None  # type: ignore[method-assign]
     machine = peers._machine()
     peers._machine = lambda: f"{machine} {rank // (options.node or options.ranks)}"
     counted = count_requests()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 from reshard_ckpt.comm import StoreComm
@@ -44,13 +45,14 @@ def over_when_here_are_all_but(*absent: int, once: Callable[[], bool] = lambda: 
     once
         What must be true besides, where those that do not come have come to the steps before, and may be slow.
     """
-    wait = StoreComm._wait
+    ends = StoreComm._ends
     with over_when(lambda: False) as clock:
 
-        def waits(self: StoreComm, done: Callable[[], bool], timeout_s: float, *pause: Callable[[float], None]) -> bool:
-            is_step = timeout_s == self._timeout_s  # not the farewell, in which ranks wait for others to leave
+        def waits(self: StoreComm, waiting: Any, timeout_s: float, look: Callable[[], bool]) -> bool:
+            # Not the farewell, in which ranks wait for others to leave, nor the time that a rank leaves its leader.
+            is_step = timeout_s > self._timeout_s / 2
             clock.is_over = lambda: is_step and once() and {*range(self.size)} - self._arrived() == {*absent}
-            return wait(self, done, timeout_s, *pause)
+            return ends(self, waiting, timeout_s, look)
 
-        with mock.patch.object(StoreComm, "_wait", waits):
+        with mock.patch.object(StoreComm, "_ends", waits):
             yield

@@ -6,7 +6,8 @@
 2. A `Line` is a connection to a store. After a missed reply the line is lost: every `BoundedStore` on it fails at once, so no
    time is waited for twice, and the next `open` connects anew.
 3. A wait for a key blocks in the store's server (`BoundedStore.begin_get`), and would block its connection for all other calls.
-   So a line has more connections, one for each wait at a time, and keeps them.
+   So a line has more connections, one for each wait at a time, and keeps them. Where that is impossible, `Polled` asks again
+   and again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _INTERRUPT_S = 5.0
 _LEAST_S, _LAST_S = 1.0, 4.0
 """Seconds for a store to answer when the time is over already, because a rank that gives up still tells the others: `timeout_s`,
 but at least the first and at most the second of these. So a rank gives up within `timeout_s` and 5 s, also if the store hangs."""
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
+"""Seconds between two questions for a key, in a small job; a server answers some 50,000 a second."""
 
 _LATER_S = 60.0
 """Seconds by which a wait in a server outlasts its caller's."""
@@ -74,6 +78,44 @@ class _Call(Generic[T]):
             return self._result  # type: ignore[return-value]
         finally:
             self._error = None  # its traceback refers to this
+
+
+class Polled:
+    """A wait that asks again and again, in the thread that waits: after a tenth of the time waited so far.
+
+    Parameters
+    ----------
+    done
+        The question; nothing is asked any more once it has returned True.
+    first_s, last_s
+        The shortest and the longest time between two questions.
+    outcome
+        Returns the value that the wait is for.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[], bool],
+        *,
+        first_s: float = 0.0005,
+        last_s: float = 0.05,
+        outcome: Callable[[], bytes] = bytes,
+    ) -> None:
+        self._done, self._first_s, self._last_s, self.outcome = done, first_s, last_s, outcome
+        self._began = self._ask_at = time.monotonic()
+
+    def ends(self, within_s: float) -> bool:
+        """Wait at most this long; return whether the wait has ended."""
+        until = time.monotonic() + within_s
+        while True:
+            if (now := time.monotonic()) >= self._ask_at:
+                if self._done():
+                    return True
+                now = time.monotonic()
+                self._ask_at = now + min(max((now - self._began) / 10, self._first_s), self._last_s)
+            if now >= until:
+                return False
+            time.sleep(min(self._ask_at, until) - now)
 
 
 class _Worker:
@@ -193,6 +235,10 @@ def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
         ) from error
 
 
+Waiting = _Call[bytes] | Polled
+"""A wait for a key: ``ends(within_s)`` says whether it is there, and `outcome` returns its value."""
+
+
 class StoreLost(DistError):
     """A store did not reply in time, now or in an earlier call on this connection."""
 
@@ -297,16 +343,19 @@ class BoundedStore:
         client.set_timeout(timedelta(seconds=timeout_s))
         return client
 
-    def begin_get(self, key: str, timeout_s: float) -> _Call[bytes] | None:
-        """Begin to wait in the server for a key and to return its value. A caller that gives up must write the key.
+    def begin_get(self, key: str, timeout_s: float, num_asking: int = 1) -> Waiting:
+        """Begin to wait for a key; the outcome is its value. A caller that gives up must write the key.
 
-        Returns None if the store cannot wait in another connection: before torch 2.8, and while the interpreter ends.
+        It waits in the server, on another connection. Without one (before torch 2.8, or if too many files are open), and while
+        the interpreter ends, it asks again and again. `num_asking` ranks that do so at a time leave the server most of its time.
         """
         if not self._line.has(self._client):
             raise StoreLost("it has not replied before")
+        first_s, last_s = max(_FIRST_PAUSE_S, num_asking * 20e-6), max(_LAST_PAUSE_S, num_asking * 100e-6)
+        polled = Polled(lambda: self.check([key]), first_s=first_s, last_s=last_s, outcome=lambda: self.get(key))
         client = self._line.waiting(self._client, self._limit.left())
         if client is None:
-            return None
+            return polled
         free = self._line.free
 
         def get() -> bytes:
@@ -317,7 +366,7 @@ class BoundedStore:
             free.append(client)
             return value
 
-        return _begin(get)
+        return _begin(get) or polled
 
     def append(self, key: str, value: bytes, /) -> None:
         self._ask("append", key, value)

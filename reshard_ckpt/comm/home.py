@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .bounded import BoundedStore, Line, bounded, held, named_failure
+from .bounded import BoundedStore, Line, Polled, bounded, held, named_failure
 from .calls import did_not_arrive
 from .node import Neighbours, Node
 from .peers import Peers
@@ -32,7 +32,7 @@ REPLY_S = 120.0
 _PROBE_S = 10.0
 """Seconds for a store to answer at an address that may be stale; a store that was too slow is asked again."""
 _LEAST_PROBE_S = 1.0
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.25
+_LAST_PAUSE_S = 0.25
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
@@ -134,18 +134,23 @@ class HostedHome:
     def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
         """Wait for the address of the living rank 0, and connect to its store."""
         began, tried, tried_at = time.monotonic(), b"", 0.0
-        while True:
+        found: list[tuple[Any, bytes]] = []
+
+        def reached() -> bool:
+            nonlocal tried, tried_at
             waited = time.monotonic() - began
             if meeting.check([self._key]):
                 record = meeting.get(self._key)
                 # The same address is tried again, though seldom: it may be right, and the network slow.
                 if record != tried or waited > 2 * tried_at + 1:
                     if (client := self._reach(record, timeout_s - waited)) is not None:
-                        return client, record
+                        found.append((client, record))
                     tried, tried_at = record, time.monotonic() - began
-            if waited >= timeout_s:
-                raise PeerError(f"{title}: {did_not_arrive((0,), timeout_s)}", ranks=(0,))
-            time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), _LAST_PAUSE_S, timeout_s - waited))
+            return bool(found)
+
+        if not Polled(reached, last_s=_LAST_PAUSE_S).ends(timeout_s):
+            raise PeerError(f"{title}: {did_not_arrive((0,), timeout_s)}", ranks=(0,))
+        return found[0]
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
         """Connect to the store at a written address; None if no store answers there, or one with another nonce."""

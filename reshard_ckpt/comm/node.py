@@ -1,11 +1,12 @@
 """Node leaders: the first rank of each machine speaks with rank 0's store for all ranks of the machine.
 
-So that store serves one rank a machine. Each leader hosts a store for its machine. The steps stay those of `StoreComm`, with two
-differences on a machine of several ranks that does not have rank 0:
+So that store serves one rank a machine. Each leader hosts a store for its machine. The steps stay those of `StoreComm`, with
+three differences on a machine of several ranks that does not have rank 0:
 
 1. *To rank 0*: a rank leaves its message in the machine's store. Once all of the machine are there, the leader appends them
    together to the step's inbox.
 2. *Decision*: the leader waits for it and copies it into the machine's store, where the others wait.
+3. *From rank 0*: beforehand the leader copies the payload for all ranks, or moves that of its machine, into the machine's store.
 
 Failures go the direct way. Each rank writes refusals into rank 0's store itself. A rank whose message the leader leaves lying for
 long appends it to the inbox itself, and waits for the decision there; a claim in the machine's store keeps a message from being
@@ -26,11 +27,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .bounded import BoundedStore, Line, bounded
+from .bounded import BoundedStore, Line, Waiting, bounded
 from .payloads import KeyValueStore, Payloads
 from .peers import Peers
-from .store import LAST_PAUSE_S, StoreComm
-from .wire import Frame, Refusal, decode_frames, encode_frame
+from .store import INLINE, StoreComm, passed
+from .wire import Frame, Refusal, decode_frames, encode_frames
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
@@ -166,7 +167,7 @@ class NodeComm(StoreComm):
             return
 
         def arrive(store: KeyValueStore) -> None:
-            store.append(self._key("in"), encode_frame(frame))
+            store.append(self._key("in"), encode_frames([frame]))
             if store.add(self._key("arrived"), 1) == 1 + len(self._others):
                 store.set(self._key("bell"), b"")
 
@@ -196,61 +197,57 @@ class NodeComm(StoreComm):
         return decision or self._store.get(self._key("decision"))
 
     def _decision_near(self, call: str) -> bytes:
-        """Wait for the decision, on the leader for the messages of its machine before; "" if this rank has refused the step.
+        """Wait for the decision, on the leader for the messages of its machine before.
 
         A message that the leader has not taken in time is sent by its own rank, which waits for rank 0 itself from then on.
         """
         assert self._near is not None
         near, key, began = self._near, self._key("decision"), time.monotonic()
-        leads, unsent = self.rank == self._leader, self._frame if call == "gather" else None
+        unsent = self._frame if call == "gather" else None
         patience_s = min(self._timeout_s / 2, self._timeout_s if self._step else _MEETING_S)
-        awaited = near.begin_get(self._key("bell") if leads else key, self._timeout_s) if unsent or not leads else None
-        decided = self._store.begin_get(key, self._timeout_s) if leads or awaited is None else None
-        if decided is None and (leads or awaited is None):  # too many open files for another connection
-            self._send_for([] if unsent is None else [unsent])
-            decision = super()._decision(call)
-            self._pass_on(decision, has_payload=leads and call == "broadcast")
-            return decision
-
-        def is_decided() -> bool:
-            nonlocal decided, awaited, unsent
-            if awaited is not None and awaited.ends(0):
-                if not leads:
-                    return True
-                awaited.outcome()
-                awaited = unsent = None
-                self._send_for(list(decode_frames(near.get(self._key("in")))))
-            elif unsent is not None and time.monotonic() - began > patience_s:
+        leads, bell = self.rank == self._leader, None
+        decided = (self._store if leads else near).begin_get(key, self._timeout_s, self.size)
+        is_direct = leads
+        if unsent is not None and leads:
+            bell = near.begin_get(self._key("bell"), self._timeout_s)
+            if not self._ends(bell, patience_s, lambda: decided.ends(0) or self._refuse_without_ended()) and not decided.ends(0):
                 self._send_for([unsent])
-                unsent = None
-                decided = decided or self._store.begin_get(key, self._timeout_s)
-            return (decided is not None and decided.ends(0)) or self._refuse_without_ended()
+        elif unsent is not None and not self._ends(decided, patience_s, self._refuse_without_ended) and not decided.ends(0):
+            self._send_for([unsent])
+            decided, is_direct = self._store.begin_get(key, self._timeout_s, self.size), True
+        elif unsent is None and not leads and self._is_not_led(decided, key):
+            # Rank 0 has let this step pass, and will soon miss this machine in the next one: name the leader before.
+            self._refuse_undecided(self._leader_lost("it has not passed on a message of rank 0"))
+            self._stop_if_over()
 
-        def pause(seconds: float) -> None:
-            first = decided if awaited is None or (unsent is None and not leads) else awaited
-            if first is None:
-                time.sleep(seconds)
-            else:
-                first.ends(max(seconds, LAST_PAUSE_S))
+        def look() -> bool:
+            nonlocal bell
+            if bell is not None and bell.ends(0):
+                bell = None
+                self._send_for(list(decode_frames(near.get(self._key("in")))))
+            return self._refuse_without_ended()
 
-        if not self._wait(is_decided, self._timeout_s, pause):
-            self._stop_if_given_up()
-            self._expire()
-        if awaited is not None and not leads and awaited.ends(0):
-            return awaited.outcome()
-        if decided is None or not decided.ends(0):
-            return b""
-        decision = decided.outcome()
-        self._pass_on(decision, has_payload=leads and call == "broadcast")
+        look()
+        decision = self._ended_by(decided, self._timeout_s - (time.monotonic() - began), self._expire, look)
+        if is_direct:
+            self._pass_on(decision, call if leads else "")
         return decision
 
-    def _pass_on(self, decision: bytes, *, has_payload: bool = False) -> None:
-        """Copy a decision into the machine's store, and before it the payload that rank 0 has put beside it, if it has one."""
+    def _is_not_led(self, decided: Waiting, key: str) -> bool:
+        """Wait for a decision, and return whether it has not come in time from the leader, though rank 0 has made it."""
+        in_time = self._ends(decided, self._timeout_s * 3 / 4, self._refuse_without_ended)
+        return not in_time and self._store.check([key]) and not self._ends(decided, self._timeout_s / 16, lambda: False)
+
+    def _pass_on(self, decision: bytes, call: str = "") -> None:
+        """Copy a decision into the machine's store. The leader names its call, and copies the payload of its machine before."""
         if self._near is None:
             return  # it is lost, but rank 0 had let the step pass
-        key = self._key("all")
-        if has_payload and self._store.check([f"{key}/0"]):
-            Payloads(self._near).save({key: self._payloads.load(key)})
+        _, is_inline, inline = decision.partition(INLINE)
+        if call == "broadcast" and not is_inline and self._store.check([f"{self._key('all')}/0"]):
+            Payloads(self._near).save({self._key("all"): self._payloads.load(self._key("all"))})
+        to = self._key("to", self.rank)
+        if call == "scatter" and self._block(inline) == (self.rank, True) and self._store.check([f"{to}/0"]):
+            Payloads(self._near).save({to: self._payloads.take(to)})
         self._near.set(self._key("decision"), decision)
 
     def _payload_of_all(self, key: str) -> bytes:
@@ -258,13 +255,26 @@ class NodeComm(StoreComm):
             return Payloads(self._near).load(key)
         return super()._payload_of_all(key)
 
+    def _payload_of_block(self, key: str, is_shared: bool) -> bytes:
+        if not is_shared or (self._near is None and self.rank == self._leader):
+            return super()._payload_of_block(key, is_shared)
+        payloads = []
+        with self._leader_answers():
+            if self._near is not None:
+                payloads.append(Payloads(self._near).load(key))
+        if not payloads:  # the store is lost, and the leader takes the payload from rank 0's store
+            self._refuse_undecided(self._leader_lost("its store is lost"))
+            self._stop_if_over()
+        return payloads[0]
+
     def _wake_near(self, decision: bytes) -> None:
         if self._near is None:
             super()._wake_near(decision)
             return
         with suppress(DistError):  # the loss of the machine's store wakes them too
             super()._wake_near(decision)
-            self._pass_on(decision)
+            if self.rank == self._leader or not passed(decision):
+                self._pass_on(decision, passed(decision))
             self._near.set(self._key("bell"), b"")
 
     # --- on this machine, and leaving ---
@@ -292,8 +302,8 @@ class NodeComm(StoreComm):
                 if total % _DIRECT == len(self._others):
                     near.set("gone", b"")
                 return int(failed or total >= _LED)
-            if not failed and not self._wait_for("gone", self._farewell(), store=near)[0]:
-                near.set("gone", b"")
+            if not failed:
+                self._wait_for("gone", self._farewell(), partial(near.set, "gone", b""), store=near)
             direct, left = divmod(near.add("left", _LED) - _LED, _DIRECT)
             if left == len(self._others):
                 near.on_worker(self._delete_near)
@@ -306,6 +316,7 @@ class NodeComm(StoreComm):
         payloads = Payloads(store)
         for step in range(self._step + 1):
             payloads.drop(f"{step}/all")
+            payloads.drop(f"{step}/to/{self._leader}")
             for rank in (self._leader, *self._others):
                 store.delete_key(f"{step}/sent/{rank}")
             for name in ("in", "arrived", "bell", "decision"):

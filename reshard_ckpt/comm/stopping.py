@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import PeerError
-from .bounded import BoundedStore
+from .bounded import BoundedStore, Polled
 from .payloads import KeyValueStore
 from .wire import name_ranks
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
+_SLICE_S = 0.05
 _FAREWELL_S = 5.0
 _NEVER = -1
 """Posted by a rank that takes no further step; also the decision if a rank has posted it."""
@@ -156,11 +156,9 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         return {int(rank): int(num_steps) for rank, num_steps in pairs}
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until `done` returns True, and return True; False when the time is over or this stop is closed."""
-        begin = time.monotonic()
-        while not done():
-            waited = time.monotonic() - begin
-            pause = min(max(waited / 10, _FIRST_PAUSE_S), _LAST_PAUSE_S)
-            if waited >= timeout_s or self._closed.wait(pause):
+        """Ask until `done` returns True, and return True; False when the time is over or this stop is closed."""
+        polled, until = Polled(done), time.monotonic() + timeout_s
+        while not polled.ends(min(_SLICE_S, timeout_s)):
+            if self._closed.is_set() or time.monotonic() >= until:
                 return False
         return True

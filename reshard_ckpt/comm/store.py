@@ -6,7 +6,8 @@ all ranks go on, or all raise the same error. Ranks wait for decisions, and rank
 
 1. *To rank 0* (gather): each rank appends its message to the step's inbox. The last rank to do so sets a key, the *bell*. Rank 0
    waits for the bell, not for each rank: one wait and one read for any number of ranks. Then it writes the decision.
-2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision.
+2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision. In a scatter the payloads of ranks whose
+   messages have come together, as those of one machine do, are one payload; the decision says which ranks share one.
 3. *Failure*: a rank that raises writes its refusal into the first undecided step, and rings the bell of that step, because rank 0
    may wait there. A session begins and ends with a gather, so every failure inside it is seen.
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
@@ -15,11 +16,10 @@ all ranks go on, or all raise the same error. Ranks wait for decisions, and rank
 6. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
    completes the number deletes the session's keys: usually rank 0, or a rank that the others had given up.
 
-A rank waits in the store's server, in another thread and on a connection of its own. So it can be interrupted, and it looks
-meanwhile whether a rank has ended. A rank that gives up refuses the step. That writes both keys that ranks wait for, so it wakes
-the others and its own thread. Before torch 2.8, waiting is polling, at intervals of a tenth of the time waited so far, and longer
-ones in larger jobs. If the store does not reply because its process hangs, it is waited for no longer than a rank
-(`comm.bounded`).
+A rank waits in the store's server, in another thread and on a connection of its own; before torch 2.8 it asks again and again
+(`BoundedStore.begin_get`). So it can be interrupted, and it looks meanwhile whether a rank has ended. A rank that gives up
+refuses the step. That writes both keys that ranks wait for, so each wait ends with its key, also that of the rank which gives up
+(`_wait_for`). If the store does not reply because its process hangs, it is waited for no longer than a rank (`comm.bounded`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .bounded import BoundedStore
+from .bounded import BoundedStore, StoreLost, Waiting
 from .calls import call_of, disagreement, expired, processes_ended, too_late
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
-from .wire import Frame, Refusal, decode_frames, encode_frame, refusal_of
+from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of, sent_together
 
 # The decisions that let a step pass: the name of rank 0's call in that step.
 _PASSED = (b"gather", b"broadcast", b"scatter")
 
-_INLINE = b"\0"
+INLINE = b"\0"
 """Between a decision and its payload; JSON, the form of a refusal, does not contain it."""
 _INLINE_BYTES = 64 << 10
 _GIVEN_UP = b"refused"
-"""In place of a message to the ranks of one machine, which begins with `_INLINE`."""
+"""In place of a message to the ranks of one machine, which begins with `INLINE`. Also the value of a bell after a refusal."""
 
-_FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.05
+_SLICE_S = 0.05
+"""Seconds that a rank waits before it looks whether it should stop waiting."""
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
@@ -88,9 +92,8 @@ class StoreComm:
         self._ranks_near = ranks_near or (lambda: (rank,))
         self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
-        # A server answers some 50,000 requests a second: polls of all ranks together must leave it most of its time.
-        self._pauses_s = max(_FIRST_PAUSE_S, size * 20e-6), max(LAST_PAUSE_S, size * 100e-6)
         self._step, self._look_at = 0, 0.0
+        self._inbox = b""
         self._given_up_before = _given_up
         self._refusal: Refusal | None = None
         self._undo: tuple[int, Callable[[], None]] | None = None
@@ -129,14 +132,32 @@ class StoreComm:
         with self._reachable():
             self._stop_if_over()
             if self.rank:
-                key = self._key("to", self.rank)
-                self._await_decision("scatter")
-                return self._payloads.take(key)
+                to = self._key("to")
+                first, is_shared = self._block(self._await_decision("scatter"))
+                shared = self._payload_of_block(f"{to}/{first}", is_shared)
+                return next(frame.payload for frame in decode_frames(shared) if frame.rank == self.rank)
             assert payloads is not None
             assert len(payloads) == self.size
-            self._payloads.save({self._key("to", rank): payloads[rank] for rank in range(1, self.size)})
-            self._decide("scatter")
+            frames = [Frame(rank, False, bytes(payload)) for rank, payload in enumerate(payloads)]
+            begins = self._begins_block()
+            bounds = pairwise([*np.flatnonzero(begins).tolist(), self.size])
+            self._payloads.save({self._key("to", a): encode_frames(frames[a:b]) for a, b in bounds if a})
+            self._decide("scatter", np.packbits(begins).tobytes())
             return bytes(payloads[0])
+
+    def _begins_block(self) -> NDArray[np.bool_]:
+        """Divide the ranks into blocks, whose messages of the last gather came together; mark the first rank of each."""
+        begins = np.ones(self.size, bool)
+        for ranks in sent_together(self._inbox):
+            if ranks[-1] - ranks[0] == len(ranks) - 1:
+                begins[ranks[0] + 1 : ranks[-1] + 1] = False
+        return begins
+
+    def _block(self, begins: bytes | None) -> tuple[int, bool]:
+        """Return the first rank of this rank's block, from the decision of a scatter, and whether the block has other ranks."""
+        bits = np.unpackbits(np.frombuffer(begins or b"", np.uint8), count=self.size)
+        first = int(np.flatnonzero(bits[: self.rank + 1])[-1])
+        return first, first < self.rank or not bits[self.rank + 1 : self.rank + 2].all()
 
     def count(self, amount: int) -> int:
         with self._reachable():
@@ -153,7 +174,7 @@ class StoreComm:
             if value == _GIVEN_UP:
                 self._find_refusal()
             self._num_near += 1
-            return value.removeprefix(_INLINE)
+            return value.removeprefix(INLINE)
 
     def _value_near(self, payload: bytes | None) -> bytes:
         """Write the next message to the ranks of this machine, or wait for it."""
@@ -162,7 +183,7 @@ class StoreComm:
         if first != self.rank:
             return self._get_from(first, key, store)
         assert payload is not None
-        value = _INLINE + payload
+        value = INLINE + payload
         return store.compare_set(key, b"", value) if others else value
 
     def _shared_store(self) -> BoundedStore:
@@ -171,27 +192,25 @@ class StoreComm:
 
     def _get_from(self, rank: int, key: str, store: BoundedStore) -> bytes:
         """Wait for a key that another rank writes."""
-
-        gone = False
-
-        def has_ended() -> bool:
-            nonlocal gone
-            gone = self._may_look() and rank in self._ended()
-            return gone
-
         # Other machines wait for this rank in the next step: it must name the late rank before they name this one.
         patience_s = self._timeout_s * 3 / 4
-        came, value = self._wait_for(key, patience_s, has_ended, store=store)
-        if value is None and (gone or not came):
+
+        def refuse(refusal: Refusal) -> None:
             self._stop_if_given_up()
-            late = expired(self._title, (rank,), patience_s)
-            self._refuse_undecided(processes_ended(self._title, (rank,)) if gone else late)
+            self._refuse_undecided(refusal)
             self._stop_if_over()
-        return store.get(key) if value is None else value
+
+        def refuse_ended() -> bool:
+            if self._may_look() and rank in self._ended():
+                refuse(processes_ended(self._title, (rank,)))
+            return False
+
+        over = partial(refuse, expired(self._title, (rank,), patience_s))
+        return self._wait_for(key, patience_s, over, refuse_ended, store=store)
 
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
-        while _passed(decision := self._store.get(self._key("decision"))):
+        while passed(decision := self._store.get(self._key("decision"))):
             self._skip_step()
         self._apply(decision, "")
 
@@ -284,18 +303,17 @@ class StoreComm:
         self._store.allow(self._farewell())
         with suppress(DistError):
             self._leave_near()
-            if self.rank == 0 and waits and self.size > 1:
-                if self._refusal is None:
-                    if not self._wait_for("gone", self._farewell())[0]:
-                        self._store.set("gone", b"")
-                else:
-                    self._wait(partial(self._have_left, frozenset(self._refusal.absent)), self._farewell())
+            # Rank 0 waits for all other ranks, or after a refusal for the ranks that had come. The last of these ranks tells it.
+            num_others = self.size - 1 - (0 if self._refusal is None else len(self._refusal.absent))
+            if self.rank == 0 and waits and num_others > 0:
+                gone = partial(self._store.set, "gone", b"")
+                self._wait_for("gone", self._farewell(), gone, lambda: self._refusal is not None and self._have_ended(num_others))
             number = self._num_leaving()
             num_left = self._store.add("left", number) if number else 0
             if num_left == self.size:
                 self._store.on_worker(self._delete_all)
-            elif num_left == self.size - 1 and self.rank and self._refusal is None:
-                self._store.set("gone", b"")  # rank 0 waits for it
+            elif self.rank and num_left - number < num_others <= num_left:
+                self._store.set("gone", b"")
 
     def _num_leaving(self) -> int:
         """Return the number of ranks that this one counts out."""
@@ -317,16 +335,17 @@ class StoreComm:
     def _farewell(self) -> float:
         return min(self._farewell_s, self._timeout_s)
 
-    def _have_left(self, absent: frozenset[int]) -> bool:
-        staying = self.size - 1 - self._store.add("left", 0)
-        if staying > len(absent) and self._refusal is not None and self._may_look():
-            return staying <= len(absent | self._ended())
-        return staying <= len(absent)
+    def _have_ended(self, num_others: int) -> bool:
+        """Whether all of so many ranks have left the session, or have ended."""
+        if not self._may_look():
+            return False
+        absent = self._refused().absent
+        return self._store.add("left", 0) + len(self._ended() - {*absent}) >= num_others
 
     def miss(self, call: bytes, reason: PeerError) -> None:
         """Give up a session to which this rank came before the store existed; tell the others so."""
         with self._reachable():
-            self._store.append(self._key("in"), encode_frame(Frame(self.rank, False, call)))
+            self._store.append(self._key("in"), encode_frames([Frame(self.rank, False, call)]))
             self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
         self.leave(waits=False)
 
@@ -356,10 +375,8 @@ class StoreComm:
         self._send(frame)
 
     def _send(self, *frames: Frame) -> None:
-        inbox = b"".join(map(encode_frame, frames))
-
         def arrive(store: KeyValueStore) -> None:
-            store.append(self._key("in"), inbox)
+            store.append(self._key("in"), encode_frames(frames))
             if store.add(self._key("arrived"), len(frames)) == self.size:
                 store.set(self._key("bell"), b"")
 
@@ -367,10 +384,10 @@ class StoreComm:
 
     def _collect(self, own: bytes) -> list[bytes]:
         """Wait on rank 0 for all messages of this step, and return them by rank."""
-        self._await(self._key("bell"), self._refuse_without_ended)
-        if self._store.check([self._key("decision")]):
+        if self._wait_for(self._key("bell"), self._timeout_s, self._expire, self._refuse_without_ended) == _GIVEN_UP:
             self._apply(self._store.get(self._key("decision")), "gather")
-        frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
+        self._inbox = self._store.get(self._key("in"))
+        frames = {frame.rank: frame for frame in decode_frames(self._inbox)}
         messages = [bytes(own)]
         for rank in range(1, self.size):
             frame = frames[rank]
@@ -379,36 +396,36 @@ class StoreComm:
 
     def _decide(self, call: str, inline: bytes | None = None) -> None:
         """Let the step pass, unless a rank has refused it. Called on rank 0. A small payload travels with the decision."""
-        decision = call.encode() if inline is None else b"".join((call.encode(), _INLINE, inline))
+        decision = call.encode() if inline is None else b"".join((call.encode(), INLINE, inline))
         self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 
     def _await_decision(self, call: str) -> bytes | None:
         """Wait for the step's decision, apply it, and return its payload, or None. Called on the ranks above 0."""
         decision = self._decision(call)
         self._apply(decision, call)
-        _, has_payload, payload = decision.partition(_INLINE)
+        _, has_payload, payload = decision.partition(INLINE)
         return payload if has_payload else None
 
     def _decision(self, call: str) -> bytes:
         """Wait for the step's decision, and return it."""
-        key = self._key("decision")
-        decision = self._await(key, self._refuse_without_ended)
-        return self._store.get(key) if decision is None else decision
+        return self._wait_for(self._key("decision"), self._timeout_s, self._expire, self._refuse_without_ended)
 
     def _payload_of_all(self, key: str) -> bytes:
         return self._payloads.load(key)
 
+    def _payload_of_block(self, key: str, is_shared: bool) -> bytes:
+        return self._payloads.take(key)
+
     def _apply(self, decision: bytes, call: str) -> None:
         """Go on to the next step, or raise the error if the decision is a refusal."""
-        passed = _passed(decision)
-        if not passed:
+        name = passed(decision)
+        if not name:
             self._refusal = Refusal.decode(decision)
             self._stop_if_over()
         self._step += 1
-        if passed != call:
+        if name != call:
             raise PeerError(
-                f"{self._title}: this rank is at a {call} while rank 0 is at a {passed}; "
-                "call with the same options on every rank",
+                f"{self._title}: this rank is at a {call} while rank 0 is at a {name}; call with the same options on every rank",
                 ranks=(self.rank,),
             )
 
@@ -423,17 +440,17 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step. Return the refusal that was first, perhaps another rank's; None if rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
-        if not _passed(decision):
-            self._store.set(self._key("bell"), b"")
+        if not passed(decision):
+            self._store.set(self._key("bell"), _GIVEN_UP)
         self._wake_near(decision)
-        if _passed(decision):
+        if passed(decision):
             return None
         self._refusal = Refusal.decode(decision)
         return self._refusal
 
     def _wake_near(self, decision: bytes) -> None:
         """Wake the ranks of this machine that wait for another one of it, if the step is refused."""
-        if self._step and not _passed(decision):  # at step 0 the ranks of this machine may not be known
+        if self._step and not passed(decision):  # at step 0 the ranks of this machine may not be known
             first, *others = self._ranks_near()
             if others:
                 self._shared_store().compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
@@ -448,35 +465,44 @@ class StoreComm:
         self._payloads.drop(self._key("to", self.rank))
         self._step += 1
 
-    def _await(self, key: str, refuse: Callable[[], bool]) -> bytes | None:
-        """Wait for a key, the bell or the decision. Refuse the step when the time is over or `refuse` has done so.
-
-        Return the key's value if it came with the wait, else None.
-        """
-        came, value = self._wait_for(key, self._timeout_s, refuse)
-        if not came:
-            self._stop_if_given_up()
-            self._expire()
-        return value
-
     def _wait_for(
-        self, key: str, timeout_s: float, stop: Callable[[], bool] = lambda: False, *, store: BoundedStore | None = None
-    ) -> tuple[bool, bytes | None]:
-        """Wait for a key, or until `stop` returns True. Return as `_wait` does, and the key's value if the server sent it."""
-        store = store or self._store
-        waiting = store.begin_get(key, timeout_s)
+        self,
+        key: str,
+        timeout_s: float,
+        over: Callable[[], object],
+        look: Callable[[], bool] = lambda: False,
+        *,
+        store: BoundedStore | None = None,
+    ) -> bytes:
+        """Wait for a key, and return its value. `look` and `over` are as for `_ended_by`."""
+        began = time.monotonic()
+        waiting = (store or self._store).begin_get(key, timeout_s, self.size)
+        # If the store hangs, no connection to it could be made meanwhile: that time counts.
+        return self._ended_by(waiting, timeout_s - (time.monotonic() - began), over, look)
 
-        def came() -> bool:
-            return (store.check([key]) if waiting is None else waiting.ends(0)) or stop()
+    def _ended_by(self, waiting: Waiting, timeout_s: float, over: Callable[[], object], look: Callable[[], bool]) -> bytes:
+        """Return the outcome of a wait.
 
-        def pause(seconds: float) -> None:
-            if waiting is None:
-                time.sleep(seconds)
-            else:
-                waiting.ends(max(seconds, LAST_PAUSE_S))
+        Parameters
+        ----------
+        over
+            Called when the time is over, when this process gives up, or when `look` returns True. It writes the key, or raises.
+        look
+            Called again and again meanwhile. It may write the key, or raise.
+        """
+        if not self._ends(waiting, timeout_s, look):
+            over()
+        if not waiting.ends(_FAREWELL_S):
+            raise StoreLost("no reply came")
+        return waiting.outcome()
 
-        in_time = self._wait(came, timeout_s, pause)
-        return in_time, waiting.outcome() if waiting is not None and waiting.ends(0) else None
+    def _ends(self, waiting: Waiting, timeout_s: float, look: Callable[[], bool]) -> bool:
+        """Wait; return whether the wait has ended by itself, in time, and before `look` returned True."""
+        until = time.monotonic() + timeout_s
+        while not waiting.ends(min(_SLICE_S, timeout_s)):
+            if self._given_up_before != _given_up or look() or time.monotonic() >= until:
+                return False
+        return True
 
     def _stop_if_given_up(self) -> None:
         if self._given_up_before != _given_up:
@@ -510,25 +536,14 @@ class StoreComm:
         return {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
 
     def _expire(self) -> None:
-        """Refuse the step because its time is over, and name the absent ranks. Does nothing if the last rank has just arrived."""
+        """Refuse the step because its time is over, and name the absent ranks. If the last one has just come, ring its bell."""
+        self._stop_if_given_up()
         arrived = self._arrived()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else ()
         if arrived and not absent and self.rank == 0:
-            return  # all are here: the last one was just about to ring
+            self._store.set(self._key("bell"), b"")  # the last one was just about to
+            return
         self._refuse(expired(self._title, absent, self._timeout_s))
-
-    def _wait(
-        self, done: Callable[[], bool], timeout_s: float, pause: Callable[[float], None] = lambda seconds: time.sleep(seconds)
-    ) -> bool:
-        """Poll until `done` returns True, and return True; False when the time is over or all sessions are given up."""
-        begin = time.monotonic()
-        first, last = self._pauses_s
-        while not done():
-            waited = time.monotonic() - begin
-            if waited >= timeout_s or self._given_up_before != _given_up:
-                return False
-            pause(min(max(waited / 10, first), last, timeout_s - waited))
-        return True
 
     def _delete_all(self, store: KeyValueStore) -> None:
         """Delete every key of the session, once no rank uses them any more."""
@@ -575,7 +590,7 @@ def give_up_sessions() -> None:
     _given_up += 1
 
 
-def _passed(decision: bytes) -> str:
+def passed(decision: bytes) -> str:
     """Return the call that a decision lets pass, or "" if the decision is a refusal."""
-    name = decision.partition(_INLINE)[0]
+    name = decision.partition(INLINE)[0]
     return name.decode() if name in _PASSED else ""

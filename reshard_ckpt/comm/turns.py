@@ -52,16 +52,11 @@ class Meeting(NodeComm):
             if not is_last:
                 self._may_look()  # in half a second: mostly all are here by then
                 try:
-                    came, value = self._wait_for("verdict", self._timeout_s, lambda: self._miss_ended(look))
-                    if not came:
-                        self._stop_if_given_up()
-                        missing = self._missing()
-                        self._miss(missing, did_not_arrive(missing, self._timeout_s))
+                    verdict = self._wait_for("verdict", self._timeout_s, self._miss_late, lambda: self._miss_ended(look))
                 except BaseException as error:
                     with suppress(DistError):
                         self._store.compare_set("verdict", b"", refusal_of(error, self.rank).encode())
                     raise
-                verdict = self._store.get("verdict") if value is None else value
         if not verdict.isdigit():
             raise Refusal.decode(verdict).error()
         return int(verdict)
@@ -86,6 +81,11 @@ class Meeting(NodeComm):
             if ended := sorted(self._ended() & {*self._missing()}):
                 self._miss(ended, f"{name_ranks(ended)} ended before this began; their own logs say why")
         return False
+
+    def _miss_late(self) -> None:
+        self._stop_if_given_up()
+        missing = self._missing()
+        self._miss(missing, did_not_arrive(missing, self._timeout_s))
 
     def _miss(self, ranks: list[int], what: str) -> None:
         if ranks:  # else the last rank has come, and the verdict is there
