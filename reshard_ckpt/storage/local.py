@@ -150,8 +150,9 @@ class LocalStorage(Storage):
     def _sync_root(self) -> None:
         """Make the name of the root durable, once: another process may have made the root, and may have been killed since."""
         if not self._is_root_durable:
-            with Explained("sync", os.path.dirname(self._root)):
-                _sync_if_readable(os.path.dirname(self._root))
+            above = os.path.dirname(self._root)
+            with Explained("sync", above), suppress(PermissionError):  # a folder that this user cannot read is not ours
+                sync_folder(above)
             self._is_root_durable = True
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -392,14 +393,9 @@ def _make_root(path: str) -> None:
         _make_root(above)
         with suppress(FileExistsError):
             os.mkdir(path, _FOLDER_MODE)
-    # Also if it existed: its maker may have been killed before it synced.
-    _sync_if_readable(above)
-
-
-def _sync_if_readable(folder: str) -> None:
-    """Sync a folder above the root; one that this user cannot read is not ours."""
+    # Also if it existed: its maker may have been killed before it synced. A folder that this user cannot read is not ours.
     with suppress(PermissionError):
-        sync_folder(folder)
+        sync_folder(above)
 
 
 def _remove_temporaries(folder: int, name: str) -> None:

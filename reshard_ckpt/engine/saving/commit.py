@@ -214,7 +214,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         if gathered is not None:
             _undo(job, gathered, replaced, error)
         raise
-    size, seconds = receipts.num_bytes, recorder.now() - recorder.began
+    size, seconds = sum(file.stored_bytes for file in receipts.files), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
     return size
 
@@ -318,7 +318,7 @@ def publish(
     if sha256:  # before the catalog: a published catalog always has its manifest
         _keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("sync"):
-        storage.sync([manifest_key(folder) for folder in receipts.folders])  # any key in them: their names are synced, not files
+        storage.sync(f"{folder}/{CATALOG_KEY}" for folder in receipts.folders)  # any key in them: folders are synced, not files
     with recorder.step("publish"):
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
     again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgpack
@@ -193,10 +194,6 @@ class Receipts:
     part_rank: I64
 
     @property
-    def num_bytes(self) -> int:
-        return sum([file.stored_bytes for file in self.files])
-
-    @property
     def folders(self) -> list[str]:
         """The folders of the files, which are named by ids of saves; sorted."""
         return sorted({file.key.partition("/")[0] for file in self.files})
@@ -220,16 +217,6 @@ def _ext_hook(code: int, data: bytes) -> Any:
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-def _pack(fields_by_name: Mapping[str, Any]) -> bytes:
-    packed: bytes = msgpack.packb(fields_by_name, default=_default)
-    return packed
-
-
-def _unpack(data: bytes) -> dict[str, Any]:
-    message: dict[str, Any] = msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, strict_map_key=False)
-    return message
-
-
 def _wide(array: NDArray[Any]) -> I64:
     return array.astype(np.int64)
 
@@ -245,11 +232,12 @@ def _encode_tensors(tensors: TensorColumns) -> bytes:
     message = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
     message["placements"] = [[astuple(p) for p in placement] for placement in tensors.placements]
     message["mesh"] = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
-    return _pack(message)
+    packed: bytes = msgpack.packb(message, default=_default)
+    return packed
 
 
 def _decode_tensors(data: bytes) -> TensorColumns:
-    m = _unpack(data)
+    m = msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, strict_map_key=False)
     placements = tuple(tuple(AxisPlacement(*p) for p in placement) for placement in m["placements"])
     wide = {name: _wide(m[name]) for name in _WIDE}
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
@@ -374,7 +362,11 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 def encode_receipt(receipt: Receipt) -> bytes:
     """Encode a receipt."""
     parts = columns_of(receipt.parts) if receipt.parts is not None else [np.zeros(0, np.int64)] * 5
-    columns = [_narrow(column) for column in (receipt.file, receipt.offset, receipt.fingerprints, *parts)]
+    # Each column in the narrowest unsigned dtype that holds its numbers, which are not negative; little-endian
+    columns = [
+        column.astype(np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<"))
+        for column in (receipt.file, receipt.offset, receipt.fingerprints, *parts)
+    ]
     files = b"".join([msgpack.packb(astuple(file)) for file in receipt.files])
     head = np.zeros((), _RECEIPT_HEAD)
     head["num_files"], head["has_parts"] = len(receipt.files), receipt.parts is not None
@@ -389,19 +381,15 @@ def decode_receipts(messages: Sequence[bytes]) -> Receipts:
     heads = np.frombuffer(b"".join([data[: _RECEIPT_HEAD.itemsize] for data in messages]), _RECEIPT_HEAD)
     # counts[r, i], widths[r, i]: numbers in column i of rank r, and the bytes of each
     counts, widths = heads["counts"].astype(np.int64)[:, _COUNT_OF], heads["widths"].astype(np.int64)
-    # ends[r, i]: byte at which section i of rank r ends: its head, its files, its record, and its columns
+    # ends[i][r]: byte at which section i of rank r ends: its head, its files, its record, and its columns
     head = np.full((len(heads), 1), _RECEIPT_HEAD.itemsize)
-    ends = np.cumsum(np.hstack([head, heads["bytes"].astype(np.int64), counts * widths]), axis=1)
-
-    def section(i: int) -> list[bytes]:
-        begins, until = ends[:, i - 1].tolist(), ends[:, i].tolist()
-        return [data[begin:end] for data, begin, end in zip(messages, begins, until, strict=True)]
-
-    file, offset, fingerprints, *parts = (
-        _joined_numbers(section(3 + i) if counts[:, i].any() else [], counts[:, i], widths[:, i]) for i in range(len(_COUNT_OF))
+    ends = np.cumsum(np.hstack([head, heads["bytes"].astype(np.int64), counts * widths]), axis=1).T.tolist()
+    packed_files, records, *sections = (
+        [data[begin:end] for data, begin, end in zip(messages, begins, until, strict=True)] for begins, until in pairwise(ends)
     )
+    file, offset, fingerprints, *parts = map(_joined_numbers, sections, counts.T, widths.T)
     unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=0)
-    unpacker.feed(b"".join(section(1)))
+    unpacker.feed(b"".join(packed_files))
     files = tuple(
         WrittenFile(key, size, digest, sha256, digests_sha256, packed and tuple(PackedRows(*rows) for rows in packed))
         for key, size, digest, sha256, digests_sha256, packed in unpacker
@@ -422,16 +410,10 @@ def decode_receipts(messages: Sequence[bytes]) -> Receipts:
         file=_wide(file) + np.repeat(first, counts[:, 0]),
         offset=_wide(offset),
         fingerprints=fingerprints,
-        records=section(2),
+        records=records,
         parts=stored,
         part_rank=part_rank,
     )
-
-
-def _narrow(column: NDArray[Any]) -> NDArray[Any]:
-    """Return a column of numbers that are not negative in the narrowest unsigned dtype, little-endian."""
-    narrowest = np.min_scalar_type(int(column.max(initial=0)))
-    return column.astype(narrowest.newbyteorder("<"))
 
 
 def _joined_numbers(parts: Sequence[bytes], counts: I64, widths: I64) -> NDArray[np.uint64]:
