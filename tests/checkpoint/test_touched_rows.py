@@ -554,7 +554,7 @@ class Layouts:
 
 
 def saves_of_all_layouts(
-    root: str, policy: str, fraction: float | None, bits: int | None = None, clears: bool = True
+    root: str, policy: str, fraction: float | None = None, bits: int | None = None, clears: bool = True
 ) -> list[int]:
     """Save after a few steps, again and again: with rows, and whole for comparison; return the bytes that this rank wrote."""
     job, written = Layouts(policy, fraction, bits), []
@@ -568,56 +568,76 @@ def saves_of_all_layouts(
     return written
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_every_layout_holds_what_a_whole_save_holds(tmp_path: Path, clears: bool):
+Runs = tuple[Path, list[dict[str, list[int]]]]
+FRACTION = 0.05
+RUNS: dict[str, tuple[Any, ...]] = {
+    "cleared": ("touched",),
+    "not cleared": ("touched", None, None, False),
+    "narrow": ("touched", None, 4),
+    **{policy: (policy, FRACTION) for policy in LOSSY},
+}
+"""By name: the arguments of `saves_of_all_layouts`."""
+
+
+def all_runs(root: str) -> dict[str, list[int]]:
+    return {name: saves_of_all_layouts(f"{root}/{name}", *arguments) for name, arguments in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """One job of four ranks that makes all runs; return the folder of their folders, and for each rank what it wrote."""
+    root = tmp_path_factory.mktemp("layouts")
+    return root, run_ranks(all_runs, 4, str(root))
+
+
+@pytest.mark.parametrize("run", ["cleared", "not cleared"])
+def test_every_layout_holds_what_a_whole_save_holds(runs: Runs, run: str):
     """Also if the gradients of earlier steps move rows again."""
-    written = run_ranks(saves_of_all_layouts, 4, str(tmp_path), "touched", None, None, clears)
+    root, written = runs[0] / run, [of_rank[run] for of_rank in runs[1]]
     for n in range(5):
-        found, whole = checkpoint.read(tmp_path / str(n)), checkpoint.read(tmp_path / f"{n}-whole")
+        found, whole = checkpoint.read(root / str(n)), checkpoint.read(root / f"{n}-whole")
         assert found.keys() == whole.keys()
         for name, value in whole.items():
             assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, (n, name)
-        assert checkpoint.verify(tmp_path / str(n)).ok
+        assert checkpoint.verify(root / str(n)).ok
         if n:
-            assert {file.checkpoint for file in checkpoint.catalog(tmp_path / str(n)).files} >= {"", "../0"}
+            assert {file.checkpoint for file in checkpoint.catalog(root / str(n)).files} >= {"", "../0"}
     assert all(rank[n] < rank[0] + 4096 for rank in written for n in range(1, 5))
 
 
-def test_every_layout_holds_rows_within_half_a_step(tmp_path: Path):
-    run_ranks(saves_of_all_layouts, 4, str(tmp_path), "touched", None, 4)
-    narrow = set()
+def test_every_layout_holds_rows_within_half_a_step(runs: Runs):
+    root, narrow = runs[0] / "narrow", set()
     for n in range(5):
-        found, whole = checkpoint.read(tmp_path / str(n)), checkpoint.read(tmp_path / f"{n}-whole")
+        found, whole = checkpoint.read(root / str(n)), checkpoint.read(root / f"{n}-whole")
         for name, value in whole.items():
-            if name in checkpoint.catalog(tmp_path / str(n)).lossy:
+            if name in checkpoint.catalog(root / str(n)).lossy:
                 step = (value.amax(1) - value.amin(1)) / 15
                 assert ((found[name] - value).abs() <= 0.501 * step[:, None] + 1e-6 * value.abs()).all(), (n, name)
                 narrow |= set() if torch.equal(found[name], value) else {name}
             else:
                 assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, (n, name)
-        assert checkpoint.verify(tmp_path / str(n)).ok
+        assert checkpoint.verify(root / str(n)).ok
     # Half rows of 2 elements, in the table that columns divide, would not become shorter.
     tables = {"own" if name == "own" else f"model.{name}.table.weight" for name in SHAPES}
     assert narrow == tables - {"model.columns.table.weight"}
 
 
 @pytest.mark.parametrize("policy", LOSSY)
-def test_all_ranks_choose_the_same_rows(tmp_path: Path, policy: str):
-    fraction = 0.05
-    run_ranks(saves_of_all_layouts, 4, str(tmp_path), policy, fraction)
-    before = checkpoint.read(tmp_path / "0")
+def test_all_ranks_choose_the_same_rows(runs: Runs, policy: str):
+    root = runs[0] / policy
+    before = checkpoint.read(root / "0")
     for n in range(1, 5):
-        found, whole = checkpoint.read(tmp_path / str(n)), checkpoint.read(tmp_path / f"{n}-whole")
+        found, whole = checkpoint.read(root / str(n)), checkpoint.read(root / f"{n}-whole")
         for name, (num, _) in SHAPES.items():
             key = "own" if name == "own" else f"model.{name}.table.weight"
             kept, new = ((found[key] == held[key]).all(1) for held in (before, whole))
             assert (kept | new).all(), (n, name)  # a row that columns divide is of one save
-            assert 0 < int((~kept).sum()) <= math.ceil(fraction * num), (n, name)
+            assert 0 < int((~kept).sum()) <= math.ceil(FRACTION * num), (n, name)
             if name != "own":
                 (state,) = (key for key in whole if key.endswith(f"{name}.table.weight.sum"))
                 assert torch.equal(found[state], torch.where(kept[:, None], before[state], whole[state])), (n, name)
         tensors = {key for key in whole if key.endswith((".weight", ".sum", "own"))}
-        assert checkpoint.catalog(tmp_path / str(n)).lossy.keys() == tensors
+        assert checkpoint.catalog(root / str(n)).lossy.keys() == tensors
         before = found
 
 
