@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import warm_python
 
 BUDGETS = {
     "save": {"functions": 442, "frames": 760, "files": 50},
@@ -19,7 +20,7 @@ frames in 50 files for a save, and 400 in 45 for a load."""
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_story_stays_within_its_budget(name: str) -> None:
-    command = [sys.executable, "-m", "tests.stories", name]
+    command = [warm_python(), "-m", "tests.stories", name]
     told = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True, timeout=120).stdout
     counted = json.loads(told)
     over = {key: (counted[key], most) for key, most in BUDGETS[name].items() if counted[key] > most}

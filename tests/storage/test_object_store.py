@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.storage.contract import StorageContract, put
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.object_servers import make_bucket, moto_server, set_endpoint
+from tests.warm_python import warm_python
 
 
 @pytest.fixture(scope="module")
@@ -218,16 +221,15 @@ def test_a_lease_that_is_renewed_is_held(storage: Storage, monkeypatch: pytest.M
 
 
 def test_a_lease_of_a_killed_process_of_this_machine_is_taken_at_once(storage: Storage):
-    context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_take_and_die, args=(storage.url,))
-    child.start()
-    child.join()
+    program = (
+        "import os, signal, sys; from reshard_ckpt.storage import open_storage;"
+        "lease = open_storage(sys.argv[1]).lease('run.lock', b'job 1', ttl_s=3600);"
+        "os.kill(os.getpid(), signal.SIGKILL if lease else signal.SIGTERM)"
+    )
+    job = subprocess.run([warm_python(), "-c", program, storage.url], check=False)
+    assert job.returncode == -signal.SIGKILL
     with storage.lease("run.lock", b"job 2") as lease:
         assert lease is not None
-
-
-def _take_and_die(url: str) -> None:
-    open_storage(url).lease("run.lock", b"job 1", ttl_s=3600)
 
 
 def test_a_lost_lease_is_a_named_error(storage: Storage):

@@ -165,7 +165,7 @@ def test_rows_that_lie_in_several_files_in_turn_come_to_their_places(
     owner[1000:2000] = 0
     ranks = []
     for rank in range(3):
-        mine = [n for n in range(rows) if owner[n] == rank]
+        mine = (owner == rank).nonzero().flatten().tolist()
         begins = [k for k, n in enumerate(mine) if k == 0 or mine[k - 1] != n - 1]
         pieces = [Box((mine[k], 0), (end - k, width)).piece(k * width) for k, end in pairwise([*begins, len(mine)])]
         ranks.append([(TensorSpec("t", dtypes[0], case.shape, tuple(pieces)), case.whole[owner == rank].contiguous())])
