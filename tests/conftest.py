@@ -46,6 +46,12 @@ if PROFILE == "fixed" and hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: _NO_CONSTANTS
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are processors: a worker waits a third of its time, for processes and for time limits."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 def pytest_configure() -> None:
     """Take away the variables that some services set, so that commands draw for a terminal where there is none."""
     for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
