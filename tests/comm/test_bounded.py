@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -178,3 +179,26 @@ def test_a_forked_child_takes_none_of_its_parents_threads():
     if not child:
         os._exit(0 if bounded(lambda: 2, 600, "it did not come") == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_wait_that_asks_again_and_again_asks_less_and_less_often():
+    asked: list[float] = []
+    with mock.patch.object(bounded_module, "time") as clock:
+        clock.monotonic.side_effect = lambda: now[0]
+        clock.sleep.side_effect = lambda seconds: now.__setitem__(0, now[0] + seconds)
+        now = [0.0]
+
+        def done() -> bool:
+            asked.append(now[0])
+            return now[0] >= 9
+
+        polled = bounded_module.Polled(done, first_s=0.1, last_s=2.0, outcome=lambda: b"there")
+        assert not polled.ends(0.05)
+        assert not polled.ends(0.04)  # not asked again: a tenth of a second is not over
+        assert asked == [0.0]
+        assert not polled.ends(5)
+        assert polled.ends(60)
+        assert polled.outcome() == b"there"
+    assert asked[:3] == pytest.approx([0.0, 0.1, 0.2])
+    assert len(asked) < 40
+    assert max(later - sooner for sooner, later in pairwise(asked)) <= 2.0

@@ -343,6 +343,25 @@ def test_only_the_leader_of_a_machine_speaks_with_rank_0s_store():
     assert {name: number for name, number in Counter(calls[1]).items() if name != "set"} == of_leader
 
 
+def test_the_ranks_of_a_machine_get_their_parts_of_a_scatter_in_one_payload(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(payloads, "_SAVED_AT_ONCE", 1)
+    server = Server("tcp")
+    nodes = joined(server, [(0,), (1, 2, 3), (4,)])
+    calls: list[list[str]] = [[] for _ in nodes]
+
+    def body(comm: StoreComm) -> bytes:
+        comm.gather(b"")
+        calls[comm.rank].clear()
+        return comm.scatter([b"part %d" % rank for rank in range(5)] if comm.rank == 0 else None)
+
+    outcomes = run_session(server, 5, body, nodes=nodes, wrap=lambda store, rank: Noting(store, calls[rank], threading.Event()))
+    assert outcomes == [b"part %d" % rank for rank in range(5)]
+    assert calls[2] == calls[3] == []
+    assert Counter(calls[0])["multi_set"] == 2
+    assert [Counter(calls[rank])["delete_key"] for rank in (1, 4)] == [1, 1]
+    assert server.num_keys() == 0
+
+
 @pytest.mark.parametrize("absent", [1, 3], ids=["leader", "another"])
 def test_only_the_absent_rank_of_a_machine_is_named(monkeypatch: pytest.MonkeyPatch, absent: int):
     monkeypatch.setattr(node_module, "_MEETING_S", 0.0)
