@@ -215,8 +215,6 @@ def write_share(
         written = [write(number, shared) for number in mine]
     files = tuple(part for parts, _ in written for part in parts if isinstance(part, WrittenFile))
     sections = tuple(part for parts, _ in written for part in parts if isinstance(part, Section))
-    if files:
-        target.sync(keys_of(files))
     if comm.rank:
         tally.finish()
     return ProcessReport(files, sections, sum(num_read for _, num_read in written), kept), tally
@@ -384,8 +382,6 @@ def commit(
             sections.setdefault(section.key, []).append(section)
         sizes = {layout.key: layout.num_bytes for of_rank in layouts for layout in of_rank}
         joined = [_joined(target, key, sizes[key], of_file, read_back) for key, of_file in sections.items()]
-        if joined:
-            target.sync(keys_of(joined))
         files |= {file.key: file for file in joined}
         none = np.zeros(0, np.uint64)
         receipts = [receipt_of(of_rank, [files[layout.key] for layout in of_rank], none) for of_rank in layouts]
