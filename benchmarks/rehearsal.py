@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +42,8 @@ from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
 from reshard_ckpt.comm.wire import decode_frames
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import TensorSpec
-from reshard_ckpt.core.planning.read_plan import plan_reads
+from reshard_ckpt.core.planning.load_plan import LoadPlan
+from reshard_ckpt.core.planning.read_plan import ReadPlan, plan_reads
 from reshard_ckpt.core.planning.shared_reads import Wants, share
 from reshard_ckpt.engine.common.progress import merged
 from reshard_ckpt.engine.common.rounds import pack_table
@@ -274,13 +276,24 @@ def save(job: Job0, ranks: Ranks, cache: PlanCache, name: str) -> Catalog:
     return catalog
 
 
-def wants_of_rank(catalog: Catalog, specs: Sequence[TensorSpec]) -> Wants:
-    """Return what a rank reads that wants these tensors."""
-    block_bytes, sizes = np.full(len(catalog.files), BLOCK_BYTES), np.array([file.size for file in catalog.files], np.int64)
+def plan_of_rank(catalog: Catalog, specs: Sequence[TensorSpec]) -> LoadPlan:
+    """Plan the load of a rank that wants these tensors."""
     wanted = [(spec, torch.empty(0)) for spec in specs]
     resolved = resolve(catalog, wanted, LoadOptions(read_once=True), window_bytes=WINDOW_BYTES)
     assert not any(resolved.problems.values()), resolved.problems
-    return wants_of(plan_reads(resolved.plan, block_bytes, sizes, np.ones(len(specs), bool)), resolved.plan)
+    return resolved.plan
+
+
+def reads_of_plan(catalog: Catalog, plan: LoadPlan) -> ReadPlan:
+    """Plan the requests for all items of a plan, in whole blocks."""
+    block_bytes, sizes = np.full(len(catalog.files), BLOCK_BYTES), np.array([file.size for file in catalog.files], np.int64)
+    return plan_reads(plan, block_bytes, sizes, np.ones(int(plan.dest.max(initial=-1)) + 1, bool))
+
+
+def wants_of_rank(catalog: Catalog, specs: Sequence[TensorSpec]) -> Wants:
+    """Return what a rank reads that wants these tensors."""
+    plan = plan_of_rank(catalog, specs)
+    return wants_of(reads_of_plan(catalog, plan), plan)
 
 
 def files_of_ranks(catalog: Catalog, layout: Job) -> list[bytes]:
@@ -335,28 +348,28 @@ def load(job: Job0, catalog: Catalog, data: bytes, votes: list[bytes], files: li
 def reads_of_replicas(catalog: Catalog, layout: Job) -> dict[str, float]:
     """Return what one replica group, in the middle of the pipeline, reads with ``read_once`` and without."""
     began, first = time.process_time(), layout.pp // 2 * layout.dp * layout.tp
-    wants = [wants_of_rank(catalog, layout.specs(first + dp * layout.tp)) for dp in range(layout.dp)]
+    plans = [plan_of_rank(catalog, layout.specs(first + dp * layout.tp)) for dp in range(layout.dp)]
+    reads = [reads_of_plan(catalog, plan) for plan in plans]
+    wants = [wants_of(*pair) for pair in zip(reads, plans, strict=True)]
     plan_s, began = time.process_time() - began, time.process_time()
-    schedule = share(wants, ROUND_BYTES)
-    shared = {(window.file, window.window) for window in schedule.windows}
-    extents = [extent for window in schedule.windows for extent in window.extents]
-    sizes = [high - low for low, high in (*extents, *(extent for want in wants for extent in alone_of(want, shared)))]
+    messages = share(wants, ROUND_BYTES)
+    schedule_s = time.process_time() - began
+    # Owners together read the extents of all items of the group: plan them as one load.
+    names = [field.name for field in fields(LoadPlan)]
+    together = LoadPlan(*(np.concatenate([getattr(plan, name) for plan in plans]) for name in names))
+    once = reads_of_plan(catalog, together)
     saved = sum(catalog.files[first + dp * layout.tp].size for dp in range(layout.dp))
     groups = layout.pp * layout.tp
     return {
-        "read_over_saved": sum(sizes) / saved,
-        "requests": len(sizes) * groups,
-        "request_mean_bytes": sum(sizes) / len(sizes),
-        "read_over_saved_by_each_rank": sum(int((want.high - want.low).sum()) for want in wants) / saved,
-        "requests_by_each_rank": sum(len(want.low) for want in wants) * groups,
+        "read_over_saved": once.num_bytes / saved,
+        "requests": len(once.low) * groups,
+        "request_mean_bytes": once.num_bytes / len(once.low),
+        "rounds": messages.num_rounds,
+        "read_over_saved_by_each_rank": sum(each.num_bytes for each in reads) / saved,
+        "requests_by_each_rank": sum(len(each.low) for each in reads) * groups,
         "plan_s_of_a_rank": plan_s / layout.dp,
-        "schedule_s_of_a_rank": time.process_time() - began,
+        "schedule_s_of_a_rank": schedule_s,
     }
-
-
-def alone_of(want: Wants, shared: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    rows = zip(want.file.tolist(), want.window.tolist(), want.low.tolist(), want.high.tolist(), strict=True)
-    return ((low, high) for file, window, low, high in rows if (file, window) not in shared)
 
 
 def replayed_s(trace: Sequence[tuple[str, tuple[Any, ...]]]) -> float:

@@ -32,7 +32,7 @@ from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, Traffic, named_
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
 from ..engine.resharding.delta import DeltaMover
-from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
+from ..engine.resharding.live import LiveMover, Moves, WantedRows, memory_rows, plan_moves
 from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, find_overlaps, open_live
 from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
@@ -156,7 +156,7 @@ class Job:
         )
         self.spares = self._make_spares(opened)
         into = self.spares.instead_of(opened.wanted)
-        kinds = (DeltaMover if self._options.delta else Mover, Mover)
+        kinds = (DeltaMover if self._options.delta else LiveMover, LiveMover)
         self.movers = [kind(self._moves, device, comm.rank, comm.size, opened.held, into) for device, kind in enumerate(kinds)]
         # Making a group is collective; all ranks agree here because they know the same number of rounds.
         devices = (HOST, self._device(opened))
@@ -286,7 +286,7 @@ class Job:
             self.spares = self._make_spares(opened)
             into = self.spares.instead_of(opened.wanted)
             for mover in self.movers:
-                mover.bind(opened.held, into)
+                mover.bind_states(opened.held, into)
             self._addresses = _addresses(opened)
         else:
             # Not for its result: it copies the present elements into spare memory that is filled only in part.

@@ -19,8 +19,8 @@ from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.checkpoint import live_job
 from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.core.catalog.specs import Replication
+from reshard_ckpt.engine.common.mover import Mover
 from reshard_ckpt.engine.common.rounds import Buffers
-from reshard_ckpt.engine.resharding.live import Mover
 from reshard_ckpt.state import capture
 from tests.deadlines import over_when
 from tests.distributed.cases import Case

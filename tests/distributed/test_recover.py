@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import loading
-from reshard_ckpt.engine.resharding.live import Mover
+from reshard_ckpt.engine.common.mover import Mover
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.distributed.cases import Case

@@ -1,7 +1,7 @@
-"""Shared reads: the rank that reads each window for all others, so that bytes that several ranks want are read and verified once.
+"""Shared reads: the rank that reads each window for all others, so that bytes which several ranks want are read only once.
 
-1. The unit is a window of a file. If several ranks want bytes of it, one of them reads the bytes that any of them wants: the one
-   that has the least to read so far.
+1. The unit is a window of a file. If several ranks want bytes of it, one of them is its owner, and reads the bytes that any of
+   them wants: the rank that has the least to read so far.
 2. Each other rank gets its bytes of the window in one message, which contains only the bytes that its tensors take. Messages
    travel in *rounds*. In a round no rank sends or receives more than a given number of bytes (or one message, if that alone is
    more), so memory is bounded.
@@ -13,75 +13,46 @@ Every rank computes the same schedule from the wants of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
+from ..geometry.columns import ColumnTable, concatenated, is_new, lex_order
 from ..geometry.runs import I64
-
-Extents = tuple[tuple[int, int], ...]
-"""Byte ranges ``(low, high)`` of a file, in order, disjoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """The byte ranges ``[low, high)`` that one rank wants, each within one window of one file; sorted by file, window and `low`.
+class Wants(ColumnTable):
+    """The windows that one rank wants, wholly or in part, sorted by file and window.
 
-    ``size`` is the number of bytes of the window that go into the rank's tensors: it stands at the first range of the window, and
-    0 at the others.
+    ``read`` are the bytes of the window that this rank would read, ``taken`` those of them that go into its tensors.
     """
 
     file: I64
     window: I64
-    low: I64
-    high: I64
+    read: I64
+    taken: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Messages(ColumnTable):
+    """The bytes of windows that owners send, in the order of the windows: the round, both ranks, and the number of bytes."""
+
+    file: I64
+    window: I64
+    owner: I64
+    taker: I64
+    round: I64
     size: I64
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """The bytes of a window that its reader sends to another rank: the round, the receiver, and the number of bytes."""
-
-    round: int
-    dest: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedWindow:
-    """A window that its `owner` reads for itself and for others: the byte ranges it reads, and a message for each other rank."""
-
-    file: int
-    window: int
-    owner: int
-    extents: Extents
-    messages: tuple[Message, ...]
-
     @property
-    def first_round(self) -> int:
-        """The first round in which the owner sends bytes of this window."""
-        return self.messages[0].round
+    def num_rounds(self) -> int:
+        """The number of rounds in which all of these messages travel."""
+        return int(self.round.max(initial=-1)) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """All windows that are shared, in order, and the number of rounds of their messages."""
-
-    windows: tuple[SharedWindow, ...]
-    num_rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The byte ranges of one window that one rank wants, and the number of their bytes that its tensors take."""
-
-    extents: Extents
-    size: int
-
-
-def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
+def share(wants: Sequence[Wants], round_bytes: int) -> Messages:
     """Divide the reading of windows that several ranks want.
 
     Parameters
@@ -91,26 +62,26 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
     round_bytes
         The most bytes that a rank sends, or receives, in one round.
     """
-    # load: the bytes that each rank reads. Windows that one rank alone wants count first.
-    load = [0] * len(wants)
-    shared: list[tuple[int, int, dict[int, _Wanted]]] = []
-    for file, window, wanted in _by_window(wants):
-        if len(wanted) == 1:
-            load[next(iter(wanted))] += sum(_size(one.extents) for one in wanted.values())
-        else:
-            shared.append((file, window, wanted))
+    # One row for each window and rank that wants it, by window and then by rank; begins: the first row of each window.
+    table = concatenated(wants)
+    rank = np.repeat(np.arange(len(wants)), [len(of_rank.file) for of_rank in wants])
+    order = lex_order(table.file, table.window, rank) if len(rank) else rank
+    table, rank = table.take(order), rank[order]
+    begins = np.flatnonzero(is_new(table.file, table.window))
+    count = np.diff(np.append(begins, len(rank)))
+    # loads: the bytes that each rank reads. Windows that one rank alone wants count first.
+    alone = np.repeat(count == 1, count)
+    loads = np.bincount(rank[alone], weights=table.read[alone], minlength=len(wants)).tolist()
     rounds = _Rounds(len(wants), round_bytes)
-    windows = []
-    for file, window, wanted in shared:
-        owner = min(wanted, key=lambda rank: (load[rank], rank))
-        extents = union(extent for one in wanted.values() for extent in one.extents)
-        load[owner] += _size(extents)
-        # The owner reads all ranges, and sends each other rank its bytes in the first round with room.
-        messages = tuple(
-            Message(rounds.next(owner, dest, one.size), dest, one.size) for dest, one in wanted.items() if dest != owner
-        )
-        windows.append(SharedWindow(file, window, owner, extents, messages))
-    return Schedule(tuple(windows), rounds.count)
+    ranks, reads, sizes = rank.tolist(), table.read.tolist(), table.taken.tolist()
+    found: list[tuple[int, int, int]] = []  # of each message: its row, the owner, the round
+    for low, num in zip(begins[count > 1].tolist(), count[count > 1].tolist(), strict=True):
+        rows = range(low, low + num)
+        owner = min((ranks[row] for row in rows), key=lambda one: (loads[one], one))
+        loads[owner] += max(reads[row] for row in rows)
+        found += [(row, owner, rounds.next(owner, ranks[row], sizes[row])) for row in rows if ranks[row] != owner]
+    row, owners, numbers = np.array(found, np.int64).reshape(-1, 3).T
+    return Messages(table.file[row], table.window[row], owners, rank[row], numbers, table.taken[row])
 
 
 class _Rounds:
@@ -120,7 +91,6 @@ class _Rounds:
         self._limit = round_bytes
         self._now = [0] * num_ranks
         self._sent, self._received = [0] * num_ranks, [0] * num_ranks
-        self.count = 0
 
     def next(self, source: int, dest: int, size: int) -> int:
         """Return the first round that has room for a message, and that is not before the current one of either rank."""
@@ -134,40 +104,4 @@ class _Rounds:
                 self._now[rank], self._sent[rank], self._received[rank] = number, 0, 0
         self._sent[source] += size
         self._received[dest] += size
-        self.count = max(self.count, number + 1)
         return number
-
-
-def _by_window(wants: Sequence[Wants]) -> Iterator[tuple[int, int, dict[int, _Wanted]]]:
-    """Yield each wanted window, in order, with the byte ranges of each rank."""
-    rank = np.repeat(np.arange(len(wants)), [len(w.file) for w in wants])
-    file, window, low, high, size = (
-        np.concatenate([getattr(w, name) for w in wants]).astype(np.int64) for name in ("file", "window", "low", "high", "size")
-    )
-    order = np.lexsort((low, rank, window, file))
-    rows = zip(*(column[order].tolist() for column in (file, window, rank, low, high, size)), strict=True)
-    for key, of_window in groupby(rows, key=lambda row: row[:2]):
-        wanted: dict[int, _Wanted] = {}
-        for one, of_rank in groupby(of_window, key=lambda row: row[2]):
-            extents = list(of_rank)
-            wanted[one] = _Wanted(tuple((row[3], row[4]) for row in extents), sum(row[5] for row in extents))
-        yield *key, wanted
-
-
-def union(extents: Iterable[tuple[int, int]]) -> Extents:
-    """Merge byte ranges that overlap or touch.
-
-    >>> union(iter([(4, 6), (0, 2), (2, 3), (5, 9)]))
-    ((0, 3), (4, 9))
-    """
-    out: list[list[int]] = []
-    for low, high in sorted(extents):
-        if out and low <= out[-1][1]:
-            out[-1][1] = max(out[-1][1], high)
-        else:
-            out.append([low, high])
-    return tuple((low, high) for low, high in out)
-
-
-def _size(extents: Extents) -> int:
-    return sum(high - low for low, high in extents)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from itertools import accumulate
 from typing import Protocol
 
@@ -24,6 +25,7 @@ import torch
 from ...comm import Exchange
 from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import SharedMemory, share
+from ...core.geometry.columns import ColumnTable, Table, columns_of
 from ...core.geometry.runs import I64
 from ...core.report import few
 from ...errors import CheckpointError, PeerError
@@ -308,6 +310,17 @@ def unpack_table(data: bytes) -> I64:
     width = int.from_bytes(data[:4], "little")
     table: I64 = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T.cumsum(axis=0)
     return table
+
+
+def pack_columns(table: ColumnTable) -> bytes:
+    """Pack the columns of a table, side by side, as `pack_table` does."""
+    return pack_table(np.column_stack(columns_of(table)))
+
+
+def unpack_columns(kind: type[Table], data: bytes) -> Table:
+    """Unpack a table whose last two columns have one entry for each dim: of boxes, as many dims as there are."""
+    table, num = unpack_table(data), len(fields(kind)) - 2
+    return kind(*table[:, :num].T, *np.split(table[:, num:], 2, axis=1))
 
 
 def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:

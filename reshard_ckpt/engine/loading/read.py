@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, row_major_strides
+from ...core.catalog.specs import Ints
 from ...core.geometry.columns import is_new
 from ...core.geometry.runs import I64, ranges
 from ...core.planning.load_plan import LoadPlan
@@ -68,23 +68,6 @@ class ReadTarget(NamedTuple):
     def may_land(self) -> bool:
         """Whether file bytes may be read straight into its memory."""
         return self.tensor.device.type == "cpu" and self.tensor.dtype == self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class CopyItems:
-    """Columns of the plan's items that are copied from a buffer, as lists: taking single elements of numpy arrays is slow.
-
-    `src` is the first byte in the file, `src_strides` are bytes; `dst` is the first element in target `dest`, `dst_strides` are
-    elements.
-    """
-
-    src: list[int]
-    lengths: list[tuple[int, ...]]
-    src_strides: list[tuple[int, ...]]
-    item_bytes: list[int]
-    dest: list[int]
-    dst: list[int]
-    dst_strides: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +120,6 @@ def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
     return plan_reads(task.plan, block_bytes, sizes, may_land, group)
 
 
-def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
-    """Return the columns of some items of a plan as lists; `items` are their indices."""
-
-    flat = (plan.src[items], plan.item_bytes[items], plan.dest[items], plan.dst[items])
-    src, item_bytes, dest, dst = map(np.ndarray.tolist, flat)
-    lengths = list(map(tuple, plan.lengths[items].tolist()))
-    src_strides = list(map(tuple, plan.src_strides[items].tolist()))
-    dst_strides = list(map(tuple, plan.dst_strides[items].tolist()))
-    return CopyItems(src, lengths, src_strides, item_bytes, dest, dst, dst_strides)
-
-
 def num_threads(tasks: int, hints: Hints = DISK) -> int:
     """Return how many threads read `tasks` windows.
 
@@ -161,7 +133,7 @@ def num_threads(tasks: int, hints: Hints = DISK) -> int:
 
 
 def in_threads(
-    task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None, hints: Hints = DISK
+    task: Callable[[int], object], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None, hints: Hints = DISK
 ) -> None:
     """Call `task` with each number, in several threads; calls begin in order. After an error no more begin, and it is raised.
 
@@ -307,7 +279,7 @@ class Reader:
                 ask_for_large_pages(tensor)
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
         streamed = [targets[i].tensor for i in used if has_streams(targets[i].tensor.device)]
-        self._devices = DeviceTargets(streamed) if streamed else None
+        self.devices = DeviceTargets(streamed) if streamed else None
         self._file = reads.file.tolist()
         # _origin[w]: byte of the file that is byte 0 of the buffer of window w
         self._origin = reads.low[reads.extent_start[:-1]] if reads.num_windows else reads.low
@@ -378,28 +350,30 @@ class Reader:
 
     def _add_items(self) -> None:
         """Add the items that are copied, cast, or go to devices, one by one."""
-        items, start = item_lists(self.task.plan, self._reads.items), self._reads.item_start.tolist()
-        for window, origin in enumerate(self._origin.tolist()):
-            for i in range(start[window], start[window + 1]):
-                job = self._job(items, i, items.src[i] - origin, items.src_strides[i])
-                (self._parts if isinstance(job, DevicePart) else self._fills)[window].append(job)  # type: ignore[arg-type]
-
-    def _job(self, items: CopyItems, i: int, offset: int, strides: Ints) -> _Copy | _Cast | DevicePart:
-        """Return what puts an item into its target; it lies at byte `offset` of a buffer, with strides in bytes."""
-        dest, lengths, each = items.dest[i], items.lengths[i], items.item_bytes[i]
-        target, base, dst_strides = self.task.targets[dest], items.dst[i], items.dst_strides[i]
-        if dest in self._memories:
-            memory, first = self._memories[dest]
-            in_bytes = tuple(stride * each for stride in dst_strides)
-            return _Copy(np.ndarray(lengths, RAW[each], memory, first + base * each, in_bytes), lengths, offset, strides)
-        if self._devices and self._devices.has(target.tensor):
-            return DevicePart(target.tensor, base, dst_strides, target.dtype, offset, lengths, strides)
-        return _Cast(region(target.tensor, base, lengths, dst_strides), target.dtype, lengths, offset, strides)
+        plan, items = self.task.plan, self._reads.items
+        window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.item_start))
+        # Columns as lists: taking single elements of numpy arrays is slow. offset: first byte of each item in its window's buffer
+        offset = plan.src[items] - self._origin[window]
+        flat = [column.tolist() for column in (window, plan.dest[items], plan.item_bytes[items], offset, plan.dst[items])]
+        wide = [map(tuple, column[items].tolist()) for column in (plan.lengths, plan.src_strides, plan.dst_strides)]
+        for w, dest, each, at, base, lengths, strides, dst_strides in zip(*flat, *wide, strict=True):
+            target = self.task.targets[dest]
+            if dest in self._memories:
+                memory, first = self._memories[dest]
+                in_bytes = tuple(stride * each for stride in dst_strides)
+                place: Elements = np.ndarray(lengths, RAW[each], memory, first + base * each, in_bytes)
+                self._fills[w].append(_Copy(place, lengths, at, strides))
+            elif self.devices and self.devices.has(target.tensor):
+                self._parts[w].append(DevicePart(target.tensor, base, dst_strides, target.dtype, at, lengths, strides))
+            else:
+                self._fills[w].append(
+                    _Cast(region(target.tensor, base, lengths, dst_strides), target.dtype, lengths, at, strides)
+                )
 
     def finish(self) -> None:
         """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
-        if self._devices:
-            self._devices.finish()
+        if self.devices:
+            self.devices.finish()
         count_up(self.task.targets[dest].tensor for dest in self._memories)
 
     def read_window(self, window: int) -> None:
@@ -417,7 +391,7 @@ class Reader:
         extents = self._extents[window]
         on_devices = self._parts[window]
         size = extents[-1].high - extents[0].low
-        buffer = self._devices.buffer(size) if self._devices and on_devices else self._buffer(size)
+        buffer = self.devices.buffer(size) if self.devices and on_devices else self._buffer(size)
         # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
         size_read = 0
@@ -431,8 +405,8 @@ class Reader:
         self._copied.append(window)
         for job in self._fills[window]:
             job.fill(buffer)
-        if self._devices and on_devices:
-            self._devices.place(on_devices)
+        if self.devices and on_devices:
+            self.devices.place(on_devices)
         self._tally.add(size_read)
 
     def _buffer(self, size: int) -> memoryview:
@@ -441,31 +415,6 @@ class Reader:
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
         return buffer
-
-    def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
-        """Put the items of a window that another rank has read into their targets.
-
-        Parameters
-        ----------
-        window
-            Number of the window on this rank.
-        data
-            Bytes that the other rank sent: item i in row-major order, from byte ``at[i]`` on. They need no verification.
-        """
-        strides = [
-            tuple(n * each for n in row_major_strides(shape)) for shape, each in zip(items.lengths, items.item_bytes, strict=True)
-        ]
-        jobs = [self._job(items, i, offset, strides[i]) for i, offset in enumerate(at)]
-        parts = [job for job in jobs if isinstance(job, DevicePart)]
-        if self._devices and parts:
-            # Copy the message into a pinned buffer: that is kept while a device copies from it, the message's memory is not.
-            end = max(part.end for part in parts)
-            self._devices.buffer(end)[:end] = data[:end]
-            self._devices.place(parts)
-        for job in jobs:
-            if not isinstance(job, DevicePart):
-                job.fill(data)
-        self._tally.add(sum(extent.high - extent.low for extent in self._extents[window]))
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
         """Compare the blocks of an extent with their digests; do nothing if the file has none.

@@ -4,13 +4,13 @@
    replica group. Files with next to nothing that a rank needs do not join it to a group. So tensor-parallel ranks, which share
    norms, stay apart, and each group reads the norms. Rank 0 finds the groups from the files that join each rank. Everything after
    that stays within a group, over a process group of its own, so lists and messages do not grow with the job.
-2. The ranks of a group exchange lists of the extents that they need, and each computes the same schedule
+2. The ranks of a group exchange lists of the windows that they need, and each computes the same schedule
    (`core.planning.shared_reads`). Ranks that need the same send one list.
 3. A rank reads the windows that it alone needs itself, as in any load.
-4. A window that several ranks need has an owner among them, which reads and verifies it. Each other rank asks the owner for
-   *boxes* of the file: the items of its load plan. The owner packs just these bytes, round by round (`engine.common.rounds`), and
-   the receiver copies them from the message into its targets. While one round is under way, the next is read. This takes a few
-   times `ROUND_BYTES` of memory, and a window for each thread.
+4. A window that several ranks need has an owner among them. Each other rank asks the owner for *boxes* of the file: the items of
+   its load plan. The owner reads and verifies what all of them need of the window. It then holds the boxes in memory, like a rank
+   of a live reshard, and the same exchange (`engine.common.mover`) brings them into the takers' tensors, round by round. While
+   one round is under way, the next is read. This takes a few times `ROUND_BYTES` of memory, and the windows of two rounds.
 
 Collectives of `execute_once`, in order: a gather of the files and a broadcast of the groups; in each group, two swaps of wants;
 an empty gather, as the last point at which a rank may fail alone; in each group with shared windows, a swap of boxes and the
@@ -19,12 +19,10 @@ rounds; and a settlement, if any rank failed or there are several groups.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 import torch
@@ -32,32 +30,33 @@ import torch
 from ...comm import Exchange
 from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints
-from ...core.geometry.columns import is_new
-from ...core.geometry.runs import I64, volumes
+from ...core.catalog.specs import row_major_strides
+from ...core.geometry.columns import ColumnTable, columns_of, concatenated, lex_order
+from ...core.geometry.runs import I64, Mask, volumes
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
-from ...core.planning.shared_reads import Extents, SharedWindow, Wants, share, union
+from ...core.planning.shared_reads import Messages, Wants, share
 from ...errors import CheckpointError
 from ...format.files import digest128
 from ...storage.protocol import Storage
+from ..common.mover import Array, Boxes, Memories, Mover, Travels, View
 from ..common.progress import OnProgress, Tally, silent
-from ..common.rounds import Rounds, named_error, pack_table, settle, unpack_table
+from ..common.rounds import Rounds, named_error, pack_columns, pack_table, settle, unpack_columns, unpack_table
 from ..common.tensor_bytes import RAW
-from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
+from .device_targets import DevicePart, DeviceTargets
+from .read import Damage, Reader, ReadTarget, ReadTask, in_threads, num_threads, reads_of
 
 ROUND_BYTES = 12 << 20
 """Most bytes that a rank sends in one round, and most that it receives; or one message, if that is larger."""
-
-PLACERS = 4
-"""Threads that pack messages and put received bytes into targets; each has a buffer as large as a window."""
-
 
 _NEXT_TO_NOTHING = 1 / 200
 """Files that together have at most this share of the bytes that a rank needs do not join it to a group."""
 
 SMALL_BYTES = 128 << 20
 """A checkpoint up to this size is read sooner by each rank than the ranks agree who reads which part."""
+
+_WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype for each element size. Owners do not know the dtypes of the boxes that they send, and need not."""
 
 
 def pays(storage: Storage, catalog: Catalog) -> bool:
@@ -85,38 +84,40 @@ def execute_once(
     wants = wants_of(reads, task.plan)
     members = _group_of(comm, joining_files(wants))
     exchange = open_exchange(members)
-    schedule = share(_of_group(exchange, wants), ROUND_BYTES)
-    # All ranks know a window by its file and its number in the file. number[file, window]: its number in this rank's reader.
-    number = {key: i for i, key in enumerate(_keys(wants))}
-    rank = exchange.rank
-    windows = [_in_blocks(window, task) if window.owner == rank else window for window in schedule.windows]
-    # mine: the shared windows that this rank reads. served: those, and the ones that another rank sends it.
-    mine = [window for window in windows if window.owner == rank]
-    served = {(w.file, w.window) for w in windows if any(message.dest == rank for message in w.messages)}
-    served |= {(window.file, window.window) for window in mine}
-    # alone: the windows that no other rank needs
-    alone = [i for key, i in number.items() if key not in served]
-    own_bytes = sum(_size(window.extents) for window in mine)
-    for i in alone:
-        extents = slice(reads.extent_start[i], reads.extent_start[i + 1])
-        own_bytes += int((reads.high[extents] - reads.low[extents]).sum())
+    messages, rank = share(_of_group(exchange, wants), ROUND_BYTES), exchange.rank
+    # owned: the windows of this rank's reads that it reads for others too. given[w]: the message that brings window w, or -1.
+    sent, to_me = messages.take(messages.owner == rank), np.flatnonzero(messages.taker == rank)
+    owned = np.unique(_window_of(reads, sent.file, sent.window))
+    given = np.full(reads.num_windows, -1)
+    given[_window_of(reads, messages.file[to_me], messages.window[to_me])] = to_me
+    alone = np.setdiff1d(np.flatnonzero(given < 0), owned)
+    of_item = _window_of(reads, task.plan.file, task.plan.window)
+    items, taken = _taken(task.plan, given[of_item], messages)
+    asked = _ask(exchange, taken) if messages.num_rounds else taken.take(slice(0))
+    # served: the reads of the owned windows, for the items of this rank and of all others.
+    served = reads_of(replace(task, plan=_joint(task.plan, np.isin(of_item, owned), asked), copy=False))
+    own_bytes = int(wants.read[alone].sum()) + served.num_bytes
     # With ``copy=False`` no bytes are received from other ranks, so only this rank's own reads count as progress.
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
     reader = Reader(task, reads, tally)
+    # came[r]: bytes of this rank's reads that it need not make, because messages of round r bring their items
+    came = np.bincount(messages.round[given[given >= 0]], weights=wants.read[given >= 0], minlength=messages.num_rounds)
+    came = came.astype(np.int64).tolist()
+    windows = _SharedWindows(exchange, reader, tally, served, owned.tolist(), items, taken, asked, came)
     comm.gather(b"")  # a rank that failed above stops all here: from now on each rank must enter the same collectives
-    traffic = _Windows(rank, exchange, reader, number, windows)
-    rounds = Rounds(exchange, traffic)
+    rounds = Rounds(exchange, windows)
 
     def changed() -> set[str]:
-        return {*reader.changed(), *traffic.changed()}
+        received = [task.targets[row] for row in windows.changed()]  # before `reader.changed`: it ends the reads
+        return {*reader.changed(), *(target.name for target in received if not target.is_buffer)}
 
     try:
-        rounds.attempt(lambda: in_threads(reader.read_window, alone))
+        rounds.attempt(lambda: in_threads(reader.read_window, alone.tolist(), hints=task.storage.hints))
         if task.copy:
-            with traffic:
+            with windows:
                 rounds.run(changed)
         else:
-            rounds.attempt(lambda: in_threads(lambda i: tally.add(len(traffic.read(mine[i]))), range(len(mine))))
+            rounds.attempt(lambda: in_threads(windows.read, range(len(owned)), hints=task.storage.hints))
     finally:
         reader.finish()
 
@@ -129,48 +130,30 @@ def execute_once(
 
 
 def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
-    """Return the extents that a rank would read, by window, and the number of bytes of each window that its tensors take."""
-    counts = np.diff(reads.extent_start)
-    size = np.zeros(len(reads.low), np.int64)
-    # of_item[i]: window of item i. taken[w]: bytes of window w that go into tensors; stored at the window's first extent
+    """Return the windows that a rank wants, with the bytes that it reads of each and the bytes that its tensors take."""
+    begins = reads.extent_start[:-1]
+    read = np.add.reduceat(reads.high - reads.low, begins) if len(begins) else begins
     of_item = _window_of(reads, plan.file, plan.window)
     taken = np.bincount(of_item, weights=volumes(plan.lengths) * plan.item_bytes, minlength=reads.num_windows)
-    size[reads.extent_start[:-1]] = taken.astype(np.int64)
-    return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high, size)
+    return Wants(reads.file, reads.window, read, taken.astype(np.int64))
 
 
 def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
-    """Return the number, among a rank's windows, of the window in which each item lies. A rank's windows are sorted."""
+    """Return the number, among the windows of some reads, of the window in which each item lies. The reads are sorted."""
     # file * step + window is unique and keeps the order, so one binary search finds each item's window.
     step = int(max(reads.window.max(initial=0), window.max(initial=0))) + 1
     return np.searchsorted(reads.file * step + reads.window, file * step + window)
 
 
-def _keys(wants: Wants) -> Iterator[tuple[int, int]]:
-    """Return the file and number of each window that a rank wants, once each, in order."""
-    return iter(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))
-
-
-def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
-    """Grow the extents of a shared window to whole blocks. Wants of ranks that do not verify are not in whole blocks."""
-    digests = task.blocks.get(window.file)
-    if digests is None:
-        return window
-    block, size = digests.block_bytes, task.catalog.files[window.file].size
-    return replace(
-        window, extents=union((low // block * block, min(-(-high // block) * block, size)) for low, high in window.extents)
-    )
-
-
 def joining_files(wants: Wants) -> I64:
     """Return the files that join a rank to the others that need them, ascending.
 
-    >>> low, high, size = [0, 0, 90, 10], [128, 90, 2000, 138], [4, 2000, 0, 5]
-    >>> joining_files(Wants(*np.array([[0, 3, 3, 7], [0, 0, 0, 0], low, high, size]))).tolist()
+    >>> read, taken = [128, 2000, 128], [4, 2000, 5]
+    >>> joining_files(Wants(*np.array([[0, 3, 7], [0, 0, 0], read, taken]))).tolist()
     [3]
     """
     files, number = np.unique(wants.file, return_inverse=True)
-    num_bytes = np.bincount(number, weights=wants.size, minlength=len(files))
+    num_bytes = np.bincount(number, weights=wants.taken, minlength=len(files))
     order = np.argsort(num_bytes, kind="stable")
     least = np.cumsum(num_bytes[order]) <= num_bytes.sum() * _NEXT_TO_NOTHING
     return np.delete(files, order[least])
@@ -209,7 +192,7 @@ def groups_of(packed: Sequence[bytes]) -> I64:
 
 def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
     """Return the wants of the ranks of the group, by rank, on each of them. Collective: two swaps."""
-    mine = pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size]))
+    mine = pack_table(np.column_stack(columns_of(wants)))
     digests = exchange.swap([digest128(mine)] * exchange.size)
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     sends = first[digests[exchange.rank]] == exchange.rank
@@ -219,238 +202,207 @@ def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Boxes:
-    """The boxes that another rank takes from one window.
+class _Boxes(ColumnTable):
+    """Boxes of file windows that ranks take from the owners of the windows, in their order in the messages.
 
-    `src` is the first byte in the file, `strides` are bytes in the file, and `at` is the first byte in the message.
+    `src` is the first byte in the file, `src_strides` are bytes in the file.
     """
 
-    src: list[int]
-    item_bytes: list[int]
-    lengths: list[tuple[int, ...]]
-    strides: list[tuple[int, ...]]
-    at: list[int]
+    owner: I64
+    taker: I64
+    round: I64
+    file: I64
+    window: I64
+    src: I64
+    item_bytes: I64
+    lengths: I64
+    src_strides: I64
 
 
-def _boxes(rows: I64) -> _Boxes:
-    """Make boxes from rows; a row is: window, first byte in the file, size of an element, lengths, strides."""
-    width = (rows.shape[1] - 3) // 2
-    lengths, strides = (list(map(tuple, columns.tolist())) for columns in (rows[:, 3 : 3 + width], rows[:, 3 + width :]))
-    return _Boxes(rows[:, 1].tolist(), rows[:, 2].tolist(), lengths, strides, _places(rows[:, 3 : 3 + width], rows[:, 2]))
+def _taken(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
+    """Return the items of this rank's plan that come in messages, and their boxes; ``message[i]`` brings item i, or is -1."""
+    items = np.flatnonzero(message >= 0)
+    said = messages.take(message[items])
+    if len(items):
+        # Large elements come first in each message, so that all elements are aligned in it.
+        order = lex_order(said.round, said.owner, -plan.item_bytes[items], message[items], plan.src[items])
+        items, said = items[order], said.take(order)
+    boxes = (plan.src[items], plan.item_bytes[items], plan.lengths[items], plan.src_strides[items])
+    return items, _Boxes(said.owner, said.taker, said.round, said.file, said.window, *boxes)
 
 
-def _places(lengths: I64, item_bytes: I64) -> list[int]:
-    """Return the byte at which each box begins if the boxes are packed end to end."""
-    size = volumes(lengths) * item_bytes
-    places: list[int] = (np.cumsum(size) - size).tolist()
-    return places
+def _ask(exchange: Exchange, taken: _Boxes) -> _Boxes:
+    """Send each owner the boxes that this rank takes from its windows; return the boxes that others ask of this rank.
+
+    Collective: one swap.
+    """
+    messages = [pack_columns(taken.take(taken.owner == rank)) for rank in range(exchange.size)]
+    return concatenated([unpack_columns(_Boxes, data) for data in exchange.swap(messages)])
 
 
-def _items_in(plan: LoadPlan, file: I64, window: I64) -> list[I64]:
-    """Return, for each of these windows, the indices of the plan's items in it, in order of their bytes in the file."""
-    step = int(max(plan.window.max(initial=0), window.max(initial=0))) + 1
-    # order: the items by window, then by first byte. keys: a sorted number for the window of each
-    order = np.lexsort((plan.src, plan.file * step + plan.window))
-    keys, wanted = (plan.file * step + plan.window)[order], file * step + window
-    bounds = zip(np.searchsorted(keys, wanted).tolist(), np.searchsorted(keys, wanted, side="right").tolist(), strict=True)
-    return [order[low:high] for low, high in bounds]
+def _joint(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
+    """Return a plan of the chosen items of this rank, and of the boxes that others ask of it. It is only read, never placed."""
+    both = {
+        name: np.concatenate([getattr(plan, name)[own], getattr(asked, name)])
+        for name in ("file", "window", "src", "item_bytes", "lengths", "src_strides")
+    }
+    nowhere, strides = np.zeros_like(both["file"]), np.zeros_like(both["lengths"])
+    return LoadPlan(**both, dest=nowhere, dst=nowhere, dst_strides=strides, covered=nowhere)
 
 
-class _Windows:
-    """The `Traffic` of shared windows: sends boxes of the windows that this rank reads, receives its items of the others.
+class _WindowMemory(Memories):
+    """Windows in memory, by number. The first byte and the strides of a box are bytes of its window."""
 
-    Its constructor is collective if there are shared windows: a swap of boxes. Its threads live in its ``with`` block.
+    def __init__(self) -> None:
+        super().__init__(())
+        self.windows: dict[int, memoryview] = {}
+
+    def view(self, boxes: Boxes, i: int, wire: torch.dtype) -> Array:
+        window = self.windows[boxes.row[i]]
+        raw: Array = np.ndarray(boxes.lengths[i], RAW[wire.itemsize], window, boxes.first[i], boxes.strides[i])
+        return raw
+
+
+class _Targets(Memories):
+    """The targets of a load. Boxes for a device are copied into a pinned buffer first, and from there by `DeviceTargets`."""
+
+    def __init__(self, targets: Sequence[ReadTarget], devices: DeviceTargets | None) -> None:
+        super().__init__([target.tensor for target in targets])
+        self._devices, self._parts, self._at = devices, list[DevicePart](), 0
+
+    def view(self, boxes: Boxes, i: int, wire: torch.dtype) -> View:
+        target, lengths, each = self.tensors[boxes.row[i]], boxes.lengths[i], wire.itemsize
+        if self._devices is None or not self._devices.has(target):
+            return super().view(boxes, i, wire)
+        begin = -(-self._at // each) * each
+        strides = tuple(stride * each for stride in row_major_strides(lengths))
+        self._parts.append(DevicePart(target, boxes.first[i], boxes.strides[i], wire, begin, lengths, strides))
+        self._at = self._parts[-1].end
+        raw: Array = np.ndarray(lengths, RAW[each], self._buffer, begin)
+        return raw
+
+    @contextmanager
+    def filled(self, num_bytes: int, num_parts: int) -> Iterator[None]:
+        """Fill views of at most so many bytes and parts in the ``with`` block; then queue the copies to devices."""
+        if self._devices is not None:
+            # Room to align each part: no element has more than 16 bytes.
+            self._buffer, self._at = self._devices.buffer(num_bytes + 16 * num_parts), 0
+        yield
+        if self._devices is not None and self._parts:
+            self._devices.place(self._parts)
+            self._parts.clear()
+
+
+class _SharedWindows(Mover):
+    """A `Mover` from the windows that this rank reads for others to their targets, and from others' windows to its own targets.
+
+    A window is in memory from when it is read until its last boxes are packed. The reads of a round begin while the round before
+    it is packed. Threads make them, which live in the ``with`` block.
+
+    Parameters
+    ----------
+    reader
+        Puts this rank's own items of the windows that it reads into their targets.
+    reads, numbers
+        The reads of these windows, for this rank and for others, and the number of each window in `reader`.
+    items, taken
+        The items of this rank's plan that come in messages, and their boxes.
+    asked
+        The boxes that others take from the windows that this rank reads.
+    came
+        For each round, the bytes that count as read on this rank once it is unpacked.
     """
 
     def __init__(
-        self, rank: int, exchange: Exchange, reader: Reader, number: dict[tuple[int, int], int], windows: Sequence[SharedWindow]
+        self,
+        exchange: Exchange,
+        reader: Reader,
+        tally: Tally,
+        reads: ReadPlan,
+        numbers: Sequence[int],
+        items: I64,
+        taken: _Boxes,
+        asked: _Boxes,
+        came: Sequence[int],
     ) -> None:
-        self._rank, self._size, self._reader, self._number = rank, exchange.size, reader, number
-        rounds = [message.round for window in windows for message in window.messages]
-        self.num_rounds = max(rounds, default=-1) + 1
-        # _windows[i]: bytes of shared window i, from reading it until it is sent to all
-        self._windows: dict[int, memoryview] = {}
-        self._schedule = windows
-        self._to_read: dict[int, list[int]] = defaultdict(list)
-        self._done: dict[int, list[int]] = defaultdict(list)
-        # _to_read[round]: windows whose first message is in this round. _done[round]: windows whose last one is.
-        # _sends[round], _receives[round]: messages as (other rank, window, bytes), in the same order of windows on both sides.
-        self._sends: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        self._receives: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for i, window in enumerate(windows):
-            if window.owner == rank:
-                self._to_read[window.first_round].append(i)
-                self._done[max(message.round for message in window.messages)].append(i)
-            for message in window.messages:
-                if window.owner == rank:
-                    self._sends[message.round].append((message.dest, i, message.size))
-                elif message.dest == rank:
-                    self._receives[message.round].append((window.owner, i, message.size))
-        plan = reader.task.plan
-        mine = [i for _, received in sorted(self._receives.items()) for _, i, _ in received]
-        keys = np.array([(self._schedule[i].file, self._schedule[i].window) for i in mine], np.int64).reshape(-1, 2)
-        # _items[i]: items of this rank's plan in window i, which another rank reads. _wanted[i]: their columns, and places in
-        # the message
-        self._items = dict(zip(mine, _items_in(plan, keys[:, 0], keys[:, 1]), strict=True))
-        self._wanted = {
-            i: (item_lists(plan, items), _places(plan.lengths[items], plan.item_bytes[items])) for i, items in self._items.items()
-        }
-        self._asked = self._swap_boxes(exchange) if self.num_rounds else {}
-        self._changed: set[int] = set()
-        """Windows received from other ranks whose bytes may have changed a target."""
+        self._reader, self._tally, self._reads, self._numbers, self._came = reader, tally, reads, numbers, came
+        plan, targets = reader.task.plan, reader.task.targets
+        self._memory, self._targets = _WindowMemory(), _Targets(targets, reader.devices)
+        parts, dest = concatenated([taken, asked]), plan.dest[items]
+        travels = Travels(parts.round, parts.owner, parts.taker, volumes(parts.lengths) * parts.item_bytes)
+        wire = [targets[i].dtype for i in dest.tolist()] + [_WIRE[size] for size in asked.item_bytes.tolist()]
+        super().__init__(exchange.rank, exchange.size, len(came), travels, wire, keeps_views=False)
+        # window[i], first[i]: the window of asked box i, and its first byte there.
+        window = _window_of(reads, asked.file, asked.window)
+        first = asked.src - reads.low[reads.extent_start[:-1]][window]
+        # A box is in this rank's memory on one side only: row -1 stands for the other side.
+        not_sent, not_taken = np.full(len(items), -1), np.full(len(window), -1)
+        sent_strides = np.vstack([np.zeros_like(taken.src_strides), asked.src_strides])
+        taken_strides = np.vstack([plan.dst_strides[items], np.zeros_like(asked.src_strides)])
+        self.bind(
+            self._memory,
+            Boxes.of(np.append(not_sent, window), np.append(not_sent, first), parts.lengths, sent_strides),
+            self._targets,
+            Boxes.of(np.append(dest, not_taken), np.append(plan.dst[items], not_taken), parts.lengths, taken_strides),
+        )
+        # _begins[r], _ends[r]: the windows whose first, or last, boxes travel in round r
+        bounds = np.full(len(numbers), len(came)), np.full(len(numbers), -1)
+        np.minimum.at(bounds[0], window, asked.round)
+        np.maximum.at(bounds[1], window, asked.round)
+        self._begins, self._ends = ([np.flatnonzero(at == r).tolist() for r in range(len(came))] for at in bounds)
 
-    def _swap_boxes(self, exchange: Exchange) -> dict[tuple[int, int], _Boxes]:
-        """Send each owner the boxes that this rank takes from its windows; return the boxes of others, by window and rank.
+        threads = num_threads(max(map(len, self._begins), default=0), reader.task.storage.hints)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-once")
 
-        Collective: one swap.
-        """
-        plan, rows_for = self._reader.task.plan, defaultdict[int, list[I64]](list)
-        for i, at in self._items.items():
-            columns = [np.full(len(at), i), plan.src[at], plan.item_bytes[at], plan.lengths[at], plan.src_strides[at]]
-            rows_for[self._schedule[i].owner].append(np.column_stack(columns))
-        messages = []
-        for rank in range(self._size):
-            messages.append(pack_table(np.vstack(rows_for[rank]) if rank in rows_for else np.zeros((0, 3), np.int64)))
-        asked = {}
-        # rows: those of one rank, sorted by window; they are cut where the window changes.
-        for rank, message in enumerate(exchange.swap(messages)):
-            rows = unpack_table(message)
-            begins = np.flatnonzero(is_new(rows[:, 0]))
-            for part in np.split(rows, begins[1:]) if len(rows) else []:
-                asked[int(part[0, 0]), rank] = _boxes(part)
-        return asked
-
-    def __enter__(self) -> _Windows:
-        name = "reshard-ckpt-once"
-        self._readers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=name)
-        self._placers = ThreadPoolExecutor(PLACERS, thread_name_prefix=name)
-        self._one = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ahead")
-        self._ahead: Future[list[memoryview]] = self._one.submit(self._read_for, 0)
+    def __enter__(self) -> _SharedWindows:
+        self._read_ahead(0)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for pool in (self._one, self._readers, self._placers):
-            pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
-    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        sent, received = [0] * self._size, [0] * self._size
-        for dest, _, size in self._sends[number]:
-            sent[dest] += size
-        for source, _, size in self._receives[number]:
-            received[source] += size
-        return sent, received
+    def changed(self) -> set[int]:
+        """Return the targets that messages have changed. This ends the reads, which change targets through `reader`."""
+        self.__exit__()
+        return super().changed()
+
+    def _read_ahead(self, number: int) -> None:
+        windows = self._begins[number] if number < len(self._begins) else ()
+        self._ahead = {window: self._pool.submit(self.read, window) for window in windows}
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Wait for the windows of a round, begin to read the next round's, place this rank's own items, and pack the messages."""
-        data = self._ahead.result()
-        self._ahead = self._one.submit(self._read_for, number + 1)
-        windows = self._to_read[number]
-        self._windows.update(zip(windows, data, strict=True))
-        in_threads(lambda k: self._place_own(windows[k]), range(len(windows)), self._placers)
-        views, sends, begin = [part.numpy().data for part in out], self._sends[number], _begins(self._sends[number], starts)
-        in_threads(lambda k: self._pack(*sends[k], views[sends[k][0]][begin[k] :]), range(len(sends)), self._placers)
-        for i in self._done[number]:
-            del self._windows[i]
-
-    def _pack(self, dest: int, i: int, size: int, out: memoryview) -> None:
-        window, boxes = _InMemory(self._schedule[i].extents, self._windows[i]), self._asked[i, dest]
-        columns = zip(boxes.src, boxes.item_bytes, boxes.lengths, boxes.strides, boxes.at, strict=True)
-        for src, each, lengths, strides, at in columns:
-            window.copy_box(src, each, lengths, strides, out, at)
+        """Wait for the windows of a round, begin to read those of the next, and copy the boxes of the round into the messages."""
+        self._memory.windows.update((window, read.result()) for window, read in self._ahead.items())
+        self._read_ahead(number + 1)
+        super().pack(number, out, starts)
+        for window in self._ends[number]:
+            del self._memory.windows[window]
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        receives, begin = self._receives[number], _begins(self._receives[number], starts)
-        views = [part.numpy().data for part in data]
-        in_threads(lambda k: self._unpack(*receives[k], views[receives[k][0]][begin[k] :]), range(len(receives)), self._placers)
+        """Copy the boxes of a round into their targets."""
+        with self._targets.filled(sum(self.sizes(number)[1]), len(self._receives.rows(number))):
+            super().unpack(number, data, starts)
+        self._tally.add(self._came[number])
 
-    def _unpack(self, source: int, i: int, size: int, data: memoryview) -> None:
-        self._changed.add(i)
-        window = self._number[self._schedule[i].file, self._schedule[i].window]
-        self._reader.place_received(window, self._wanted[i][0], data, self._wanted[i][1])
+    def read(self, window: int) -> memoryview:
+        """Read and verify a window, and put this rank's own items of it into their targets. Return its bytes, with gaps."""
+        task, reads, number = self._reader.task, self._reads, self._numbers[window]
+        extents, file = slice(*reads.extent_start[window : window + 2]), int(reads.file[window])
+        lows, highs = reads.low[extents].tolist(), reads.high[extents].tolist()
+        data = torch.empty(highs[-1] - lows[0], dtype=torch.uint8, device="cpu").numpy().data
+        for low, high in zip(lows, highs, strict=True):
+            part = data[low - lows[0] : high - lows[0]]
+            task.storage.read_into(task.catalog.files[file].key, low, [part])
+            self._reader.verify(file, low, [part], number)
+            if not task.copy:
+                self._tally.add(high - low)
 
-    def changed(self) -> set[str]:
-        """Return the names of targets that may have new values from other ranks; without temporary buffers."""
-        targets = self._reader.task.targets
-        dests = {dest for i in self._changed for dest in self._wanted[i][0].dest}
-        return {targets[dest].name for dest in dests if not targets[dest].is_buffer}
+        def from_memory(key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+            at = offset - lows[0]
+            for buffer in buffers:
+                buffer[:] = data[at : at + len(buffer)]
+                at += len(buffer)
 
-    def _read_for(self, number: int) -> list[memoryview]:
-        """Read and verify the windows that this rank first sends in a round, and return the bytes of each."""
-        windows = self._to_read[number]
-        out: list[memoryview] = [memoryview(b"")] * len(windows)
-
-        def read(k: int) -> None:
-            out[k] = self.read(self._schedule[windows[k]])
-
-        in_threads(read, range(len(windows)), self._readers)
-        return out
-
-    def read(self, window: SharedWindow) -> memoryview:
-        """Read the extents of a window into new memory, end to end, and verify them."""
-        data = torch.empty(_size(window.extents), dtype=torch.uint8, device="cpu").numpy().data
-        task = self._reader.task
-        key = task.catalog.files[window.file].key
-        number = self._number[window.file, window.window]
-        at = 0
-        for low, high in window.extents:
-            part = data[at : at + high - low]
-            task.storage.read_into(key, low, [part])
-            self._reader.verify(window.file, low, [part], number)
-            at += high - low
+        if task.copy:
+            self._reader.take_window(number, from_memory, verify=False)
         return data
-
-    def _place_own(self, i: int) -> None:
-        """Put this rank's own items of a shared window that it has read into their targets."""
-        window = self._schedule[i]
-        source = _InMemory(window.extents, self._windows[i])
-        self._reader.take_window(self._number[window.file, window.window], source.read_into, verify=False)
-
-
-def _begins(messages: Sequence[tuple[int, int, int]], starts: Sequence[int]) -> list[int]:
-    """Return the byte at which each message of a round begins: behind the earlier ones to (or from) the same rank."""
-    at, out = list(starts), []
-    for rank, _, size in messages:
-        out.append(at[rank])
-        at[rank] += size
-    return out
-
-
-class _InMemory:
-    """Extents of a file that lie end to end in memory; `read_into` reads them like a store."""
-
-    def __init__(self, extents: Extents, data: memoryview) -> None:
-        self._lows = [low for low, _ in extents]
-        sizes = [high - low for low, high in extents]
-        self._starts = np.cumsum([0, *sizes]).tolist()
-        self._data = data
-
-    def place(self, offset: int) -> int:
-        """Return the index in memory of a byte of the file."""
-        extent = bisect_right(self._lows, offset) - 1
-        place: int = self._starts[extent] + offset - self._lows[extent]
-        return place
-
-    def copy_box(self, src: int, each: int, lengths: Ints, strides: Ints, out: memoryview, at: int) -> None:
-        """Copy a box of the file into `out` from byte `at` on, in row-major order.
-
-        If the box spans several extents, the bytes between them are not in memory, so it is copied slice by slice.
-        """
-        last = src + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
-        if bisect_right(self._lows, src) == bisect_right(self._lows, last):
-            source = np.ndarray(lengths, RAW[each], self._data, self.place(src), strides)
-            np.copyto(np.ndarray(lengths, RAW[each], out, at), source)
-            return
-        dim = next(d for d, length in enumerate(lengths) if length > 1)
-        size = prod(lengths[dim + 1 :]) * each
-        for k in range(lengths[dim]):
-            self.copy_box(src + k * strides[dim], each, lengths[dim + 1 :], strides[dim + 1 :], out, at + k * size)
-
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        at = self.place(offset)
-        for buffer in buffers:
-            buffer[:] = self._data[at : at + len(buffer)]
-            at += len(buffer)
-
-
-def _size(extents: Extents) -> int:
-    return sum(high - low for low, high in extents)

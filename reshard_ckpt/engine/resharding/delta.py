@@ -31,7 +31,7 @@ import xxhash
 from ...core.geometry.runs import I64, ranges
 from ..common.rounds import Traffic
 from ..loading.ties import INTS
-from .live import Mover
+from .live import LiveMover
 
 _HEAD = struct.Struct("<BI")
 """The head of an encoded part: the bytes of each number, with `_SINGLE` if these are gaps alone, and how many numbers follow."""
@@ -115,8 +115,8 @@ def decoded_runs(data: Any, dtype: Any) -> Iterator[tuple[I64, np.ndarray[Any, A
         yield index, elements
 
 
-class DeltaMover(Mover):
-    """A `Mover` for host memory that sends only changed elements. It keeps a snapshot of each distinct part that it sends."""
+class DeltaMover(LiveMover):
+    """A `LiveMover` for host memory that sends only changed elements. It keeps a snapshot of each distinct part that it sends."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,8 @@ import torch
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import Exchange
-from reshard_ckpt.engine.loading import read_once
-from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.engine.loading import load, read_once
+from reshard_ckpt.errors import CheckpointError, PeerError
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.protocol import DISK
@@ -209,14 +211,14 @@ def load_with_one_rank_failing(folder: str) -> tuple[str, str]:
     read_once.ROUND_BYTES = 1 << 20
     if dist.get_rank() == 2:
         taken = iter(range(100))
-        original = read_once.Reader.place_received
+        original = read_once.Mover.unpack
 
         def failing(self: Any, *args: Any, **kwargs: Any) -> None:
             if next(taken) == 1:
                 raise MemoryError("no room on rank 2")
             original(self, *args, **kwargs)
 
-        read_once.Reader.place_received = failing  # type: ignore[method-assign]
+        read_once.Mover.unpack = failing  # type: ignore[method-assign]
     try:
         checkpoint.load(folder, {"w": torch.zeros(4 * ROWS, COLUMNS)}, read_once=True)
     except Exception as error:
@@ -229,6 +231,49 @@ def test_rank_that_fails_in_the_middle_of_the_rounds_stops_all(tmp_path: Path) -
     outcomes = run_ranks(load_with_one_rank_failing, 3, str(tmp_path), timeout_s=800)
     told = "MemoryError: no room on rank 2; already overwritten, wholly or in part: w"
     assert outcomes == [("PeerError", f"rank 2: {told}")] * 2 + [("PeerError", told)]
+
+
+def load_while_the_group_fails(folder: str) -> tuple[list[str], str]:
+    """The process group fails when round 1 begins, while the windows of round 2 are being read: name the tensors that changed."""
+    raised, started = threading.Event(), threading.Event()
+    read_once.ROUND_BYTES, load.REQUEST_BYTES = 1 << 19, 1
+    LocalStorage.hints = replace(DISK, read_bytes=1 << 20)  # type: ignore[assignment]
+    start, read_ahead, read = read_once.Rounds._start, read_once._SharedWindows._read_ahead, LocalStorage.read_into
+
+    def failing(self: Any, number: int, *rest: Any) -> Any:
+        if number == 1:
+            assert started.wait(60)
+            raised.set()
+            raise PeerError("the group is gone")
+        return start(self, number, *rest)
+
+    def held_up(self: Any, number: int) -> None:
+        if number == 2:
+            LocalStorage.read_into = late  # type: ignore[method-assign]
+        read_ahead(self, number)
+
+    def late(storage: LocalStorage, *rest: Any) -> None:
+        started.set()
+        assert raised.wait(60)
+        read(storage, *rest)
+
+    read_once.Rounds._start, read_once._SharedWindows._read_ahead = failing, held_up  # type: ignore[method-assign]
+    into = {f"w{i}": torch.full((1 << 18,), -1.0) for i in range(8)}
+    told = ""
+    try:
+        checkpoint.load(folder, into, read_once=True, timeout_s=60)
+    except PeerError as error:
+        told = str(error)
+    return [name for name, tensor in into.items() if not bool((tensor == -1).all())], told
+
+
+def test_what_is_still_read_when_the_group_fails_is_named(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {f"w{i}": position_values((1 << 18,), salt=i + 1) for i in range(8)})
+    for changed, told in run_ranks(load_while_the_group_fails, 2, str(tmp_path)):
+        assert "the group is gone; on this rank already overwritten" in told
+        assert 1 < len(changed) < 8
+        more = re.search(r"and (\d+) more", told)
+        assert sum(name in told for name in changed) + (int(more[1]) if more else 0) == len(changed), told
 
 
 def test_one_process_reads_as_ever(tmp_path: Path) -> None:

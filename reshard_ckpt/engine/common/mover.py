@@ -1,0 +1,279 @@
+"""One rank's side of an exchange of boxes of memory: it packs its boxes into messages, and unpacks the boxes of others.
+
+A *part* is a strided box of memory on both sides: its owner packs it into a message, its taker unpacks it. `Mover` does so round
+by round (`engine.common.rounds`). The memory may be live tensors, or windows of files that its owner has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import torch
+
+from ...core.catalog.specs import Ints
+from ...core.geometry.columns import ColumnTable, is_new, lex_order
+from ...core.geometry.runs import I64, Mask
+from ...core.planning.exchange import OWN
+from .tensor_bytes import RAW, count_up, region, storage_bytes
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+View = torch.Tensor | Array
+
+LARGE_BYTES = 64 << 10
+"""Boxes of at least this size are copied by torch, which uses many threads. Smaller ones are copied by numpy, whose calls have
+less overhead."""
+
+MAX_VIEWS = 1 << 18
+"""With at most this many parts, the views of memory are kept from one exchange to the next. With more parts they are made each
+time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Travels(ColumnTable):
+    """One row for each part: its round, the rank that sends it, the rank that takes it, and its bytes."""
+
+    round: I64
+    owner: I64
+    taker: I64
+    num_bytes: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Boxes of elements in this rank's memory, one for each part.
+
+    `row` is the row whose memory holds the box, or -1 if the box is on another rank. `first` is its first element, counted from
+    the beginning of the row's local tensor. `strides` are in elements.
+    """
+
+    row: list[int]
+    first: list[int]
+    lengths: list[Ints]
+    strides: list[Ints]
+
+    @classmethod
+    def of(cls, row: I64, first: I64, lengths: I64, strides: I64) -> Boxes:
+        """Make lists of columns, because taking single elements of numpy arrays is slow."""
+        return cls(row.tolist(), first.tolist(), list(map(tuple, lengths.tolist())), list(map(tuple, strides.tolist())))
+
+
+class Memories:
+    """Makes views of boxes in the local tensors of this rank's rows."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._bytes: dict[int, memoryview] = {}
+        self._seen_raw: dict[int, torch.Tensor] = {}
+
+    def region(self, boxes: Boxes, i: int) -> torch.Tensor:
+        """View the i-th box as a tensor."""
+        return region(self.tensors[boxes.row[i]], boxes.first[i], boxes.lengths[i], boxes.strides[i])
+
+    def view(self, boxes: Boxes, i: int, wire: torch.dtype) -> View:
+        """View the i-th box: as a numpy array of raw elements if it is small, in host memory and of dtype `wire`; else as a
+        tensor."""
+        tensor, each = self.tensors[boxes.row[i]], wire.itemsize
+        if tensor.device.type != "cpu" or tensor.dtype != wire or prod(boxes.lengths[i]) * each >= LARGE_BYTES:
+            return self.region(boxes, i)
+        key = id(tensor)
+        if key not in self._bytes:
+            self._bytes[key], self._seen_raw[key] = storage_bytes(tensor), tensor
+        first = (tensor.storage_offset() + boxes.first[i]) * each
+        strides = tuple(stride * each for stride in boxes.strides[i])
+        raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, strides)
+        return raw
+
+    def count_up(self) -> None:
+        """Increase the version counters of tensors that were viewed as numpy arrays, because torch has not seen the writes."""
+        count_up(self._seen_raw.values())
+
+
+def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:
+    """View a part in a message buffer, from byte `at` on: as a numpy array or a tensor, whichever `like` is."""
+    if isinstance(like, np.ndarray):
+        raw: Array = np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
+        return raw
+    num = int(np.prod(lengths, dtype=np.int64)) * wire.itemsize
+    return buffer[at : at + num].view(wire).view(lengths)
+
+
+def _copy(into: View, source: View) -> None:
+    """Copy between two views of the same kind; tensors may differ in dtype and device."""
+    if isinstance(into, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(into, source)
+    else:
+        _tensor(into).copy_(_tensor(source))
+
+
+def _tensor(view: View) -> torch.Tensor:
+    assert isinstance(view, torch.Tensor)
+    return view
+
+
+class Mover:
+    """This rank's side of an exchange: it packs, unpacks and copies this rank's parts.
+
+    It is a `Traffic` of `engine.common.rounds`, which calls `sizes`, `pack` and `unpack` for each round.
+
+    Parameters
+    ----------
+    rank, size
+        This rank, and the number of ranks.
+    num_rounds
+        The number of rounds of the whole exchange.
+    travels
+        The parts that this rank sends, or takes from others or from itself. Both ends of a message list its parts in one order.
+    wire
+        The dtype in which each part travels.
+    keeps_views
+        Whether the views of memory are kept for the next exchange.
+    """
+
+    def __init__(
+        self, rank: int, size: int, num_rounds: int, travels: Travels, wire: Sequence[torch.dtype], *, keeps_views: bool = True
+    ) -> None:
+        self._size, self.num_rounds, self._wire, self._bytes = size, num_rounds, wire, travels.num_bytes
+        # out[i], into[i]: whether this rank sends, or gets, part i; both, if it takes the part from itself
+        out, into = travels.owner == rank, travels.taker == rank
+        self._own = np.flatnonzero(out & into)
+        self._sends = _Schedule(travels, out & ~into, travels.taker)
+        self._receives = _Schedule(travels, into & ~out, travels.owner)
+        self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
+        self._keeps = keeps_views and len(wire) <= MAX_VIEWS
+        self.received_bytes = int(self._bytes[into & ~out].sum())
+        self._done: set[int] = set()
+        """The rounds that have written, at least in part, into `wanted`; `OWN` stands for the parts that a rank takes from
+        itself."""
+
+    def bind(self, held: Memories, sent: Boxes, wanted: Memories, taken: Boxes) -> None:
+        """Use this memory from now on: part i is box i of `sent` in `held`, or box i of `taken` in `wanted`, or both."""
+        self._views.clear()
+        self._held, self._from, self._wanted, self._into = held, sent, wanted, taken
+
+    def begin(self) -> None:
+        """Begin a new exchange: no row has changed yet."""
+        self._done.clear()
+
+    def changed(self) -> set[int]:
+        """Return the rows of `wanted` that this exchange has overwritten, wholly or in part. Also true after a failure."""
+        received = (i for number in self._done for i in self._receives.rows(number).tolist())
+        own = self._own.tolist() if OWN in self._done else []
+        return {self._into.row[i] for i in (*own, *received)}
+
+    def finish(self) -> None:
+        """Tell torch's autograd which tensors changed through numpy views. Call it after the last round, also after a failure."""
+        if self._done:
+            self._wanted.count_up()
+
+    def copy_own(self) -> None:
+        """Copy the parts that this rank takes from itself."""
+        self._done.add(OWN)
+        for into, source in self._pairs(("own",), self._own_pairs):
+            _copy(into, source)
+
+    def _own_pairs(self) -> list[tuple[View, View]]:
+        pairs = []
+        for i in self._own.tolist():
+            source, into = self._held.view(self._from, i, self._wire[i]), self._wanted.view(self._into, i, self._wire[i])
+            if type(source) is not type(into):  # only one is a numpy view: the other is on a device, or of another dtype
+                source, into = self._held.region(self._from, i), self._wanted.region(self._into, i)
+            pairs.append((into, source))
+        return pairs
+
+    def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
+        """Return the kept (into, source) views under this key, or make them and keep them unless there are too many."""
+        pairs = self._views.get(key)
+        if pairs is None:
+            pairs = make()
+            if self._keeps:
+                self._views[key] = pairs
+        return pairs
+
+    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the bytes sent to each rank in a round, and the bytes received from each."""
+        return (
+            self._sends.sizes(number, self._bytes, self._size),
+            self._receives.sizes(number, self._bytes, self._size),
+        )
+
+    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Copy the parts of a round into the messages: for rank r into `out[r]` from byte `starts[r]` on."""
+
+        def make() -> list[tuple[View, View]]:
+            pairs = []
+            for i, at, dest in self._sends.places(number, self._bytes, starts):
+                source = self._held.view(self._from, i, self._wire[i])
+                pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
+            return pairs
+
+        for into, source in self._pairs(("out", number, *_begins(out, starts)), make):
+            _copy(into, source)
+
+    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Copy the parts of a round out of the messages: of rank r from `data[r]`, from byte `starts[r]` on."""
+
+        def make() -> list[tuple[View, View]]:
+            pairs = []
+            for i, at, source in self._receives.places(number, self._bytes, starts):
+                into = self._wanted.view(self._into, i, self._wire[i])
+                pairs.append((into, _in_buffer(data[source], at, self._into.lengths[i], self._wire[i], into)))
+            return pairs
+
+        if number == 0:
+            self.copy_own()  # only now: the first message has shown that no rank failed before the exchange
+        self._done.add(number)  # before the copies: if one fails, its rows may be half overwritten
+        for into, source in self._pairs(("in", number, *_begins(data, starts)), make):
+            _copy(into, source)
+
+
+def _begins(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
+    """Return the memory address at which the message of each rank begins; kept views are valid only at the same addresses."""
+    return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
+
+
+class _Schedule:
+    """The chosen parts, sorted by round, then by the rank at the other end (`peer`), then by their order in the message."""
+
+    def __init__(self, travels: Travels, chosen: Mask, peer: I64) -> None:
+        rows = np.flatnonzero(chosen)
+        rows = rows[lex_order(travels.round[rows], peer[rows])] if len(rows) else rows
+        self._rows, self._peer, self._round = rows, peer[rows], travels.round[rows]
+
+    def _of(self, number: int) -> slice:
+        return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())
+
+    def by_peer(self, number: int, size: int) -> list[list[int]]:
+        """Return the parts of a round for each rank at the other end, in their order."""
+        part = self._of(number)
+        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(size)]
+
+    def rows(self, number: int) -> I64:
+        """Return the indices of the parts of a round."""
+        return self._rows[self._of(number)]
+
+    def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:
+        """Return the bytes of a round, by the rank at the other end. `num_bytes` has the bytes of each part, `size` is the number
+        of ranks."""
+        part = self._of(number)
+        total = np.bincount(self._peer[part], weights=num_bytes[self._rows[part]], minlength=size)
+        out: list[int] = total.astype(np.int64).tolist()
+        return out
+
+    def places(self, number: int, num_bytes: I64, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return, for each part of a round, its index, its first byte in the message, and the rank at the other end."""
+        part = self._of(number)
+        rows, peer = self._rows[part], self._peer[part]
+        if not len(rows):
+            return []
+        sizes = num_bytes[rows]
+        # before[i]: bytes of all parts of the round before part i; first: the first part of each peer.
+        # Subtracting `before` at the first part of the same peer leaves the offset within that peer's message.
+        before = np.cumsum(sizes) - sizes
+        first = np.flatnonzero(is_new(peer))
+        counts = [b - a for a, b in pairwise([*first.tolist(), len(rows)])]
+        at = before - np.repeat(before[first], counts) + np.array(starts, np.int64)[peer]
+        return list(zip(rows.tolist(), at.tolist(), peer.tolist(), strict=True))
