@@ -7,7 +7,7 @@ Weights of a transformer go from dp 2 × tp 2 to tp 4, on 4 ranks over gloo. In 
 1. ``copy``: each rank copies as many bytes as it receives from memory to memory.
 2. ``raw``: one all-to-all of as many bytes between each two ranks as the reshard sends, from and to memory that is there already.
 3. ``live``: a run of a kept `LiveReshard`.
-4. ``once``: `reshard_live`, which plans anew, compares replicas, and finds the memory of the last one.
+4. ``once``: `reshard_live`, which compares replicas, and finds the plan and the memory of the last one.
 5. ``disk``: a save to /dev/shm and a load from it.
 
 The limits: bytes crossed at most 1.01 × those that ranks want and do not hold; ``live`` at most 1.3 × (``raw`` + ``copy``), and

@@ -10,7 +10,8 @@ from ..comm import Turn, open_turn
 from ..core.report import LoadReport
 from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions
-from .live_job import Job, Options, State
+from .live_job import Job
+from .live_states import Options, State
 from .loading import Patterns
 
 CURES = ("allow_missing", "ignore", "cast", "strict")
@@ -57,7 +58,8 @@ def reshard_live(
         receives in memory of its own.
     memory_bytes
         Upper bound of the memory for messages on this rank, at least 1 MiB, in addition to the memory of `staged`; the same on
-        all ranks. The next call of the process group uses it again: it is kept until the group is destroyed.
+        all ranks. The next call of the process group uses it again, and the plan too where it fits: both are kept until the
+        group is destroyed.
     timeout_s
         Seconds to wait for another rank before giving up.
 
@@ -86,7 +88,7 @@ def reshard_live(
         replicas,
     )
     with public_call(), _turn(process_group, timeout_s, replicas).opened() as comm:
-        return Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
+        return Job(src, dst, options, process_group, timeout_s).once(comm)
 
 
 class LiveReshard:

@@ -1,7 +1,8 @@
 """One rank's side of a live reshard: the parts that are planned once, and the parts that are done each time.
 
-1. `Job.begin` opens both states, lets all ranks vote, and plans the parts that each rank sends to each other rank.
-2. `Job.first` moves the state that `begin` opened, in the session of `begin`.
+1. `Job.begin` opens both states, lets all ranks vote, and plans the parts that each rank sends to each other rank. A one-shot
+   reshard (`Job.once`) takes the plan of the last one instead, if all ranks say that nothing has changed that it depends on.
+2. `Job.first` moves the state that was opened so, in the same session.
 3. `Job.again` opens both states again, and checks that their layouts are unchanged. Ranks meet once over the job's store, where
    each says whether its values have changed or something has failed. Only if a rank says so, a session is opened.
 4. `Move` is one such move. When all ranks have received everything, it copies staged tensors into place, and sets the values.
@@ -9,112 +10,133 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import msgpack
 import numpy as np
-import torch
 
 from ..comm import CHANGED, FAILED, Comm, Turn, merge_of_all, union
-from ..comm.exchange import HOST, Exchange, carries, node_name, open_exchange
-from ..comm.group import current_accelerator
+from ..comm.exchange import HOST, Exchange, group_of, node_name, open_exchange
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
-from ..engine.common.rename import renamed
-from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, Traffic, named_error, settle
-from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
-from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
+from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
+from ..engine.loading.load import Resolved, drop_refused, resolve
+from ..engine.loading.vote import VoteResult, Wanted, vote
 from ..engine.resharding.delta import DeltaMover
-from ..engine.resharding.live import LiveMover, Moves, WantedRows, memory_rows, plan_moves
-from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, find_overlaps, open_live
+from ..engine.resharding.live import LiveMover, Moves, WantedRows, plan_moves
+from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, open_live
 from ..engine.saving.handle import SAVES
-from ..engine.saving.local_shards import LocalShards, describe_local
-from ..engine.saving.messages import encode_metadata
+from ..engine.saving.local_shards import LocalShards
+from ..engine.saving.messages import RunColumns
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
-from ..state.capture import Target, capture, prepare_load
-from ..state.shards import PerRankValues
-from .loading import not_loaded, wanted_names, without_ignored
+from ..state.capture import Captured
+from .live_states import Opened, Options, State, States
+from .loading import not_loaded
 
-MIN_MEMORY_BYTES = 1 << 20
+KEPT_ROWS, KEPT_BYTES = 1 << 16, 1 << 20
+"""A one-shot reshard keeps its plan if on this rank the plan has at most so many rows, which are about 10 MB. It keeps the values
+of all ranks with it, so these must have at most so many bytes."""
 
-_KEPT: WeakKeyDictionary[Any, Buffers] = WeakKeyDictionary()
-"""The host memory of the last one-shot reshard of each process group, for the next one: at most its ``memory_bytes``."""
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is planned for the layouts of two states. It refers to no tensor of theirs, so it may outlive them.
+
+    Attributes
+    ----------
+    layout, names
+        Digests of everything on this rank that the plan depends on.
+    sources
+        For each tensor of `dst` that is loaded, the catalog's tensor with its bytes.
+    report
+        The report of a move, without the bytes that other ranks sent.
+    not_loaded
+        The names of the tensors of `dst` that are not loaded.
+    unfit
+        The problems with the values of this rank that the options allow.
+    checked
+        The runs of this rank to compare with those of other ranks, once they have been compared.
+    """
+
+    layout: bytes
+    names: bytes
+    source: LiveSource
+    sources: Mapping[int, int]
+    overlaps: Overlaps
+    moves: Moves
+    report: LoadReport
+    not_loaded: Sequence[str]
+    unfit: Sequence[str]
+    checked: RunColumns | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of its tables on this rank, which its memory is in proportion to."""
+        held = 0 if self.source.held is None else len(self.source.held.rank)
+        return held + len(self.source.catalog.rows.file) + len(self.moves.parts.owner)
 
 
-def _common(numbers: list[int]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The last one-shot reshard of a process group, for the next one: a plan with the values that all ranks know, and the host
+    memory of messages, which is at most its ``memory_bytes``."""
+
+    plan: Plan | None = None
+    values: LiveValues | None = None
+    buffers: Buffers | None = None
+
+    @property
+    def number(self) -> int:
+        """The number of the next message in the memory."""
+        return -1 if self.buffers is None else self.buffers.number
+
+
+_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
+
+
+def _common(numbers: Sequence[int]) -> int:
     """Return the number that all ranks have, or -1 if they differ."""
     return numbers[0] if len(set(numbers)) == 1 else -1
 
 
-State = Mapping[str, Any] | None
+def _agreed(said: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
+    """Merge three answers of each rank: the plan that it has kept, or "" if it does not fit; whether values have changed; and
+    whether it has kept memory.
 
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    load: LoadOptions
-    rename: Mapping[str, str] | Callable[[str], str] | None
-    staged: bool
-    memory_bytes: int
-    replicas: str
-    delta: bool = False
-
-    def __post_init__(self) -> None:
-        if self.replicas not in ("verify", "trust"):
-            raise UsageError(f"replicas={self.replicas!r}: pass one of 'verify', 'trust'")
-        if type(self.delta) is not bool:
-            raise UsageError(f"delta={self.delta!r}: pass True or False")
-        if self.memory_bytes < MIN_MEMORY_BYTES:
-            raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
-
-    @property
-    def compares(self) -> bool:
-        return self.replicas == "verify"
-
-    @property
-    def round_bytes(self) -> int:
-        """The bytes of one round: the size of a buffer, minus the room for headers and for rounding up."""
-        return self.memory_bytes // NUM_BUFFERS * 7 // 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Both states as they are now.
-
-    ``held`` are the pieces of `src` on this rank, ``wanted`` the pieces of `dst`. ``saved`` is a catalog of the pieces of all
-    ranks of `src`, under the names of `dst`, and ``values`` the decoded values for `target`, which is `dst`.
+    Returns
+    -------
+    fits, has_changed, has_memory, first
+        Whether the same plan fits on all ranks; whether values of any rank have changed; whether all have kept memory; and a
+        number for the first message in new memory.
     """
-
-    held: LocalShards
-    wanted: LocalShards
-    saved: Catalog
-    target: Target
-    values: dict[str, Any]
-    ignored: tuple[str, ...]
+    plans, changed, memory = zip(*said, strict=True)
+    return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6
 
 
 class Job:
     """One rank's side of a live reshard: planned once by `begin`, then run any number of times."""
 
-    _source: LiveSource
-    _first: _Opened | None
-    resolved: Resolved
-    verdict: VoteResult
-    _moves: Moves
+    plan: Plan
+    _states: States
+    _first: Opened | None
 
     def __init__(self, src: State, dst: State, options: Options, process_group: Any, timeout_s: float) -> None:
-        self._src, self._dst = ({} if state is None else state for state in (src, dst))
-        self._options, self._group, self._timeout_s = options, process_group, timeout_s
+        self._src, self._dst, self._options, self._group, self._timeout_s = src, dst, options, process_group, timeout_s
         self._values = LiveValues(may_lack=options.load.may_lack)
+        self._addresses: Sequence[Any] = ()
         self._turn: Turn | None = None
         """The last turn in which all ranks met."""
+
+    def _open_in(self, comm: Comm) -> None:
+        """Get ready to open both states on this rank of a session."""
+        self._rank, self._size = comm.rank, comm.size
+        self._states = States(self._src, self._dst, self._options, self._group, comm.rank, comm.size)
 
     def begin(self, comm: Comm) -> Job:
         """Open both states, let all ranks vote, and plan.
@@ -127,49 +149,117 @@ class Job:
         4. `plan_moves`: gather the wanted rows, and plan the rounds.
         5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
         """
-        self._rank, self._size = comm.rank, comm.size
-        captured = capture(self._src, process_group=self._group)
-        held = describe_local(captured.tensors, (), None, comm.rank)
-        self._source = open_live(comm, held, self._travels(held), may_lack=self._options.load.may_lack)
-        self._values.share(comm, captured.values, self._source.tables)
-        opened = self._open(held)
+        self._open_in(comm)
+        states = self._states
+        captured = states.capture()
+        held = states.held(captured)
+        source = open_live(comm, held, states.travels(held), may_lack=self._options.load.may_lack)
+        self._values.share(comm, captured.values, source.tables)
+        opened = states.open(captured, source.catalog, self._values)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
-        self.verdict = self._vote(comm, opened, resolved)
-        self.resolved = drop_refused(opened.saved, resolved, self.verdict.refused)
-        # place: the index in dst of each wanted tensor. _sources: for each that will be loaded, the catalog's tensor with its
+        verdict = self._vote(comm, opened, resolved)
+        resolved = drop_refused(opened.saved, resolved, verdict.refused)
+        # place: the index in dst of each wanted tensor. sources: for each that will be loaded, the catalog's tensor with its
         # bytes.
         place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
-        loads = zip(self.resolved.specs, self.resolved.targets, self.resolved.source.tolist(), strict=True)
-        self._sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
-        self.overlaps = self._find_overlaps(opened)
-        self._layout = self._layout_of(opened)
-        # source[i]: the catalog's tensor for tensor i of dst, -1 if it is not loaded or is the very memory of its source.
+        loads = zip(resolved.specs, resolved.targets, resolved.source.tolist(), strict=True)
+        sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
+        overlaps = opened.overlaps(sources, source.catalog)
+        # source_of[i]: the catalog's tensor for tensor i of dst, -1 if it is not loaded or is the very memory of its source.
         rows = opened.wanted.local_metadata.rows
-        source = np.full(len(opened.wanted.specs), -1)
-        source[list(self._sources)] = list(self._sources.values())
-        source[list(self.overlaps.identical)] = -1
+        source_of = np.full(len(opened.wanted.specs), -1)
+        source_of[list(sources)] = list(sources.values())
+        source_of[list(overlaps.identical)] = -1
         # chosen: the rows of dst to fill.
-        chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
-        wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
-        self._moves = plan_moves(
-            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
-        )
-        self.spares = self._make_spares(opened)
-        into = self.spares.instead_of(opened.wanted)
-        kinds = (DeltaMover if self._options.delta else LiveMover, LiveMover)
-        self.movers = [kind(self._moves, device, comm.rank, comm.size, opened.held, into) for device, kind in enumerate(kinds)]
-        # Making a group is collective; all ranks agree here because they know the same number of rounds.
-        devices = (HOST, self._device(opened))
-        self.exchanges = [
-            open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
-            for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
+        chosen = np.flatnonzero((source_of[rows.tensor] >= 0) & (rows.count > 0))
+        wanted = WantedRows(opened.wanted, chosen, source_of[rows.tensor[chosen]])
+        moves = plan_moves(comm, source.held, wanted, states.travels(opened.wanted), node_name(), self._options.round_bytes)
+        converted = [
+            f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
         ]
-        first = int.from_bytes(digest128(self._source.catalog.save_id.encode())[:3], "little") << 7
+        saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
+        report = verdict.report.loaded(len(resolved.targets), resolved.plan.num_bytes, 0, converted, saved_as)
+        digests = states.layout_of(opened), states.names_of(opened)
+        self.plan = Plan(*digests, source, sources, overlaps, moves, report, not_loaded(opened.target, resolved), opened.unfit)
+        self._bind(opened, int.from_bytes(digest128(source.catalog.save_id.encode())[:3], "little") << 7)
+        return self
+
+    def _bind(self, opened: Opened, first: int) -> None:
+        """Prepare to move these states by the plan; `first` is the number of the first message.
+
+        Collective where a group for messages is made for the first time.
+        """
+        self.spares = self._make_spares(opened)
+        into, num_rounds = self.spares.instead_of(opened.wanted), self.plan.moves.num_rounds
+        kinds = (DeltaMover if self._options.delta else LiveMover, LiveMover)
+        self.movers = [kind(self.plan.moves, i, self._rank, self._size, opened.held, into) for i, kind in enumerate(kinds)]
+        # Making a group is collective; all ranks agree here because they know the same number of rounds.
+        devices = (HOST, self._states.device(opened))
+        self.exchanges = [
+            open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num else None
+            for device, num in zip(devices, num_rounds, strict=True)
+        ]
         self._buffers = [Buffers(device, first) for device in devices]
         self._small_buffers = Buffers(HOST, first ^ 1 << 30)
-        self._addresses = _addresses(opened)
+        self._addresses = opened.addresses()
         self._first = opened
-        return self
+
+    def once(self, comm: Comm) -> LoadReport:
+        """Move the state once: by the plan of the last one-shot reshard, if it fits on all ranks, else by a new plan.
+
+        Collective: `_bind_kept`; where the plan does not fit, `begin`, and a gather and a broadcast if all have kept memory; then
+        `first`.
+        """
+        key = group_of(self._group)
+        kept = _Kept() if key is None else _KEPT.pop(key, _Kept())
+        fits, has_memory = self._bind_kept(comm, kept)
+        if not fits:
+            self._values, self._addresses = LiveValues(may_lack=self._options.load.may_lack), ()
+            self.begin(comm)
+            if has_memory:
+                assert kept.buffers is not None
+                number = kept.buffers.next_number(self.movers[0], self._options.memory_bytes)
+                has_memory = merge_of_all(comm, number, _common) >= 0
+        if has_memory:
+            assert kept.buffers is not None
+            self._buffers[0] = kept.buffers
+        report = self.first(comm)
+        if key is not None:  # here all ranks are known to have read all messages
+            is_small = self.plan.num_rows <= KEPT_ROWS and self._values.num_bytes <= KEPT_BYTES
+            keeps = is_small and not callable(self._options.rename)  # a function may give other names the next time
+            plan, values = (self.plan, self._values) if keeps else (None, None)
+            _KEPT[key] = _Kept(plan, values, None if self.exchanges[0] is None else self._buffers[0])
+        return report
+
+    def _bind_kept(self, comm: Comm, kept: _Kept) -> tuple[bool, bool]:
+        """Open both states by a kept plan. Return whether it fits on all ranks, and whether all have kept memory.
+
+        Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
+        """
+        self._open_in(comm)
+        fits, has_changed, has_memory, first = True, True, False, 0
+        while fits and has_changed:
+            # Ranks with the same plan have used it equally often, so the memory kept with it is at the same message on all.
+            known, captured, opened, changed = "", None, None, False
+            if kept.plan is not None and kept.values is not None:
+                self.plan, self._values = kept.plan, kept.values
+                try:
+                    captured = self._states.capture()
+                    changed = self._values.have_changed(captured.values)
+                    opened = self._opened_by_plan(captured)
+                    if (self._states.names_of(opened), opened.unfit) == (self.plan.names, self.plan.unfit):
+                        known = f"{self.plan.source.catalog.save_id} {kept.number}"
+                except Exception:
+                    known = ""  # `begin` raises the errors of the states themselves
+            said = known, changed, kept.buffers is not None
+            fits, has_changed, has_memory, first = merge_of_all(comm, said, _agreed)
+            if fits and has_changed:
+                assert captured is not None
+                self._values.share(comm, captured.values, self.plan.source.tables)
+        if fits:
+            assert opened is not None
+            self._bind(opened, first)
+        return fits, has_memory
 
     @property
     def saved(self) -> Catalog:
@@ -189,24 +279,13 @@ class Job:
         return self._values.lost
 
     def first(self, comm: Comm) -> LoadReport:
-        """Move the state that `begin` opened, in its session. Collective: gather, compare replicas, exchange."""
+        """Move the state that was opened last, in the same session. Collective: `_compare`, then the exchange."""
         opened, self._first = self._first, None
         assert opened is not None
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
             save.staged()
-        host = self.exchanges[0]
-        kept = None if host is None else _KEPT.pop(host.group, None)
-        # A rank that has failed raises here: the exchanges that follow need all ranks.
-        most = self._options.memory_bytes
-        number = merge_of_all(comm, -1 if kept is None else kept.next_number(self.movers[0], most), _common)
-        if kept is not None and number >= 0:
-            self._buffers[0] = kept
-        if self._options.compares:
-            compare_live(comm, self._source, opened.held)
-        report = self._move(comm, opened, None)
-        if host is not None:  # here all ranks are known to have read all messages
-            _KEPT[host.group] = self._buffers[0]
-        return report
+        self._compare(comm, opened)
+        return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
         """Move the state as it is now, in most cases without opening a session.
@@ -246,120 +325,94 @@ class Job:
         """Open both states with the values that all ranks know; the second result is True if this rank's values have changed."""
         opened, failure, has_changed = None, None, False
         try:
-            captured = capture(self._src, process_group=self._group)
+            captured = self._states.capture()
             has_changed = self._values.have_changed(captured.values)
             if not has_changed:
-                opened = self._opened_again(describe_local(captured.tensors, (), None, self._rank))
+                opened = self._rebound(captured)
         except BaseException as error:
             failure = error
         return Move(self, opened, failure), has_changed
 
     def _again_in(self, comm: Comm) -> LoadReport:
         """Move the state as it is now, in a session in which the ranks first share their values."""
-        captured = capture(self._src, process_group=self._group)
-        self._values.share(comm, captured.values, self._source.tables)
+        captured = self._states.capture()
+        self._values.share(comm, captured.values, self.plan.source.tables)
         opened, failure = None, None
         try:
-            opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
+            opened = self._rebound(captured)
         except BaseException as error:
             failure = error
         if self._options.compares or all(exchange is None for exchange in self.exchanges):
             if failure is not None:
                 raise failure
             assert opened is not None
-            comm.gather(b"")  # nothing is moved unless every rank can
-            if self._options.compares:
-                compare_live(comm, self._source, opened.held)
+            self._compare(comm, opened)
         return self._move(comm, opened, failure)  # the first messages of the move tell the other ranks of a failure
 
-    def _opened_again(self, held: LocalShards) -> _Opened:
-        """Open both states again, and check that their layouts are the ones that `begin` planned for."""
+    def _rebound(self, captured: Captured) -> Opened:
+        """Open both states again, and bind the movers to their memory if it has moved."""
         for save in list(SAVES.begun):
             save.staged()
-        opened = self._open(held)
-        if self._layout_of(opened) != self._layout:
-            raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
+        opened = self._opened_by_plan(captured)
         # The layouts are unchanged, but tensors may lie at other addresses.
-        if self._addresses != _addresses(opened):
-            if self._find_overlaps(opened) != self.overlaps:
-                raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
+        if self._addresses != (addresses := opened.addresses()):
             self.spares = self._make_spares(opened)
             into = self.spares.instead_of(opened.wanted)
             for mover in self.movers:
                 mover.bind_states(opened.held, into)
-            self._addresses = _addresses(opened)
+            self._addresses = addresses
         else:
             # Not for its result: it copies the present elements into spare memory that is filled only in part.
             self.spares.instead_of(opened.wanted)
-        problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
+        return opened
+
+    def _opened_by_plan(self, captured: Captured) -> Opened:
+        """Open both states, and check that the plan fits them: layouts, shared memory, and the values that do not fit.
+
+        Raises
+        ------
+        UsageError, MismatchError
+            The plan does not fit.
+        """
+        plan = self.plan
+        opened = self._states.open(captured, plan.source.catalog, self._values)
+        if self._states.layout_of(opened) != plan.layout:
+            raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
+        if self._addresses != opened.addresses() and opened.overlaps(plan.sources, plan.source.catalog) != plan.overlaps:
+            raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
+        problems = [line for line in opened.unfit if line not in plan.unfit]
         if problems and self._options.load.strict:
             raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
         return opened
 
-    def _make_spares(self, opened: _Opened) -> Spares:
+    def _compare(self, comm: Comm, opened: Opened) -> None:
+        """Compare the replicas of `src`, if the options say so. Collective: nothing is moved after it unless every rank can.
+
+        The runs to compare stay the same, so only the first call sends them to each rank.
+        """
+        if self._options.compares:
+            checked = compare_live(comm, self.plan.source, opened.held, self.plan.checked)
+            self.plan = replace(self.plan, checked=checked)
+        else:
+            comm.gather(b"")
+
+    def _make_spares(self, opened: Opened) -> Spares:
         """Allocate memory for tensors that are staged: all of them, or only those tied to another one.
 
         A tensor that is the very memory of its source receives nothing, so it needs none.
         """
-        staged, tied = self._sources.keys() - self.overlaps.identical, {i for group in self.overlaps.tied for i in group}
+        overlaps = self.plan.overlaps
+        staged, tied = self.plan.sources.keys() - overlaps.identical, {i for group in overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
 
-    def _open(self, held: LocalShards) -> _Opened:
-        """Open the destination, with the values that the sources of all ranks have now."""
-        saved = catalog = self._values.added_to(self._source.catalog)
-        if self._options.rename is not None:
-            saved = renamed(catalog, self._options.rename)
-        old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
-        target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
-        target, saved, ignored = without_ignored(target, saved, self._options.load.ignore)
-        decoded = self._values.decoded(saved.values_table, old, target.prefixes, PerRankValues)
-        wanted = describe_local(target.tensors, (), None, self._rank)
-        return _Opened(held, wanted, saved, target, decoded, ignored)
-
-    def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
+    def _vote(self, comm: Comm, opened: Opened, resolved: Resolved) -> VoteResult:
         """Let all ranks vote on whether the load can go on. Collective: gather, broadcast, then the messages of `vote`."""
         target, saved = opened.target, opened.saved
         prefixes = merge_of_all(comm, target.prefixes, union)  # rank 0 judges unexpected names for all, and may want none itself
-        unfit = missing_values(saved, target.values) + target.check(opened.values)
-        wanted = Wanted(prefixes, (*wanted_names(target), *opened.ignored), unfit, target.unplaced)
+        wanted = Wanted(prefixes, opened.names, opened.unfit, target.unplaced)
         return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
-    def _travels(self, local: LocalShards) -> list[bool]:
-        """Tell for each row whether its memory may be sent without a copy through the host."""
-        if self._options.delta:  # snapshots are compared in host memory
-            return [False] * len(memory_rows(local))
-        known: dict[str, bool] = {"cpu": False}
-        for tensor in memory_rows(local):
-            kind = tensor.device.type
-            if kind not in known:
-                known[kind] = carries(self._group, kind)
-        return [known[tensor.device.type] for tensor in memory_rows(local)]
-
-    def _device(self, opened: _Opened) -> torch.device:
-        """Choose the device of the buffers for messages that do not pass through the host: that of the memory they carry."""
-        both = (opened.held, opened.wanted)
-        travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self._travels(local)))
-        return next(travel, current_accelerator() or HOST)
-
-    def _find_overlaps(self, opened: _Opened) -> Overlaps:
-        """Find wanted tensors that share memory with each other, or with tensors of the source."""
-        catalog = self._source.catalog
-        source = {opened.wanted.specs[i].name: index for i, index in self._sources.items()}
-
-        def share_a_saved_tensor(name: str, other: str) -> bool:
-            return source[name] == catalog.source(catalog.index(other))
-
-        return find_overlaps(opened.held, opened.wanted, self._sources.keys(), share_a_saved_tensor)
-
-    def _layout_of(self, opened: _Opened) -> bytes:
-        """Return a digest that changes if the layout of either state changes."""
-        parts = []
-        for local in (opened.held, opened.wanted):
-            encoded = encode_metadata(local.local_metadata)
-            parts += [encoded.tensors, encoded.rows, bytes(self._travels(local))]
-        return digest128(msgpack.packb(parts))
-
-    def _move(self, comm: Comm, opened: _Opened | None, failure: BaseException | None) -> LoadReport:
+    def _move(self, comm: Comm, opened: Opened | None, failure: BaseException | None) -> LoadReport:
         """Move the opened state, in a session: run the exchanges, then settle with all ranks, and put everything in place."""
         move = Move(self, opened, failure)
         self._exchange_all(move)
@@ -402,20 +455,14 @@ class Job:
 
     def _report(self, move: Move) -> LoadReport:
         """Make the report of a move, and log a line."""
-        opened, resolved = move.destination, self.resolved
-        received = sum(mover.received_bytes for mover in self.movers)
-        RankLog(self._rank, opened.target.mesh).info(
+        received, report = sum(mover.received_bytes for mover in self.movers), self.plan.report
+        RankLog(self._rank, move.destination.target.mesh).info(
             "resharded %d tensors live in %.3f s, %s from other ranks",
-            len(resolved.targets),
+            report.num_tensors,
             time.monotonic() - move.began,
             size_text(received),
         )
-        converted = [
-            f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
-        ]
-        saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
-        report = self.verdict.report
-        return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
+        return replace(report, bytes_read=received)
 
 
 class Move:
@@ -429,13 +476,13 @@ class Move:
         True once all ranks are known to have everything in place.
     """
 
-    def __init__(self, job: Job, opened: _Opened | None, failure: BaseException | None) -> None:
+    def __init__(self, job: Job, opened: Opened | None, failure: BaseException | None) -> None:
         self._job, self._opened, self.failure = job, opened, failure
         self.is_complete = self._is_put = False
         self.began = time.monotonic()
 
     @property
-    def destination(self) -> _Opened:
+    def destination(self) -> Opened:
         """Both states; only on a rank where nothing has failed."""
         assert self._opened is not None
         return self._opened
@@ -460,20 +507,14 @@ class Move:
         for mover, exchange in zip(self._job.movers, self._job.exchanges, strict=True):
             if exchange is None:
                 mover.copy_own()
-        if (conflict := self._job.spares.conflict(self.destination.wanted, self._job.overlaps.tied)) is not None:
+        if (conflict := self._job.spares.conflict(self.destination.wanted, self._job.plan.overlaps.tied)) is not None:
             raise conflict
 
     def put(self) -> None:
         """Copy staged tensors into place, and set the values."""
         opened, self._is_put = self.destination, True
         self._job.spares.put(opened.wanted)
-        opened.target.finish(opened.values, not_loaded(opened.target, self._job.resolved))
-
-
-def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:
-    """List where each piece lies in memory: two states of one layout may have other addresses, bases or strides."""
-    pieces = (row for local in (opened.held, opened.wanted) for _, row in local.rows)
-    return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
+        opened.target.finish(opened.values, self._job.plan.not_loaded)
 
 
 def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:

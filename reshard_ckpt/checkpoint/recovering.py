@@ -38,7 +38,8 @@ from ..state.shards import PerRankValues
 from ..storage import path_text
 from .inspecting import catalog as read_catalog
 from .live import MEMORY_BYTES
-from .live_job import Job, Options
+from .live_job import Job
+from .live_states import Options
 from .loading import LoadOptions, Prepare, load_given
 
 SOURCES = ("self", "rank", "memory", "peer", "store")
@@ -228,7 +229,7 @@ class _Recovery:
 
     def _lost(self, comm: Comm, job: Job) -> list[str]:
         """Return a line for each part of the state that no survivor holds, the same on all ranks. Collective."""
-        report = job.verdict.report
+        report = job.plan.report
         if differing := (*report.shape, *report.dtype, *report.unexpected):
             raise MismatchError(summarize(differing, "give the state the tensors that the survivors have"), differing)
         lost = [*report.missing, *report.uncovered, *report.values]

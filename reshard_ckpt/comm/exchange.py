@@ -147,9 +147,8 @@ def open_exchange(
     device
         Where the buffers will lie: host memory, or the accelerator that the group has a backend for (`carries`).
     """
-    if current_group(process_group) is None:
+    if (group := group_of(process_group)) is None:
         return None
-    group = _group(process_group)
     all_ranks = dist.get_process_group_ranks(group)
     ranks = tuple(all_ranks if members is None else (all_ranks[member] for member in members))
     if device == HOST and (len(ranks) < len(all_ranks) or not carries(process_group, "cpu")):
@@ -169,18 +168,19 @@ def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
 
     gloo takes memory of accelerators too, but through the host, which packing does as well.
     """
-    if current_group(process_group) is None:
+    if (group := group_of(process_group)) is None:
         return False
-    config = dist.get_backend_config(_group(process_group))
+    config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
     backend = backends.get(device_type, "" if backends else config)
     return bool(backend) and (device_type == "cpu" or backend != "gloo")
 
 
-def _group(process_group: ProcessGroup | None) -> ProcessGroup:
-    group = dist.group.WORLD if process_group is None else process_group
-    assert group is not None
-    return group
+def group_of(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the process group of a session; None if this process is on its own."""
+    if current_group(process_group) is None:
+        return None
+    return dist.group.WORLD if process_group is None else process_group
 
 
 def node_name() -> bytes:

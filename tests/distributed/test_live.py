@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,7 @@ from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.engine.common.mover import Mover
 from reshard_ckpt.engine.common.rounds import Buffers
+from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.state import capture
 from tests.deadlines import over_when
 from tests.distributed.cases import Case
@@ -570,6 +573,73 @@ def test_one_shot_reshards_use_the_memory_of_the_last_one_where_all_ranks_have_e
     for right, made in run_ranks(kept_memory_job, 2):
         assert all(right)
         assert made == [1, 0, 0, 1, 1, 0, 1, 0]
+
+
+def kept_plan_job() -> tuple[dict[str, tuple[bool, bool]], str, bool]:
+    """Turn rows into columns by one call after another. Return, for each, whether all is right and whether the ranks planned;
+    the error of a call that asks too much; and whether a call keeps tensors alive."""
+    rank, planned = dist.get_rank(), []
+    plan = live_job.plan_moves
+    live_job.plan_moves = lambda *args: (planned.append(True), plan(*args))[1]  # type: ignore[assignment]
+    done: dict[str, tuple[bool, bool]] = {}
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def move(what: str, size: int, fill: int, step: Any, more: dict[str, Any] | None = None, **options: Any) -> None:
+        whole, half = torch.arange(size * size).view(size, size) + fill, slice(rank * size // 2, (rank + 1) * size // 2)
+        rows, columns = whole[half].clone(), torch.zeros(size, size // 2, dtype=torch.long)
+        same = torch.full((5,), fill)
+        src = {"w": LocalShard(rows, (size, size), (rank * size // 2, 0)), "same": same, "step": step}
+        dst = {"w": LocalShard(columns, (size, size), (0, rank * size // 2)), "same": same - 1, "step": -1, **(more or {})}
+        planned.clear()
+        checkpoint.reshard_live({"s": src}, {"s": dst}, **options)
+        right = torch.equal(columns, whole[:, half]) and torch.equal(dst["same"], same) and dst["step"] == step
+        done[what] = right, bool(planned)
+        alive[:] = [weakref.ref(tensor) for tensor in (rows, columns, same)]
+
+    move("first", 64, 1, 1)
+    gc.collect()
+    kept_alive = any(tensor() is not None for tensor in alive)
+    move("the same layout", 64, 2, 1)
+    move("another value", 64, 3, 2)
+    move("another size", 128, 4, 2)
+    move("that size again", 128, 5, 2)
+    move("another option", 128, 6, 2, replicas="trust")
+    move("that option again", 128, 7, 2, replicas="trust")
+    move("another option on one rank", 128, 8, 2, rename={"no": "name"} if rank else None, replicas="trust")
+    move("a value that may be missing", 128, 9, 2, {"new": 3}, allow_missing=["s.new"])
+    move("it may be missing again", 128, 10, 2, {"new": 3}, allow_missing=["s.new"])
+    try:
+        move("too much", 128, 11, 2, {"new": 3} if rank else None)
+    except MismatchError as error:
+        told = str(error)
+    move("after an error", 128, 12, 2)
+    move("after that", 128, 13, 2)
+    return done, told, kept_alive
+
+
+def test_one_shot_reshards_use_the_plan_of_the_last_one_where_nothing_has_changed_on_any_rank():
+    for done, told, kept_alive in run_ranks(kept_plan_job, 2):
+        assert all(right for right, _ in done.values()), done
+        assert [what for what, (_, planned) in done.items() if not planned] == [
+            "the same layout",
+            "another value",
+            "that size again",
+            "that option again",
+            "it may be missing again",
+            "after that",
+        ]
+        assert "s.new: not in the checkpoint" in told
+        assert not kept_alive
+
+
+def test_a_kept_reshard_runs_where_a_value_may_be_missing():
+    src, dst = {"s": {"w": torch.ones(4)}}, {"s": {"w": torch.zeros(4), "new": 3}}
+    kept = checkpoint.LiveReshard(src, dst, allow_missing=["s.new"])
+    for fill in (1.0, 2.0):
+        src["s"]["w"].fill_(fill)
+        assert kept.run().kept == ("s.new: not in the checkpoint",)
+        assert dst["s"]["w"].tolist() == [fill] * 4
+        assert dst["s"]["new"] == 3
 
 
 def drifted_job() -> list[Outcome]:

@@ -76,10 +76,15 @@ class Buffers:
     ----------
     first
         The number of the first message, below 2³¹, the same on all ranks. Different exchanges should have different ones.
+
+    Attributes
+    ----------
+    number
+        The number of the next message.
     """
 
     def __init__(self, device: torch.device, first: int = 0) -> None:
-        self._device, self._number = device, first
+        self._device, self.number = device, first
         self._buffers: dict[int, torch.Tensor] = {}
         self._shared: SharedMemory | None = None
         self._shared_bytes = -1
@@ -98,8 +103,8 @@ class Buffers:
 
     def numbers(self, count: int) -> int:
         """Take `count` message numbers, and return the first of them."""
-        self._number += count
-        return self._number - count
+        self.number += count
+        return self.number - count
 
     def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
         """Return the memory shared with the ranks of this machine. The first call makes it, and is collective."""
@@ -112,7 +117,7 @@ class Buffers:
 
         Another exchange may use these buffers if they have the same number on all ranks, and it is not -1.
         """
-        return self._number if NUM_BUFFERS * _slot_bytes(traffic) <= self._shared_bytes <= memory_bytes else -1
+        return self.number if NUM_BUFFERS * _slot_bytes(traffic) <= self._shared_bytes <= memory_bytes else -1
 
 
 def _padded(size: int) -> int:

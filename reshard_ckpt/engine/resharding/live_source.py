@@ -2,7 +2,7 @@
 
 1. `open_live`: gather every rank's metadata on rank 0, broadcast the catalog. Rank 0 merges the metadata, as for a save, and
    proves that the shards tile every tensor. So names, links, renaming, matching and values work as for any checkpoint.
-2. `compare_live`, if asked for: scatter the runs to fingerprint, gather the fingerprints, then gather empty messages as a
+2. `compare_live`, if asked for: scatter the runs to fingerprint (once), gather the fingerprints, then gather empty messages as a
    barrier. Rank 0 compares the replicas between the two gathers, as for a save.
 3. `LiveValues.share`: gather the values that are no tensors, broadcast them merged. They may change from one exchange to the
    next; a rank sends its own again only if they changed.
@@ -96,8 +96,10 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
     return LiveSource(catalog, _held(holders, bits), holders.tables, holders.checks)
 
 
-def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
+def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None = None) -> RunColumns:
     """Compare the replicas of all tensors, by fingerprints of all of their bytes. Collective.
+
+    `checked` are the runs of this rank that were compared last, if all ranks have some; they are returned, for the next time.
 
     Raises
     ------
@@ -105,16 +107,18 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
         On rank 0, and by it on all: two replicas differ.
     """
     messages, checks = None, source.checks
-    if checks is not None:
-        columns = np.column_stack([checks.local, checks.start, checks.count])
-        messages = list(map(pack_table, np.split(columns, np.searchsorted(checks.rank, np.arange(1, comm.size)))))
-    mine = RunColumns(*unpack_table(comm.scatter(messages)).T)
-    gathered = comm.gather(all_fingerprints(local, mine).tobytes())
+    if checked is None:
+        if checks is not None:
+            columns = np.column_stack([checks.local, checks.start, checks.count])
+            messages = list(map(pack_table, np.split(columns, np.searchsorted(checks.rank, np.arange(1, comm.size)))))
+        checked = RunColumns(*unpack_table(comm.scatter(messages)).T)
+    gathered = comm.gather(all_fingerprints(local, checked).tobytes())
     if gathered is not None:
         assert checks is not None
         assert source.tables is not None
         compare_replicas(checks, source.tables.names, np.frombuffer(b"".join(gathered), np.uint64))
     comm.gather(b"")  # a barrier: no rank moves anything before rank 0 has compared, and its error reaches all ranks here
+    return checked
 
 
 def _catalog(holders: HeldRows) -> Catalog:
@@ -219,6 +223,13 @@ class LiveValues:
         table = [entry for _, entry in sorted({**merged, **entries}.items())]
         packed: bytes = msgpack.packb([encode_values(table), per_rank])
         return packed
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all values that this rank remembers."""
+        entries = [*self._table, *(value for values in self._of_rank for value in values)]
+        data = [*(entry.data for entry in entries), *(one for of_ranks in self._per_rank.values() for one in of_ranks)]
+        return len(self._sent) + sum(len(one) for one in data if one is not None)
 
     @property
     def lost(self) -> dict[str, list[int]]:

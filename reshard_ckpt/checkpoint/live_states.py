@@ -1,0 +1,176 @@
+"""Both states of a live reshard as they are now: the tensors of this rank, and the values that all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import msgpack
+import torch
+
+from ..comm.exchange import HOST, carries
+from ..comm.group import current_accelerator
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import Ints
+from ..engine.common.rename import renamed
+from ..engine.common.rounds import NUM_BUFFERS
+from ..engine.loading.load import LoadOptions
+from ..engine.loading.vote import missing_values
+from ..engine.resharding.live import memory_rows
+from ..engine.resharding.live_source import LiveValues, Overlaps, find_overlaps
+from ..engine.saving.local_shards import LocalShards, describe_local
+from ..engine.saving.messages import encode_metadata
+from ..errors import UsageError
+from ..format.files import digest128
+from ..state.capture import Captured, Target, capture, prepare_load
+from ..state.shards import PerRankValues
+from .loading import wanted_names, without_ignored
+
+MIN_MEMORY_BYTES = 1 << 20
+
+State = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    load: LoadOptions
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    staged: bool
+    memory_bytes: int
+    replicas: str
+    delta: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas not in ("verify", "trust"):
+            raise UsageError(f"replicas={self.replicas!r}: pass one of 'verify', 'trust'")
+        if type(self.delta) is not bool:
+            raise UsageError(f"delta={self.delta!r}: pass True or False")
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
+
+    @property
+    def compares(self) -> bool:
+        return self.replicas == "verify"
+
+    @property
+    def round_bytes(self) -> int:
+        """The bytes of one round: the size of a buffer, minus the room for headers and for rounding up."""
+        return self.memory_bytes // NUM_BUFFERS * 7 // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Both states as they are now.
+
+    Attributes
+    ----------
+    held, wanted
+        The pieces of `src` and of `dst` on this rank.
+    saved
+        A catalog of the pieces of all ranks of `src`, under the names of `dst`.
+    target, values
+        `dst`, and the decoded values for it.
+    ignored
+        The names that the option ``ignore`` may match.
+    unfit
+        A line for each value that `dst` cannot take.
+    """
+
+    held: LocalShards
+    wanted: LocalShards
+    saved: Catalog
+    target: Target
+    values: dict[str, Any]
+    ignored: tuple[str, ...]
+    unfit: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that a pattern of the options may match."""
+        return *wanted_names(self.target), *self.ignored
+
+    def addresses(self) -> list[tuple[int, int, Ints]]:
+        """List where each piece lies in memory: two states of one layout may have other addresses, bases or strides."""
+        pieces = (row for local in (self.held, self.wanted) for _, row in local.rows)
+        return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
+
+    def overlaps(self, sources: Mapping[int, int], catalog: Catalog) -> Overlaps:
+        """Find wanted tensors that share memory with each other, or with tensors of `src`.
+
+        `sources` has, for each tensor of `dst` that is loaded, the tensor of `catalog` with its bytes.
+        """
+        source = {self.wanted.specs[i].name: index for i, index in sources.items()}
+
+        def share_a_saved_tensor(name: str, other: str) -> bool:
+            return source[name] == catalog.source(catalog.index(other))
+
+        return find_overlaps(self.held, self.wanted, sources.keys(), share_a_saved_tensor)
+
+
+class States:
+    """Opens both states, as often as they are moved, on one rank."""
+
+    def __init__(self, src: State, dst: State, options: Options, process_group: Any, rank: int, size: int) -> None:
+        self._src, self._dst = ({} if state is None else state for state in (src, dst))
+        self._options, self._group, self._rank, self._size = options, process_group, rank, size
+
+    def capture(self) -> Captured:
+        """Describe `src` as it is now."""
+        return capture(self._src, process_group=self._group)
+
+    def held(self, captured: Captured) -> LocalShards:
+        """Return the pieces of `src` on this rank."""
+        return describe_local(captured.tensors, (), None, self._rank)
+
+    def open(self, captured: Captured, catalog: Catalog, known: LiveValues) -> Opened:
+        """Open both states.
+
+        Parameters
+        ----------
+        catalog
+            The tensors that all ranks hold.
+        known
+            The values of all ranks.
+        """
+        saved = catalog = known.added_to(catalog)
+        if self._options.rename is not None:
+            saved = renamed(catalog, self._options.rename)
+        old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
+        target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
+        target, saved, ignored = without_ignored(target, saved, self._options.load.ignore)
+        values = known.decoded(saved.values_table, old, target.prefixes, PerRankValues)
+        unfit = (*missing_values(saved, target.values), *target.check(values))
+        wanted = describe_local(target.tensors, (), None, self._rank)
+        return Opened(self.held(captured), wanted, saved, target, values, ignored, unfit)
+
+    def layout_of(self, opened: Opened) -> bytes:
+        """Return a digest that changes if the layout of either state changes."""
+        parts = []
+        for local in (opened.held, opened.wanted):
+            encoded = encode_metadata(local.local_metadata)
+            parts += [encoded.tensors, encoded.rows, bytes(self.travels(local))]
+        return digest128(msgpack.packb(parts))
+
+    def names_of(self, opened: Opened) -> bytes:
+        """Return a digest that changes if a name of a value changes, or an option. Ranks vote on the layout and on these."""
+        target, values = opened.target, [(value.name, value.path, int(value.kind)) for value in opened.saved.values_table]
+        return digest128(msgpack.packb([repr(self._options), target.prefixes, target.unplaced, opened.names, values]))
+
+    def travels(self, local: LocalShards) -> list[bool]:
+        """Tell for each row whether its memory may be sent without a copy through the host."""
+        if self._options.delta:  # snapshots are compared in host memory
+            return [False] * len(memory_rows(local))
+        known: dict[str, bool] = {"cpu": False}
+        for tensor in memory_rows(local):
+            kind = tensor.device.type
+            if kind not in known:
+                known[kind] = carries(self._group, kind)
+        return [known[tensor.device.type] for tensor in memory_rows(local)]
+
+    def device(self, opened: Opened) -> torch.device:
+        """Choose the device of the buffers for messages that do not pass through the host: that of the memory they carry."""
+        both = (opened.held, opened.wanted)
+        travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self.travels(local)))
+        return next(travel, current_accelerator() or HOST)
