@@ -1,8 +1,7 @@
-"""Writing a checkpoint of any size as one file of ``torch.save``: torch pickles the structure, and the bytes are streamed.
+"""Writing a checkpoint of any size as one file of ``torch.save``, whose tensors are streamed.
 
-1. Build the state from placeholder tensors: views of one sparse file, which take neither memory nor disk.
-2. Pickle it with ``torch.save`` under ``skip_data``, which leaves the bytes out.
-3. Write a zip of uncompressed records: the pickle, then the bytes of each storage, aligned as torch aligns them. Several
+1. Build the state as nested dicts, with the dtype and shape of each tensor in its place (`StreamedTensor`), and pickle it.
+2. Write a zip of uncompressed records: the pickle, then the bytes of each storage, aligned as torch aligns them. Several
    processes divide the storages (`shared_files`).
 
 An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, and their names in ``param_names``.
@@ -12,14 +11,9 @@ from __future__ import annotations
 
 import io
 import os
-import sys
-import tempfile
 import zlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -27,15 +21,16 @@ import torch
 from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
-from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
+from ..core.catalog.specs import ITEM_BYTES, StateLink, ValueKind
 from ..core.trees import put
 from ..engine.loading.stream import Run, whole_run
-from ..errors import StorageError, UnsupportedError
+from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
 from ..storage import LocalStorage
-from ..torchfile.zip_records import ALIGNMENT, ZipRecord, ZipRecords, directory, lay_out_records, whole_record
+from ..torchfile.object_writer import StreamedTensor, described_object, object_bytes
+from ..torchfile.zip_records import ZipRecord, directory, lay_out_records, whole_record
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf
 from .tensor_stream import aliases_of, in_natural_order
@@ -61,42 +56,27 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         The disk is full.
     """
     _check_values(values)
-    above, name = os.path.split(path)
-    with tempfile.TemporaryDirectory(prefix=".description-", dir=above) as folder:
-        try:
-            placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
-            state = _state(catalog, values, placeholders)
-            pickled, version, sizes = _pickle_state(state, os.path.join(folder, "state.pt"))
-        except RuntimeError as error:  # torch raises this if the disk is full
-            raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
-    # index_of: by id of a placeholder, the catalog index of its bytes. tensors[n]: the tensor whose storage is record n.
-    index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
-    tensors = list(_tensors_in_order(state))
-    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
-    runs = [
-        whole_run(catalog, index) if (index := index_of.get(id(tensor))) is not None and tensor.numel() else None
-        for tensor in tensors
-    ]
-    held: dict[str, bytes | memoryview] = {
-        f"data/{n}": _storage_bytes(tensor) for n, tensor in enumerate(tensors) if runs[n] is None
+    folder, name = os.path.split(path)
+    tensors = {
+        catalog.tensors_table.names[index]: StreamedTensor(
+            catalog.source(index), TORCH_DTYPES[catalog.dtype(index)], catalog.shape(index)
+        )
+        for index in in_natural_order(catalog)
     }
-    literal: dict[str, bytes | memoryview] = {
-        "data.pkl": pickled,
-        "byteorder": sys.byteorder.encode(),
-        **held,
-        "version": version,
-    }
-    data_sizes = [(f"data/{n}", size) for n, size in enumerate(sizes)]
-    first = [(name, len(literal[name])) for name in ("data.pkl", "byteorder")]
-    records = lay_out_records([*first, *data_sizes, ("version", len(version))])
-    with LocalStorage(above) as storage:
-        file = _zip_file(name, records, literal, {f"data/{n}": run for n, run in enumerate(runs) if run is not None})
-        write_files(comm or SoloComm(), storage, [file], bytes_of)
+    described, storages = described_object(_state(catalog, values, tensors), path)
+    # A storage is the bytes of a tensor inside of a value, or a tensor of the catalog, whose bytes are streamed.
+    literal = {"data.pkl": described, "byteorder": b"little", "version": b"3\n"}
+    literal |= {f"data/{n}": one for n, one in enumerate(storages) if isinstance(one, bytes)}
+    runs = {f"data/{n}": whole_run(catalog, one.index) for n, one in enumerate(storages) if isinstance(one, StreamedTensor)}
+    sizes = {key: len(data) for key, data in literal.items()}
+    sizes |= {key: run.count * ITEM_BYTES[catalog.dtype(run.tensor)] for key, run in runs.items()}
+    order = ["data.pkl", "byteorder", *(f"data/{n}" for n in range(len(storages))), "version"]
+    records = lay_out_records((key, sizes[key]) for key in order)
+    with LocalStorage(folder) as storage:
+        write_files(comm or SoloComm(), storage, [_zip_file(name, records, literal, runs)], bytes_of)
 
 
-def _zip_file(
-    key: str, records: Sequence[ZipRecord], literal: Mapping[str, bytes | memoryview], runs: Mapping[str, Run]
-) -> NewFile:
+def _zip_file(key: str, records: Sequence[ZipRecord], literal: Mapping[str, bytes], runs: Mapping[str, Run]) -> NewFile:
     """Lay out a file of these records; the data of each are literal bytes, or a run of a tensor."""
     parts: list[NewPart] = []
     before: list[bytes] = []  # literal bytes behind the last part
@@ -115,59 +95,6 @@ def _zip_file(
         return rest + directory(records, [next(found) if one.name in runs else known[one.name] for one in records])
 
     return NewFile(key, b"", tuple(parts), end)
-
-
-def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
-    """Make tensors of the right shapes over a sparse file; an alias is the same tensor as the one whose bytes it shares."""
-    aliases = aliases_of(catalog)
-    dtypes = [TORCH_DTYPES[catalog.dtype(index)] for index in range(len(catalog.tensors_table.names))]
-    own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
-    sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
-    begin = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    backing = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: the system counts private maps as memory
-    placeholders: dict[str, torch.Tensor] = {}
-    for index, at, size in zip(own, begin, sizes, strict=False):
-        shape = catalog.shape(index)
-        # An empty part of the file would lie at the place of the next one, and torch.save refuses two dtypes at one place.
-        storage = backing[at : at + size] if size else torch.empty(0, device="cpu").untyped_storage()
-        tensor = torch.empty(0, dtype=dtypes[index], device="cpu").set_(storage, 0, shape, row_major_strides(shape))
-        placeholders[catalog.tensors_table.names[index]] = tensor
-    return placeholders | {name: placeholders[source] for name, source in aliases.items()}
-
-
-def _pickle_state(state: Any, path: str) -> tuple[bytes, bytes, list[int]]:
-    """Pickle a state without its data; return the pickle, the format's version, and the sizes of all storages in order."""
-    with torch.serialization.skip_data():
-        torch.save(state, path)
-    with open(path, "rb") as file:
-        zipped = ZipRecords(file, path)
-        sizes = [zipped.size(f"data/{number}") for number in range(len(zipped.storages()))]
-        return zipped.read("data.pkl"), zipped.read("version"), sizes
-
-
-def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a state in the order in which torch pickles them; their storages are the records 0, 1, ….
-
-    A tensor that occurs again is not yielded again.
-    """
-    seen: set[int] = set()
-    waiting = [state]
-    while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, torch.Tensor):
-            if id(thing) not in seen:
-                seen.add(id(thing))
-                yield thing
-        elif isinstance(thing, Mapping):
-            waiting += reversed(list(thing.values()))
-        elif isinstance(thing, list | tuple | set | frozenset | deque):
-            waiting += reversed(list(thing))
-
-
-def _storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a real tensor's storage: a tensor that is part of a value."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +142,7 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
     return found
 
 
-def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, StreamedTensor]) -> dict[Any, Any]:
     """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules."""
     optimizers = {one.name: one for one in _optimizers(catalog, values)}
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
@@ -263,11 +190,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _is_loadable(value: Any) -> bool:
-    data = io.BytesIO()
     try:
-        torch.save(value, data)
-        data.seek(0)
-        torch.load(data, weights_only=True)
+        torch.load(io.BytesIO(object_bytes(value, "")), weights_only=True)
     except Exception:  # any error of torch here would also occur with the whole file
         return False
     return True

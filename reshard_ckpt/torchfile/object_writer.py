@@ -1,14 +1,15 @@
-"""Writing plain and tagged values, or one tensor as a stream of its bytes, as files of ``torch.save``, without their classes.
+"""Writing plain and tagged values, and tensors whose bytes are streamed, as files of ``torch.save``, without their classes.
 
-`objects` reads them.
-The program that loads the file makes the objects. It gets back a ``Namespace`` where a dict is tagged as one, and members of
-Megatron's enums.
+`objects` reads them. The program that loads the file makes the objects. It gets back a ``Namespace`` where a dict is tagged as
+one, and members of Megatron's enums.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from math import prod
@@ -21,10 +22,11 @@ from ..core.catalog.specs import Ints, row_major_strides
 from ..core.report import type_in_words
 from ..errors import UnsupportedError
 from ..format.objects import Named
+from ..format.torch_values import SPARSE_PARTS
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
-from .pickle_writer import Built, FunctionCall, Global, Instance, Pairs, PersistentId, pickled
+from .pickle_writer import Built, Filled, FunctionCall, Global, Instance, Pairs, PersistentId, pickled
 from .tensors import STORAGE_DTYPES
-from .zip_records import directory, lay_out_records, whole_record, write_records
+from .zip_records import directory, lay_out_records, whole_record
 
 
 def object_bytes(value: Any, name: str) -> bytes:
@@ -35,21 +37,37 @@ def object_bytes(value: Any, name: str) -> bytes:
     UnsupportedError
         It holds a value that is neither plain nor tagged.
     """
+    described, storages = described_object(value, name)
+    data = {"data.pkl": described, "byteorder": b"little"}
+    data |= {f"data/{key}": storage for key, storage in enumerate(storages) if isinstance(storage, bytes)}
+    data["version"] = b"3\n"
+    records = lay_out_records((key, len(record)) for key, record in data.items())
+    whole = (whole_record(record, data[record.name]) for record in records)
+    return b"".join((*whole, directory(records, list(map(zlib.crc32, data.values())))))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTensor:
+    """A contiguous tensor whose bytes the caller writes. Tensors with the same `index` share one storage."""
+
+    index: int
+    dtype: torch.dtype
+    shape: Ints
+
+
+def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | StreamedTensor]]:
+    """Return the pickle of a value, and the storages that it names by number; raise as `object_bytes` does."""
     parts = _Parts(name)
-    described = pickled(parts.of(value))
-    out = bytearray()
-    storages = ((f"data/{key}", len(data), [data]) for key, data in enumerate(parts.storages))
-    first = ("data.pkl", len(described), [described]), ("byteorder", 6, [b"little"])
-    write_records(out.extend, [*first, *storages, ("version", 2, [b"3\n"])])
-    return bytes(out)
+    return pickled(parts.of(value)), parts.storages
 
 
 class _Parts:
-    """Converts values to parts of a pickle; `storages` collects the bytes of tensors."""
+    """Converts values to parts of a pickle; `storages` collects the bytes of tensors, and the tensors that are streamed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.storages: list[bytes] = []
+        self.storages: list[bytes | StreamedTensor] = []
+        self._keys: dict[int, int] = {}  # by index of a streamed tensor: the number of its storage
 
     def of(self, value: Any) -> Any:
         match value:
@@ -75,8 +93,23 @@ class _Parts:
                 return tuple(self.of(item) for item in value)
             case set() | frozenset():
                 return FunctionCall(Global("__builtin__", type(value).__name__), ([self.of(item) for item in value],))
+            case OrderedDict():
+                return Filled(_ORDERED_DICT, self._pairs(value))
+            case defaultdict():
+                factory = None if value.default_factory is None else Global("__builtin__", value.default_factory.__name__)  # type: ignore[attr-defined]
+                return Filled(FunctionCall(Global("collections", "defaultdict"), (factory,)), self._pairs(value))
+            case Counter():
+                return FunctionCall(Global("collections", "Counter"), (self._pairs(value),))
             case dict():
                 return self._dict(value)
+            case StreamedTensor(index, dtype, shape):
+                key = self._keys.setdefault(index, len(self.storages))
+                if key == len(self.storages):
+                    self.storages.append(value)
+                return tensor_parts(dtype, shape, str(key))
+            case torch.nn.Parameter():
+                arguments = self.of(value.detach()), value.requires_grad, _ORDERED_DICT
+                return FunctionCall(Global("torch._utils", "_rebuild_parameter"), arguments)
             case torch.Tensor():
                 return self._tensor(value)
             case torch.dtype():
@@ -95,6 +128,9 @@ class _Parts:
     def _dict(self, value: dict[Any, Any]) -> Any:
         if value.get(NAMESPACE_TAG) == ":".join(NAMESPACE):
             return Instance(Global(*NAMESPACE), {key: self.of(item) for key, item in value.items() if key != NAMESPACE_TAG})
+        return self._pairs(value)
+
+    def _pairs(self, value: dict[Any, Any]) -> Pairs:
         return Pairs([(self.of(key), self.of(item)) for key, item in value.items()])
 
     def _named(self, value: Named) -> Any:
@@ -108,6 +144,11 @@ class _Parts:
         return FunctionCall(kind, (self.of(value.plain),))
 
     def _tensor(self, value: torch.Tensor) -> FunctionCall:
+        if value.layout in SPARSE_PARTS:
+            layout = FunctionCall(Global("torch.serialization", "_get_layout"), (str(value.layout),))
+            held = [*(getattr(value, part)() for part in SPARSE_PARTS[value.layout]), value.shape]
+            held += [value.is_coalesced()] if value.layout is torch.sparse_coo else []
+            return FunctionCall(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, self.of(tuple(held))))
         flat = value.detach().cpu().contiguous().reshape(-1)
         self.storages.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         return tensor_parts(value.dtype, tuple(value.shape), str(len(self.storages) - 1))
@@ -136,13 +177,8 @@ def _array(value: np.ndarray[Any, Any]) -> Built:
     return Built(empty, (1, tuple(value.shape), _dtype(value.dtype), False, _bytes(np.ascontiguousarray(value).tobytes())))
 
 
+_ORDERED_DICT = FunctionCall(Global("collections", "OrderedDict"), ())
 _STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
-
-
-@lru_cache(maxsize=256)
-def tensor_pickle(dtype: torch.dtype, shape: Ints) -> bytes:
-    """Return the pickle of a contiguous tensor whose storage is record ``data/0``."""
-    return pickled(tensor_parts(dtype, shape, "0"))
 
 
 def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
@@ -150,17 +186,17 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
     storage = PersistentId(("storage", kind, key, "cpu", count * dtype.itemsize if typed is None else count))
-    hooks = FunctionCall(Global("collections", "OrderedDict"), ())
-    view = (storage, 0, shape, row_major_strides(shape), False, hooks)
+    view = (storage, 0, shape, row_major_strides(shape), False, _ORDERED_DICT)
     if typed is not None:
         return FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view)
     name = Global("torch", str(dtype).removeprefix("torch."))
     return FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name))
 
 
+@lru_cache(maxsize=256)
 def around_tensor(dtype: torch.dtype, shape: Ints) -> tuple[bytes, Callable[[int], bytes]]:
     """Return the bytes of a file of ``torch.save`` before a tensor's data, and the bytes behind by the CRC-32 of the data."""
-    described = tensor_pickle(dtype, shape)
+    described = pickled(tensor_parts(dtype, shape, "0"))
     data = {"data.pkl": described, "byteorder": b"little", "version": b"3\n"}
     sizes = [("data.pkl", len(described)), ("byteorder", 6), ("data/0", prod(shape) * dtype.itemsize), ("version", 2)]
     records = lay_out_records(sizes)

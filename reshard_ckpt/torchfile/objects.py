@@ -86,10 +86,11 @@ def _a_list(items: Any = ()) -> list[Any]:
     return list(items)
 
 
-def _a_dict(*arguments: Any) -> dict[Any, Any]:
-    if len(arguments) > 1 or (arguments and not isinstance(arguments[0], StandInClass | StandInFunction | type(None))):
+def _a_dict(first: Any = None) -> dict[Any, Any]:
+    """Return a plain dict in the place of a Counter, which is called with its items, or of a defaultdict, with its factory."""
+    if not isinstance(first, dict | StandInClass | StandInFunction | type(None)):
         raise ValueError("a dict of something else than items")
-    return {}
+    return first if isinstance(first, dict) else {}
 
 
 _BUILTINS, _MULTIARRAY = ("builtins", "__builtin__"), ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -108,7 +109,7 @@ _KEPT = [
 
 _CALLED: Mapping[tuple[str, str], Any] = {
     ("_codecs", "encode"): ENCODED,
-    ("collections", "defaultdict"): StandInFunction("defaultdict", _a_dict),
+    **{("collections", kind): StandInFunction(kind, _a_dict) for kind in ("Counter", "defaultdict")},
     ("torch", "Size"): StandInFunction("torch.Size", lambda *values: torch.Size(SIZE.make(*values))),
     **{(module, name): StandInFunction(kind, _instance(kind)) for kind, name, modules in _KEPT for module in modules},
 }

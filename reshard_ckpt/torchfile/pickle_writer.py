@@ -58,6 +58,14 @@ class Pairs:
     items: Sequence[tuple[Any, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """An empty container that the reader makes by a call, and then fills with items."""
+
+    made: FunctionCall
+    pairs: Pairs
+
+
 def pickled(value: Any) -> bytes:
     """Pickle a value made of the classes above, None, booleans, numbers, strings, tuples, lists and dicts.
 
@@ -77,7 +85,7 @@ class _Emitter:
         """Write one value."""
         match value:
             # Operations in the order of the cases: NONE; NEWTRUE, NEWFALSE; BINFLOAT; MARK … TUPLE; EMPTY_LIST MARK … APPENDS;
-            # EMPTY_DICT MARK … SETITEMS; … REDUCE; … EMPTY_TUPLE NEWOBJ, … BUILD; … BUILD; … BINPERSID
+            # EMPTY_DICT MARK … SETITEMS; … MARK … SETITEMS; … REDUCE; … EMPTY_TUPLE NEWOBJ, … BUILD; … BUILD; … BINPERSID
             case None:
                 self.out += b"N"
             case bool():
@@ -96,6 +104,9 @@ class _Emitter:
                 self._sequence(b"}(", [part for item in value.items() for part in item], b"u")
             case Pairs(items):
                 self._sequence(b"}(", [part for item in items for part in item], b"u")
+            case Filled(made, Pairs(items)):
+                self.add(made)
+                self._sequence(b"(", [part for item in items for part in item], b"u")
             case FunctionCall(function, arguments):
                 self._sequence(b"", (function, arguments), b"R")
             case Instance(kind, state):

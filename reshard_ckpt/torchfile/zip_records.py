@@ -12,7 +12,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -38,10 +38,6 @@ _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
 )  # fmt: skip
 """The errors that `zipfile` raises: others besides its own occur if a damaged directory makes it seek to a wrong place."""
-
-
-NewRecord = tuple[str, int, Iterable[bytes | memoryview]]
-"""The name of a record to write, its size in bytes, and its bytes in parts."""
 
 
 class StoredFile(io.RawIOBase):
@@ -240,7 +236,7 @@ def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
     return records
 
 
-def whole_record(record: ZipRecord, data: bytes | memoryview) -> bytes:
+def whole_record(record: ZipRecord, data: bytes) -> bytes:
     """Return a record with its data."""
     return b"".join((record.head, data, record.tail(zlib.crc32(data))))
 
@@ -255,20 +251,3 @@ def directory(records: Sequence[ZipRecord], crcs: Sequence[int]) -> bytes:
         far += struct.pack("<4sLQL", b"PK\6\7", 0, at + size, 1)
     num, size, at = min(num, _MOST_RECORDS), min(size, _UNKNOWN), min(at, _UNKNOWN)
     return entries + far + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, num, num, size, at, 0)
-
-
-def write_records(write: Callable[[bytes | memoryview], object], records: Iterable[NewRecord]) -> int:
-    """Write a zip as ``torch.save`` does, by calls of `write`; return the number of bytes written."""
-    new = list(records)
-    laid_out, crcs = lay_out_records((name, size) for name, size, _ in new), []
-    for record, (_, _, parts) in zip(laid_out, new, strict=True):
-        write(record.head)
-        crc = 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-            write(part)
-        write(record.tail(crc))
-        crcs.append(crc)
-    end = directory(laid_out, crcs)
-    write(end)
-    return laid_out[-1].end + len(end)
