@@ -17,7 +17,8 @@ handler needs the same rules on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class CheckpointError(Exception):
@@ -88,3 +89,37 @@ class PeerError(CheckpointError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+def rebuilt(
+    kind: type[CheckpointError], others: tuple[type[BaseException], ...], args: tuple[Any, ...], fields: Mapping[str, Any]
+) -> CheckpointError:
+    """Make an error of this class that handlers of other packages' classes catch, too.
+
+    Parameters
+    ----------
+    others
+        The classes of other packages. The error is an instance of each of them, too.
+    args, fields
+        The arguments and attributes of the error.
+    """
+    combined = _combined(kind, others)
+    new = combined.__new__(combined, *args)
+    new.args = args
+    vars(new).update(fields)
+    return new
+
+
+_COMBINED: dict[tuple[type, ...], type[CheckpointError]] = {}
+
+
+def _combined(kind: type[CheckpointError], others: tuple[type[BaseException], ...]) -> type[CheckpointError]:
+    """Return a subclass of all these errors. It is cached: ``except`` needs the same class each time."""
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__str__": Exception.__str__,  # that of torch's CheckpointException shows only failures
+        "__reduce__": lambda self: (rebuilt, (kind, others, self.args, vars(self))),
+    }
+    known = _COMBINED.get((kind, *others))
+    return known or _COMBINED.setdefault((kind, *others), type(kind.__name__, (kind, *others), members))

@@ -170,7 +170,7 @@ def test_plugins_have_few_names_and_the_page_lists_them_all() -> None:
     assert len(plugins.__all__) <= MAX_PLUGIN_NAMES
     assert sorted(set(plugins.__all__) - named) == []
     assert all(hasattr(plugins, name) for name in plugins.__all__)
-    for name in ("dcp", "errors", "groups", "names", "placements", "runs", "states", "torchfile", "trees"):
+    for name in ("dcp", "errors", "groups", "names", "packages", "placements", "runs", "states", "torchfile", "trees"):
         module = getattr(plugins, name)
         assert sorted(set(module.__all__) - named) == []
         assert all(hasattr(module, name) for name in module.__all__)

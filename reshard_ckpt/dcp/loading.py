@@ -64,8 +64,7 @@ def load(
     """
     if is_custom("storage_reader", storage_reader) or is_custom_planner(planner, saving=False):
         given = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
-        named = named_path(checkpoint_id, storage_reader)
-        call_torch("load", state_dict, "storage_reader", named, storage_reader=storage_reader, **given)
+        call_torch("load", state_dict, checkpoint_id, storage_reader, **given)
         return
     group = group_of(process_group, no_dist)
 

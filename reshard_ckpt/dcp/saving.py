@@ -89,8 +89,7 @@ def save(
     """
     if is_custom("storage_writer", storage_writer) or is_custom_planner(planner, saving=True):
         options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
-        path = named_path(checkpoint_id, storage_writer)
-        done: Metadata = call_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
+        done: Metadata = call_torch("save", state_dict, checkpoint_id, storage_writer, **options)
         return done
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
@@ -136,10 +135,7 @@ def async_save(
             "async_stager": async_stager,
             "async_checkpointer_type": None if kind is AsyncCheckpointerType.THREAD else kind,
         }
-        path = named_path(checkpoint_id, storage_writer)
-        response: Future[Metadata] = call_torch(
-            "async_save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options
-        )
+        response: Future[Metadata] = call_torch("async_save", state_dict, checkpoint_id, storage_writer, **options)
         return response
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)

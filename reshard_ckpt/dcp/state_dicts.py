@@ -88,14 +88,9 @@ def _materialize(tensor: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
         )
-    return torch.empty_like(tensor, device=_job_device())
-
-
-def _job_device() -> torch.device:
-    """Return the device for new tensors: the accelerator; the CPU if the job uses only gloo, or no process group."""
-    if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo":
-        return current_accelerator() or torch.device("cpu")
-    return torch.device("cpu")
+    # The job's device is the accelerator, or the CPU if the job uses only gloo, or no process group.
+    uses_accelerator = dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo"
+    return torch.empty_like(tensor, device=(current_accelerator() if uses_accelerator else None) or "cpu")
 
 
 def restore(value: Any, form: Any) -> Any:

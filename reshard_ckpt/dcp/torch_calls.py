@@ -6,7 +6,6 @@ of the caller's own is used as it is, and writes its own format.
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ..errors import UsageError
-from .arguments import check_flattens
+from .arguments import Path, check_flattens, named_path
 from .reader import ReshardReader
 from .writer import ReshardWriter
 
@@ -73,19 +72,20 @@ def _checked(option: str, given: object, base: type[Any]) -> bool:
     return True
 
 
-def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
+def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: Any, **options: Any) -> Any:
     """Call torch's own function.
 
     Parameters
     ----------
     call
         The name of the function.
-    option
-        The name of its storage argument. A storage that only names a folder is replaced by this library's, for the folder `path`.
+    store
+        Its storage argument. A storage that only names a folder is replaced by this library's.
     options
-        All arguments. Those with the default value are left out: not every release of torch has each of them.
+        All other arguments. Those with the default value are left out: not every release of torch has each of them.
     """
-    store, ours = options.pop(option), _OPTIONS[option][1]
+    option, path = "storage_reader" if call == "load" else "storage_writer", named_path(checkpoint_id, store)
+    ours = _OPTIONS[option][1]
     if is_custom(option, store):
         options["checkpoint_id"] = path
         if not isinstance(store, ours):

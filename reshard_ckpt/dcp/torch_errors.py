@@ -11,12 +11,12 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..errors import CheckpointError, PeerError
+from ..errors import CheckpointError, PeerError, rebuilt
 
 _OF_RANK = re.compile(r"rank (\d+): ")
 """The beginning of the message of an error that another rank raised."""
@@ -49,7 +49,7 @@ def as_torch_error(error: CheckpointError) -> CheckpointError:
     """Return the same error as a `CheckpointException` as well."""
     if isinstance(error, CheckpointException):
         return error
-    new = _rebuild(type(error), error.args, {**vars(error), "_failures": _failures(error)})
+    new = rebuilt(type(error), (CheckpointException,), error.args, {**vars(error), "_failures": _failures(error)})
     new.__cause__, new.__suppress_context__ = error.__cause__, error.__suppress_context__
     return new.with_traceback(error.__traceback__)
 
@@ -71,27 +71,3 @@ def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, tracebac
     else:
         ranks = (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
     return dict.fromkeys(ranks, (error, traceback.StackSummary.from_list(frames)))
-
-
-def _rebuild(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
-    combined = _combined_class(kind)
-    new = combined.__new__(combined, *args)
-    new.args = args
-    vars(new).update(fields)
-    return new
-
-
-def _combined_class(kind: type[CheckpointError]) -> type[CheckpointError]:
-    """Return a subclass of both errors. It is cached: ``except`` needs the same class each time."""
-    if kind in _COMBINED:
-        return _COMBINED[kind]
-    members = {
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "__str__": Exception.__str__,  # that of CheckpointException shows only failures
-        "__reduce__": lambda self: (_rebuild, (kind, self.args, vars(self))),
-    }
-    return _COMBINED.setdefault(kind, type(kind.__name__, (kind, CheckpointException), members))
-
-
-_COMBINED: dict[type[CheckpointError], type[CheckpointError]] = {}

@@ -18,7 +18,7 @@ MAX_INDEX_BYTES = 256 << 20
 """The largest index that is read: over a million tensors."""
 
 WeightFiles = Mapping[str, frozenset[str] | None]
-"""Files by key, each with the names of its tensors that count, or None if all count."""
+"""By the key of each file: the names of the tensors to read from it; None stands for all of its tensors."""
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
@@ -105,9 +105,9 @@ def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
 
 
 def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, less: Collection[str] = ()) -> None:
-    """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder with such endings.
+    """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder that end in `SIDE_SUFFIXES`.
 
-    If there is no ``config.json``, nothing is copied. Nor is it from this library's own checkpoints, whose folders have none.
+    Nothing is copied from a folder without ``config.json``, nor from one of this library's own checkpoints.
 
     Parameters
     ----------

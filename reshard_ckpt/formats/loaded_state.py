@@ -17,7 +17,7 @@ import torch
 from ..core.catalog.model import ValueEntry
 from ..core.catalog.specs import is_row_major
 from ..core.geometry.runs import decompose
-from ..core.trees import children_of_dict, flatten, name_of, put
+from ..core.trees import Path, children_of_dict, flatten, name_of, put
 from ..errors import CheckpointError
 from ..format.columns import dtype_code
 from ..format.values import encode_value
@@ -73,6 +73,50 @@ def serve_state(
     for name, error in errors.items():
         builder.unreadable(name, error)
     return StridedStorage(storage, served)
+
+
+def divided_by_rank(
+    states: Sequence[Mapping[Any, Any]], name: str, *, max_depth: int | None = None, may_miss: bool = False
+) -> tuple[dict[str, Any], list[Path]]:
+    """Join the states of all ranks to one state.
+
+    Parameters
+    ----------
+    states
+        The state of each rank, in order.
+    max_depth
+        The number of keys after which a dict is one value; without it, each leaf of nested dicts is a value.
+    may_miss
+        Whether a value counts as equal on all ranks if some ranks have none of this name.
+
+    Returns
+    -------
+    dict
+        Values that are equal on all ranks are below `name`, all others below ``<name>_of_rank`` and the number of their rank.
+    list of Path
+        The paths of those others, without the name and the rank.
+    """
+    by_path: dict[Path, dict[int, Any]] = {}
+    for rank, state in enumerate(states):
+        for path, value in flatten(state, children_of_dict, max_depth=max_depth) if state else ():
+            by_path.setdefault(path, {})[rank] = value
+    num = 1 if may_miss else len(states)
+    own = {path for path, values in by_path.items() if len(values) < num or not are_equal(list(values.values()))}
+    joined: dict[str, Any] = {}
+    for path, values in by_path.items():
+        if path not in own:
+            put(joined, (name, *path), next(iter(values.values())))
+        for rank, value in values.items() if path in own else ():
+            put(joined, (f"{name}_of_rank", str(rank), *path), value)
+    return joined, [path for path in by_path if path in own]
+
+
+def are_equal(values: Sequence[Any]) -> bool:
+    """Tell whether values are equal in type and content; False if one of them cannot be encoded."""
+    try:
+        return len({encode_value(value, "a value") for value in values}) == 1
+    except CheckpointError:
+        return False
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:

@@ -23,7 +23,6 @@ from ..core.catalog.param_groups import merge, named_group
 from ..core.catalog.specs import Ints, ValueKind
 from ..core.trees import children_of_dict, flatten, name_of
 from ..errors import CheckpointError, CorruptError, UnsupportedError
-from ..format.values import encode_value
 from ..state.dtensor import layout_of, placement_of, recognize
 from ..state.layouts import Layout
 from ..state.optimizer_dicts import GroupOfEach, is_flattened, names_by_number, nested
@@ -32,7 +31,7 @@ from ..torchfile.archive import FileReader, TorchFile
 from ..torchfile.pickle_reader import attributes_of, class_of
 from ..torchfile.tensors import PickledDTensor, PickledTensor
 from .catalog_builder import CatalogBuilder
-from .loaded_state import serve_state
+from .loaded_state import are_equal, divided_by_rank, serve_state
 from .source import Format, Source
 
 NAME = "rank-files"
@@ -81,7 +80,13 @@ def _kind(stem: str) -> str:
 
 
 def _of_all_ranks(sizes: Mapping[int, Mapping[int, str]], stem: str, where: str) -> list[str]:
-    """Return the files of one stem in order of rank, once they are known to be of one job, and complete."""
+    """Return the files of one stem in order of rank.
+
+    Raises
+    ------
+    CorruptError
+        The files are of jobs with different numbers of ranks, or the file of a rank is missing.
+    """
     if len(sizes) > 1:
         numbers = " and of ".join(map(str, sorted(sizes)))
         raise CorruptError(f"{where}: {stem}_* has files of {numbers} ranks; move all but one of these sets to another folder")
@@ -164,7 +169,10 @@ class RankFolder:
         self.builder.value([item, "param_groups"], merge(groups_of, name=item), ValueKind.PARAM_GROUPS)
 
     def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:
-        """Return the name of each number; an empty mapping if the state is by name; None if the numbers have no names."""
+        """Return the name of each parameter by its number.
+
+        The mapping is empty if the optimizer's state is keyed by names already. None means that nothing names the numbers.
+        """
         if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
             raise CorruptError(f"{self._url}: the optimizer has groups without parameters; use another copy")
         numbers = [number for group in groups for number in group["params"] if type(number) is int]
@@ -192,18 +200,11 @@ class RankFolder:
         except UnsupportedError as error:
             self.builder.unreadable(stem, error)
             return
-        if not any(isinstance(one, dict) for one in found) and _is_same(found, stem):
+        if not any(isinstance(one, dict) for one in found) and are_equal(found):
             state = {stem: found[0]}
         else:
-            found = [one if isinstance(one, dict) else {"value": one} for one in found]
-            values: dict[Any, list[Any]] = {}
-            for one in found:
-                for name, value in one.items():
-                    values.setdefault(name, []).append(value)
-            shared = {name: of_ranks[0] for name, of_ranks in values.items() if _is_same(of_ranks, stem)}
-            own = {str(rank): {n: v for n, v in one.items() if n not in shared} for rank, one in enumerate(found)}
-            state = {stem: shared, f"{stem}_of_rank": own if any(own.values()) else {}}
-            state = {key: value for key, value in state.items() if value}
+            dicts = [one if isinstance(one, dict) else {"value": one} for one in found]
+            state, _ = divided_by_rank(dicts, stem, max_depth=1, may_miss=True)
         self.storage = serve_state(self.builder, self.storage, state, stem)
 
     def _dict(self, content: Any, key: str) -> dict[Any, Any]:
@@ -253,19 +254,12 @@ class RankFolder:
 
 
 def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[str, Ints]]:
-    """Return the name and the shape of each DTensor of a state dict; of several over the same memory, the first."""
+    """Return the name and the shape of each DTensor of a state dict. Of several over the same memory, only the first counts."""
     first: dict[tuple[Any, ...], tuple[str, Ints]] = {}
     for key, value in content.items():
         if isinstance(value, PickledDTensor) and isinstance(value.local, PickledTensor):
             first.setdefault((value.local.storage.key, value.local.offset, value.shape), (names[key], value.shape))
     return list(first.values())
-
-
-def _is_same(values: Sequence[Any], name: str) -> bool:
-    try:
-        return len({encode_value(value, name) for value in values}) == 1
-    except CheckpointError:
-        return False
 
 
 def _part(value: PickledDTensor, where: str) -> _Part:
@@ -313,7 +307,7 @@ def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
 def _placement(made: Any) -> Any:
     """Return torch's own placement for a pickled one; None for any other class."""
     state = attributes_of(made) or {}
-    return None if class_of(made) is None else placement_of(str(class_of(made)), state.get("dim"), state.get("split_factor"))
+    return placement_of(str(class_of(made)), state.get("dim"), state.get("split_factor"))
 
 
 FORMAT = Format(

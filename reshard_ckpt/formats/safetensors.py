@@ -179,15 +179,19 @@ def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int
         Returns the run that has the bytes of a tensor, by its index in the catalog.
     """
     aliases = aliases_of(catalog)
-    own = [index for index in in_natural_order(catalog) if _name(catalog, index) not in aliases]
-    groups = list(_divide([_member(catalog, index) for index in own], max_shard_bytes))
+    table, members = catalog.tensors_table, []
+    for index in in_natural_order(catalog):
+        if table.names[index] not in aliases:
+            shape, dtype = catalog.shape(index), catalog.dtype(index)
+            members.append(Member(table.names[index], dtype, shape, prod(shape) * ITEM_BYTES[dtype]))
+    groups = list(_divide(members, max_shard_bytes))
     files: list[NewFile] = []
     for number, group in enumerate(groups, start=1):
         stem = f"{STEM}-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else STEM
-        members = sorted(group, key=lambda member: -ITEM_BYTES[member.dtype])
-        runs = ((run_of(catalog.index(member.name)), ITEM_BYTES[member.dtype]) for member in members)
+        group.sort(key=lambda member: -ITEM_BYTES[member.dtype])
+        runs = ((run_of(catalog.index(member.name)), ITEM_BYTES[member.dtype]) for member in group)
         parts = tuple(part for run, each in runs for part in _cut(run, each))
-        files.append(NewFile(f"{stem}.safetensors", _header(members, aliases), parts))
+        files.append(NewFile(f"{stem}.safetensors", _header(group, aliases), parts))
     return files
 
 
@@ -197,15 +201,6 @@ def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:
     for at in range(0, run.count, step):
         part = replace(run, start=run.start + at, count=min(step, run.count - at))
         yield NewPart(part, part.count * item_bytes)
-
-
-def _name(catalog: Catalog, index: int) -> str:
-    return catalog.tensors_table.names[index]
-
-
-def _member(catalog: Catalog, index: int) -> Member:
-    shape, dtype = catalog.shape(index), catalog.dtype(index)
-    return Member(_name(catalog, index), dtype, shape, prod(shape) * ITEM_BYTES[dtype])
 
 
 def _divide(members: Sequence[Member], max_bytes: int | None) -> Iterator[list[Member]]:

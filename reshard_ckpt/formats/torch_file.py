@@ -110,13 +110,12 @@ def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
     """Return the loaded state if it has keys at the top; put a flat state dict below ``model``, an optimizer's below its key."""
     if _is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
-    return loaded if isinstance(loaded, Mapping) and not _is_flat(loaded) else {MODEL: loaded}
-
-
-def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Return whether a state has tensors at the top, and beside them no dict except a module's extra state."""
-    nested = any(isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE) for key, value in state.items())
-    return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
+    if not isinstance(loaded, Mapping):
+        return {MODEL: loaded}
+    # A flat state dict has tensors at the top, and beside them no dict except a module's extra state.
+    nested = any(isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE) for key, value in loaded.items())
+    is_flat = not nested and any(isinstance(value, torch.Tensor) for value in loaded.values())
+    return {MODEL: loaded} if is_flat else loaded
 
 
 def _source(storage: Storage, state: Mapping[Any, Any], mapped: Mapping[str, MappedFile]) -> Source:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..comm.protocol import Comm, SoloComm
-from ..core.catalog.model import Catalog, ValueEntry
+from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.specs import ITEM_BYTES, StateLink, ValueKind
 from ..core.trees import put
@@ -154,7 +154,12 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
             put(root, path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
     for entry in catalog.values_table:
-        path = _value_path(entry) if (link := links.get(entry.name)) is None else optimizers[link.optimizer].path(link)
+        if (link := links.get(entry.name)) is not None:
+            path = optimizers[link.optimizer].path(link)
+        else:
+            # A value has its own path, unless it was in a list: the list's other elements may be unknown, so use its name.
+            own = saved_path(decode_path(entry.path))
+            path = _path(entry.name) if any(isinstance(key, Index) for key in own) else own
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
@@ -170,12 +175,6 @@ def _path(name: str) -> tuple[str, ...]:
     """Return the path of a tensor: the first part of its name, then the rest as one key."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
-
-
-def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
-    """Return the path of a value: its own, unless it was in a list. The list's other elements may be unknown, so use its name."""
-    path = saved_path(decode_path(entry.path))
-    return _path(entry.name) if any(isinstance(key, Index) for key in path) else path
 
 
 def _check_values(values: Mapping[str, Any]) -> None:

@@ -49,7 +49,8 @@ def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator
     index = catalog.index(name)
     whole, shape, dtype = whole_run(catalog, index), catalog.shape(index), catalog.dtype(index)
     source = catalog.source(index)
-    dims = _stacked_dims(name, shape)
+    stacked = {dim for dim in (layer_dim(name), expert_dim(name)) if dim is not None and dim < len(shape)}
+    dims = shape[: len(stacked)]  # the stacked dims come first
     count = prod(shape[len(dims) :])
     for number in range(prod(dims)):
         part = _numbered(name, dims, number)
@@ -58,11 +59,6 @@ def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator
         else:
             builder.tensor(part, dtype, shape[len(dims) :])
         yield part, Run(index, whole.offsets, whole.lengths, number * count, count)
-
-
-def _stacked_dims(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = {dim for dim in (layer_dim(name), expert_dim(name)) if dim is not None and dim < len(shape)}
-    return shape[: len(found)]  # the stacked dims come first
 
 
 def _numbered(name: str, dims: tuple[int, ...], number: int) -> str:

@@ -2,7 +2,8 @@
 
 A package adds a format by an entry point of the group `formats.source.GROUP` that names a `Format`, and tensors of its own
 classes by one of the group `state.dtensor.GROUP` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
-Nine modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `placements`, `runs`, `states`, `torchfile`, `trees`.
+Ten modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `packages`, `placements`, `runs`, `states`,
+`torchfile`, `trees`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from .. import checkpoint
 from ..checkpoint.loading import load_wanted
 from ..checkpoint.saving import begin_captured, save_captured
-from ..comm import values_of_all
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints, ValueKind
 from ..format.dtypes import TORCH_DTYPES
@@ -24,7 +24,7 @@ from ..state.dtensor import Objects
 from ..state.shards import FlatShard, LocalShard
 from ..storage import Storage, open_below, open_storage
 from ..storage.protocol import read_range
-from . import dcp, errors, groups, names, placements, runs, states, torchfile, trees
+from . import dcp, errors, groups, names, packages, placements, runs, states, torchfile, trees
 
 __all__ = [
     "CATALOG_KEY",
@@ -53,6 +53,7 @@ __all__ = [
     "names",
     "open_below",
     "open_storage",
+    "packages",
     "placements",
     "read_range",
     "runs",
@@ -61,5 +62,4 @@ __all__ = [
     "states",
     "torchfile",
     "trees",
-    "values_of_all",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.report import summarize
+from ..core.report import few, summarize
 from ..errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -13,6 +13,7 @@ from ..errors import (
     StorageError,
     UnsupportedError,
     UsageError,
+    rebuilt,
 )
 
 __all__ = [
@@ -25,5 +26,7 @@ __all__ = [
     "StorageError",
     "UnsupportedError",
     "UsageError",
+    "few",
+    "rebuilt",
     "summarize",
 ]

@@ -1,8 +1,8 @@
-"""How tensors lie on the axes of a mesh."""
+"""How tensors lie on the axes of a mesh, and in memory."""
 
 from __future__ import annotations
 
-from ..core.catalog.specs import AxisPlacement
+from ..core.catalog.specs import AxisPlacement, row_major_strides
 from ..state.dtensor import dtensor_layout
 
-__all__ = ["AxisPlacement", "dtensor_layout"]
+__all__ = ["AxisPlacement", "dtensor_layout", "row_major_strides"]

@@ -24,7 +24,10 @@ from .zip_records import StoredFile, ZipRecords
 
 
 def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Return a tensor that was saved with Python attributes, without them; of a DTensor, they say which part it is."""
+    """Return a tensor without the Python attributes that it was saved with.
+
+    Those of a DTensor are kept in a `PickledDTensor`: they say which part of the global tensor this one is.
+    """
     if make is _WRAPPER:
         # The state of a class with slots is a pair: its dict or None, and its slots.
         state = next((each for each in (state if isinstance(state, tuple) else (state,)) if isinstance(each, dict)), {})

@@ -59,7 +59,7 @@ def refuse_excess(catalog: Catalog, where: str) -> None:
     Raises
     ------
     UnsupportedError
-        They have; the message names the largest tensor.
+        The tensors have more than `TIMES` the bytes of the files; the message names the largest one.
     """
     names, num_bytes = catalog.tensors_table.names, catalog.file_bytes
     # claimed[t]: bytes of tensor t in all of its rows
@@ -158,7 +158,7 @@ def refuse_hash_collisions(pickled: bytes, name: str) -> None:
     Raises
     ------
     CorruptError
-        It has too many; or it cannot be parsed as a pickle.
+        More than `MAX_ALIKE` integers have the same hash; or the bytes cannot be parsed as a pickle.
     """
     try:
         large = _large(pickled)
@@ -169,7 +169,7 @@ def refuse_hash_collisions(pickled: bytes, name: str) -> None:
 
 
 def _large(pickled: bytes) -> list[int]:
-    """List the distinct integers of 61 bits and more in a pickle; empty if they are too few to do harm."""
+    """List the distinct integers of 61 bits and more in a pickle. The list is empty if they are too few to do harm."""
     if pickled.count(_LONG1) <= MAX_ALIKE:
         return []
     found = (argument for code, argument, _ in pickletools.genops(pickled) if code.code == _LONG1.decode("latin-1"))

@@ -96,7 +96,7 @@ class _Parts:
             case OrderedDict():
                 return Filled(_ORDERED_DICT, self._pairs(value))
             case defaultdict():
-                factory = None if value.default_factory is None else Global("__builtin__", value.default_factory.__name__)  # type: ignore[attr-defined]
+                factory = None if value.default_factory is None else Global("__builtin__", value.default_factory.__name__)
                 return Filled(FunctionCall(Global("collections", "defaultdict"), (factory,)), self._pairs(value))
             case Counter():
                 return FunctionCall(Global("collections", "Counter"), (self._pairs(value),))

@@ -65,9 +65,7 @@ def _instance(kind: str) -> Callable[..., StandInObject]:
     """Return a function that keeps its arguments in a stand-in; `_Plain` converts them once the object's state is known."""
 
     def make(*arguments: Any) -> StandInObject:
-        made = _Called(StandInClass(kind))
-        made.arguments = arguments
-        return made
+        return _Called(StandInClass(kind), arguments)
 
     return make
 
@@ -75,15 +73,9 @@ def _instance(kind: str) -> Callable[..., StandInObject]:
 class _Called(StandInObject):
     __slots__ = ("arguments",)
 
-    def __init__(self, kind: StandInClass) -> None:
+    def __init__(self, kind: StandInClass, arguments: tuple[Any, ...]) -> None:
         super().__init__(kind)
-        self.arguments: tuple[Any, ...] = ()
-
-
-def _a_list(items: Any = ()) -> list[Any]:
-    if not isinstance(items, list | tuple):
-        raise ValueError("a collection of something else than a list")
-    return list(items)
+        self.arguments = arguments
 
 
 def _a_dict(first: Any = None) -> dict[Any, Any]:
@@ -199,7 +191,10 @@ class _Plain:
         if isinstance(value, PickledTensor):
             return self._tensor(value)
         if isinstance(value, StandInClass | StandInFunction):
-            return self._reference(value)
+            module, colon, name = value.name.partition(":")
+            if not colon:
+                raise PicklingError(f"refers to {value.name}")
+            return Named(module, name, None)
         if isinstance(value, dict):
             return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -213,12 +208,6 @@ class _Plain:
         if isinstance(value, Opaque):
             raise PicklingError(f"calls {value.name}, which such a file does not need")
         return value
-
-    def _reference(self, value: StandInClass | StandInFunction) -> Named:
-        module, colon, name = value.name.partition(":")
-        if not colon:
-            raise PicklingError(f"refers to {value.name}")
-        return Named(module, name, None)
 
     def _object(self, made: StandInObject, depth: int) -> Any:
         arguments = made.arguments if isinstance(made, _Called) else ()
@@ -250,7 +239,9 @@ class _Plain:
 
     def elements(self, arguments: tuple[Any, ...], depth: int) -> list[Any]:
         (items,) = arguments or ([],)
-        return [self.of(item, depth) for item in _a_list(items)]
+        if not isinstance(items, list | tuple):
+            raise ValueError("a collection of something else than a list")
+        return [self.of(item, depth) for item in items]
 
     def dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
         code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"

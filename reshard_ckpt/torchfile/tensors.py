@@ -60,11 +60,6 @@ class PickledDTensor:
 def _size(values: Any = ()) -> Ints:
     if not isinstance(values, tuple | list) or len(values) > MAX_ARGUMENTS:
         raise ValueError("a torch.Size of something else than a few numbers")
-    return whole_numbers(values)
-
-
-def whole_numbers(values: Any) -> Ints:
-    """Return the sizes or offsets in a pickle as a tuple; raise ValueError unless all of them are ints."""
     for value in values:  # a loop, because it is faster than `all`, and runs many times for each chunk
         if type(value) is not int:
             raise ValueError("a size that is no whole number")
@@ -89,28 +84,21 @@ class _StorageType:
     dtype: torch.dtype | None
 
 
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> PickledTensor:
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> PickledTensor:
     shape, strides = SIZE.make(size), SIZE.make(stride)
     if not isinstance(storage, SavedStorage) or type(offset) is not int or len(shape) != len(strides):
         raise ValueError("a tensor without a storage, an offset and strides")
     if metadata:
         raise UnsupportedError("is saved as a lazily conjugated or negated view; save tensor.resolve_conj().resolve_neg()")
-    dtype = dtype or storage.dtype
-    if dtype is None:
+    if not isinstance(storage.dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
-    return PickledTensor(storage, dtype, offset, shape, strides)
+    return PickledTensor(storage, storage.dtype, offset, shape, strides)
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> PickledTensor:
-    return _view(storage, offset, size, stride, None, metadata)
-
-
-def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> PickledTensor:
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor with a dtype that is none")
-    return _view(storage, offset, size, stride, dtype, metadata)
+def _tensor_v3(storage: Any, *view: Any) -> PickledTensor:
+    """Return a tensor of an untyped storage: the dtype stands behind the arguments of `_tensor_v2`, before the metadata."""
+    offset, size, stride, grad, hooks, dtype, *metadata = view
+    return _tensor_v2(replace(storage, dtype=dtype), offset, size, stride, grad, hooks, *metadata)
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:

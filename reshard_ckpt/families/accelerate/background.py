@@ -17,6 +17,7 @@ from typing import Any
 
 from ...plugins import CATALOG_KEY, checkpoint
 from ...plugins.errors import UsageError
+from ...plugins.packages import needed, trainer_steps
 
 _OF_DCP = ".metadata"
 
@@ -58,16 +59,13 @@ def background_saves() -> Any:
 @cache
 def _callback_class() -> type:
     names = ("trainer", "trainer_utils", "trainer_callback")
-    try:
+    with needed("transformers", "transformers"):
         modules: list[Any] = [importlib.import_module(f"transformers.{name}") for name in names]
-    except ImportError as error:
-        raise UsageError(f"transformers cannot be used here ({error}); pip install transformers") from error
     trainer, utils, callbacks = modules
 
     def get_last_checkpoint(folder: Any) -> str | None:
         """Return the newest whole checkpoint of a folder; None without one."""
-        steps = [path for path in Path(folder).iterdir() if utils._re_checkpoint.search(path.name) and path.is_dir()]
-        whole = {int(path.name.rpartition("-")[2]): path for path in steps if is_whole(path)}
+        whole = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
         return str(whole[max(whole)]) if whole else None
 
     for module in (trainer, utils):

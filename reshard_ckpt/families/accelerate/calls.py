@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 from ...plugins import checkpoint
 from ...plugins.errors import UsageError
 from ...plugins.names import unwrapped
+from ...plugins.packages import Replaced, needed
 from .background import BACKGROUND
 
 _OWNER = "accelerate.utils.fsdp_utils"
-_MODULES = (_OWNER, "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
-_STOCK: dict[str, Callable[..., Any]] = {}
-"""Accelerate's own functions, by name, while this library's are installed."""
+_MODULES = ("accelerate.utils", "accelerate.accelerator", "transformers.trainer")
 
 
 class LoadResult(NamedTuple):
@@ -42,30 +41,22 @@ def install() -> None:
     UsageError
         Accelerate is not installed, or is a release without these functions.
     """
-    try:
-        owner = importlib.import_module(_OWNER)
+    with needed("accelerate", "accelerate>=1.15"):
         importlib.import_module("accelerate.accelerator")
-        stock = {name: getattr(owner, name) for name in _FUNCTIONS}
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"accelerate cannot be used here ({error}); pip install 'accelerate>=1.15'") from error
-    if not _STOCK:
-        _STOCK.update(stock)
-        _bind(_FUNCTIONS)
+        _REPLACED.install(_FUNCTIONS)
 
 
 def uninstall() -> None:
     """Bind Accelerate's own functions again."""
-    if _STOCK:
-        _bind(_STOCK)
-        _STOCK.clear()
+    _REPLACED.uninstall()
 
 
-def _bind(functions: dict[str, Callable[..., Any]]) -> None:
-    # A module that is imported later, as the Trainer may be, finds them in the utils of Accelerate.
-    for module in (sys.modules[name] for name in _MODULES if name in sys.modules):
-        for name, function in functions.items():
-            if hasattr(module, name):
-                setattr(module, name, function)
+def _owners() -> list[Any]:
+    # A module that is imported later, as the Trainer may be, finds the functions in the utils of Accelerate.
+    return [importlib.import_module(_OWNER), *(sys.modules[name] for name in _MODULES if name in sys.modules)]
+
+
+_REPLACED = Replaced(_owners)
 
 
 def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +78,7 @@ def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"FULL_STATE_DICT: torch cannot gather FSDP1's parameters on {num} processes of a CPU; pass "
                 'state_dict_type="SHARDED_STATE_DICT" or fsdp_version=2, and `reshard-ckpt convert` the folder to one file'
             )
-        return _STOCK[function.__name__](fsdp_plugin, accelerator, *args, **kwargs)
+        return _REPLACED.stock[function.__name__](fsdp_plugin, accelerator, *args, **kwargs)
 
     return call
 

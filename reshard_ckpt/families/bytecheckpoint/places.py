@@ -48,7 +48,7 @@ def flat_params(notes: Any, where: str) -> FlatParams:
         names, shapes, padding, sizes = (notes[field] for field in _FIELDS)
         return {flat: tuple(_parts(names[flat], shapes[flat], padding[flat], sizes[flat])) for flat in names}
     except (KeyError, TypeError, ValueError, StopIteration) as error:
-        raise CorruptError(f"{where}: what it says of flat parameters does not fit together ({error}); use another one") from None
+        raise CorruptError(f"{where}: its notes on flat parameters contradict each other ({error}); use another one") from None
 
 
 def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPart]:

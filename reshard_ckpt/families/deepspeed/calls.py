@@ -196,6 +196,8 @@ def install(*, always: bool = False) -> None:
 
 
 def _configured(stock: Callable[..., None]) -> Callable[..., None]:
+    """Return a method in the place of DeepSpeed's ``_configure_checkpointing``: it attaches engines that choose this library."""
+
     def configure(engine: Any, *arguments: Any) -> None:
         if chosen_by(config_of(engine)) is None and not getattr(engine, "reshard_ckpt_always", False):
             stock(engine, *arguments)

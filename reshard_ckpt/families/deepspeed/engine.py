@@ -34,6 +34,7 @@ from ...plugins.errors import CheckpointError, UnsupportedError
 from ...plugins.trees import map_tree
 from .engine_state import EngineState, base_optimizer, refuse_unsupported
 from .loading import find_saved
+from .model_parallel import num_tensor_parallel
 from .names import LATEST
 from .nebula import NebulaRun
 from .values import NOT_VALUES, Path
@@ -79,8 +80,7 @@ def _is_first(engine: Any) -> bool:
 
     if groups._get_sequence_data_parallel_rank() != 0:
         return False
-    size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
-    return not size or size < 2 or dist.get_rank(group=groups.get_tensor_model_parallel_group()) == 0
+    return num_tensor_parallel(engine) < 2 or dist.get_rank(group=groups.get_tensor_model_parallel_group()) == 0
 
 
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
@@ -210,18 +210,20 @@ class Engine:
         self._set_back()
         if self.old is not None:
             info = self.old.info or info
-        if not self._is_checkpoint(info):
+        # DeepSpeed passes the name of the one file of ``save_16bit_model`` in the place of a tag.
+        if not hasattr(info, "save_dir") or str(info.tag).endswith((".bin", ".pt", ".safetensors")):
             self.stock.create(info)
             return
         engine = self._of()
         refuse_unsupported(engine)
         self.finish()
         self._info, self._values, self._kept = info, {}, None
-        self._change(engine, save_non_zero_checkpoint=True)
-        # DeepSpeed would copy all experts, to write them to files of their own.
-        self._change(engine, has_moe_layers=False)
-        # DeepSpeed would copy all frozen parameters; this library saves the live ones.
-        self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
+        self._change(
+            engine,
+            save_non_zero_checkpoint=True,
+            has_moe_layers=False,  # else DeepSpeed would copy all experts, to write them to files of their own
+            _get_zero_frozen_param_attributes=lambda function: {},  # and all frozen parameters: the live ones are saved here
+        )
 
     def save(self, state_dict: Any, path: str) -> None:
         """Receive the content of one file. The call for the last file of a rank begins the save of the whole state."""
@@ -289,10 +291,6 @@ class Engine:
         running, self._running = self._running, None
         if running is not None:
             running.result()
-
-    def _is_checkpoint(self, info: Any) -> bool:
-        """Tell a checkpoint from the one file of ``save_16bit_model``, whose name DeepSpeed passes in the place of a tag."""
-        return hasattr(info, "save_dir") and not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
 
     def _of(self) -> Any:
         engine = self._engine()

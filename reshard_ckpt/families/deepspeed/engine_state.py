@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ...plugins.errors import UnsupportedError
-from ...plugins.groups import named_group
-from .model_parallel import Parallel
+from ...plugins.groups import comparable, named_group
+from .model_parallel import Parallel, num_tensor_parallel
 from .names import MASTER, global_name, is_expert, num_local_experts
 from .places import Params, RankState, named_runs, open_state, striped_runs
 
@@ -48,43 +48,33 @@ def refuse_unsupported(engine: Any) -> None:
     UnsupportedError
         The engine offloads to NVMe, or divides tensors among ranks in an unknown way.
     """
-    if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
+    offload, grid = engine._config.zero_config.offload_param, getattr(engine, "grid", None)
+    is_on_nvme = offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+    if engine.zero_nvme_offload_optimizer() or is_on_nvme:
         raise UnsupportedError(
             "DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead"
         )
-    _refuse_model_parallelism(engine)
-    if engine.has_moe_layers:
-        _refuse_experts(engine)
-    if getattr(engine, "zenflow", False):
-        raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
-
-
-def _refuse_model_parallelism(engine: Any) -> None:
-    """Refuse tensors that are divided in an unknown way: by an ``mpu``, or among the ranks of one stage of a pipeline."""
-    grid = getattr(engine, "grid", None)
     if grid is not None and grid.get_slice_parallel_world_size() > 1:
         raise UnsupportedError(
             f"this pipeline divides each layer among {grid.get_slice_parallel_world_size()} tensor-parallel ranks, and nothing "
             "tells how; that is not supported"
         )
-    is_auto = hasattr(engine, "autotp_size") and engine.autotp_size() > 1
+    is_auto = num_tensor_parallel(engine) > 1
     if grid is None and not is_auto and engine.mp_world_size > 1:
         raise UnsupportedError(
             f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
         )
-
-
-def _refuse_experts(engine: Any) -> None:
-    """Refuse experts unless DeepSpeed's own layers divide them among data-parallel ranks, without other parallelism."""
-    how = None
-    if engine.zero_optimization_stage() == 3:
-        how = "together with ZeRO-3"
-    elif engine.mp_world_size > 1 or hasattr(engine, "stage_id") or (hasattr(engine, "autotp_size") and engine.autotp_size() > 1):
-        how = "together with model parallelism"
-    elif any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()):
-        how = "by AutoEP"
-    if how is not None:
-        raise UnsupportedError(f"this model's experts are divided among ranks {how}; that is not supported")
+    if engine.has_moe_layers:
+        # Experts are supported if DeepSpeed's own layers divide them among data-parallel ranks, without other parallelism.
+        ways = {
+            "together with ZeRO-3": engine.zero_optimization_stage() == 3,
+            "together with model parallelism": engine.mp_world_size > 1 or hasattr(engine, "stage_id") or is_auto,
+            "by AutoEP": any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()),
+        }
+        for how in (how for how, is_so in ways.items() if is_so):
+            raise UnsupportedError(f"this model's experts are divided among ranks {how}; that is not supported")
+    if getattr(engine, "zenflow", False):
+        raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
 
 
 def _global_names(engine: Any) -> dict[str, str]:
@@ -99,11 +89,6 @@ def _global_names(engine: Any) -> dict[str, str]:
         num_local, rank = num_local_experts(held), groups._get_expert_parallel_rank(module.expert_group_name)
         found |= {name: global_name(name, num_local, rank) for name in held}
     return {name: other for name, other in found.items() if name != other or is_expert(name)}
-
-
-def _offloads_parameters_to_nvme(engine: Any) -> bool:
-    offload = engine._config.zero_config.offload_param
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -136,15 +121,23 @@ class EngineState:
         self._renamed = _global_names(engine)
         self.names: dict[Any, str] = {param: self.name(name) for param, name in engine.param_names.items()}
         self._parallel = Parallel(engine, loading=loading)
-        self._flat = self._flat_params() if engine.optimizer is not None else None
+        self._flat = self._flat_params()
 
     def name(self, local: str) -> str:
         """Convert the name of a parameter or buffer on this rank to its name in the whole model."""
         return self._renamed.get(local, local)
 
     def _flat_params(self) -> list[Params] | None:
-        found = _flat_params(self._engine)
-        return found and [replace(params, names=tuple(map(self.name, params.names))) for params in found]
+        """Return the parameters of each flat group, in order; None if the optimizer does not flatten parameters."""
+        engine, optimizer = self._engine, self._optimizer
+        if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
+            return None
+        # ZeRO and BF16_Optimizer give shapes of whole parameters; without ZeRO, parameters are whole on every rank.
+        if engine.zero_optimization() or hasattr(optimizer, "bf16_groups"):
+            shapes = engine._get_zero_param_shapes()
+        else:
+            shapes = [{engine.param_names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
+        return [Params.of({self.name(name): tuple(shape) for name, shape in of_group.items()}) for of_group in shapes]
 
     @property
     def optimizer_state(self) -> RankState | None:
@@ -194,9 +187,11 @@ class EngineState:
         trained = {name for params in self._flat or () for name in params.names}
         for fqn, part in self._module_parts(trained):
             model[fqn] = part
-        for alias, fqn in self._aliases().items():
-            if fqn in model:
-                model[alias] = model[fqn]
+        # Tied parameters have second names, too.
+        for name, param in self._engine.module.named_parameters(remove_duplicate=False):
+            fqn = self.names.get(param)
+            if fqn != self.name(name) and fqn in model:
+                model[self.name(name)] = model[fqn]
         return model, state
 
     def _entries(self) -> Iterator[Entry]:
@@ -275,11 +270,6 @@ class EngineState:
                         found[self.name(local)] = buffer
         return found
 
-    def _aliases(self) -> dict[str, str]:
-        """Map the second names of tied parameters to their first names."""
-        every = self._engine.module.named_parameters(remove_duplicate=False)
-        return {self.name(name): self.names[p] for name, p in every if p in self.names and self.names[p] != self.name(name)}
-
     def allocate(self, kinds: Mapping[str, Mapping[str, tuple[bool, torch.dtype]]]) -> None:
         """Allocate the state that the checkpoint has and the optimizer lacks, filled with zeros.
 
@@ -324,7 +314,7 @@ class EngineState:
                 (first, value), *others = found.items()
                 name = f"optimizer.state.{first}.{key}"
                 for fqn, other in others:
-                    if not _equal(value, other):
+                    if comparable(_shown(value)) != comparable(_shown(other)):
                         raise UnsupportedError(
                             f"{name} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in one flat group here, "
                             "which has one value; put them into groups of their own"
@@ -367,24 +357,5 @@ def _update_stripes(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
 def _shown(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _flat_params(engine: Any) -> list[Params] | None:
-    """Return the parameters of each flat group, in order; None if the optimizer does not flatten parameters."""
-    optimizer = engine.optimizer
-    if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
-        return None
-    # ZeRO and BF16_Optimizer give shapes of whole parameters; without ZeRO, parameters are whole on every rank.
-    if engine.zero_optimization() or hasattr(optimizer, "bf16_groups"):
-        shapes = engine._get_zero_param_shapes()
-    else:
-        shapes = [{engine.param_names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
-    return [Params.of({name: tuple(shape) for name, shape in of_group.items()}) for of_group in shapes]

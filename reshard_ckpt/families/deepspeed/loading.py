@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...plugins import TORCH_DTYPES, Catalog, checkpoint, open_storage, values_of_all
+from ...plugins import TORCH_DTYPES, Catalog, checkpoint, open_storage
 from ...plugins.errors import MismatchError, UsageError
 from ...plugins.groups import SWITCHES, Groups
 from ...plugins.names import Index, paths_of_values
-from ...plugins.states import open_session
+from ...plugins.states import open_session, values_of_all
 from ...plugins.trees import unflatten
 from .engine_state import EngineState, Shared, base_optimizer, refuse_unsupported
 from .names import GROUPS, LATEST, OPTIMIZER, ROOT
@@ -51,29 +51,6 @@ def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
     """Return the path of every readable tensor and value below `ROOT`, by its name."""
     found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
     return found | {name: path for name, path in paths_of_values(saved).items() if name.startswith(f"{ROOT}.")}
-
-
-def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return for each group the hyperparameters that were saved for its parameters.
-
-    Raises
-    ------
-    MismatchError
-        The parameters of a group were saved with different hyperparameters, or a parameter was in no group.
-    """
-    known = Groups(saved)
-    found = [known.select(names, name=f"group {i} of the optimizer") for i, names in enumerate(groups)]
-    problems = [line for one in found for line in one.problems]
-    if problems:
-        raise MismatchError("\n".join(problems), problems)
-    return [{key: value for key, value in one.hyperparameters.items() if key not in SWITCHES} for one in found]
-
-
-def read_latest(root: str) -> str | None:
-    """Read the tag that the file ``latest`` of a root names; None without such a file."""
-    with open_storage(root) as storage:
-        key = next((key for key in LATEST if storage.size(key) is not None), None)
-        return None if key is None else storage.read(key, limit=4096).decode().strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +161,12 @@ def load_checkpoint(
 
 
 def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
-    """Return the tag in ``latest``. Collective: rank 0, which writes the file, reads it for all ranks."""
-    own = read_latest(load_dir) if dist.get_rank() == 0 else None
+    """Return the tag in ``latest``, or None without such a file. Collective: rank 0, which writes it, reads it for all ranks."""
+    own = None
+    if dist.get_rank() == 0:
+        with open_storage(load_dir) as storage:
+            key = next((key for key in LATEST if storage.size(key) is not None), None)
+            own = None if key is None else storage.read(key, limit=4096).decode().strip()
     tag: str | None = values_of_all("read latest of", load_dir, own, timeout_s=timeout_s)[0]
     return tag
 
@@ -245,13 +226,24 @@ _OF_MOE = ("moe", "name")
 
 
 def _hyperparameters(held: EngineState, saved: Any) -> list[dict[str, Any]]:
-    """Return for each group of torch's optimizer the hyperparameters that were saved for its parameters."""
+    """Return for each group of torch's optimizer the hyperparameters that were saved for its parameters.
+
+    Raises
+    ------
+    MismatchError
+        The parameters of a group were saved with different hyperparameters, or a parameter was in no group.
+    """
     names = held.group_names()
     if not saved:
         return [{} for _ in names]
     # "moe" and "name" of a MoE group describe the ranks of the job that saved, so they are not loaded.
     saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
-    return hyperparameters_of(saved, names)
+    known = Groups(saved)
+    found = [known.select(fqns, name=f"group {i} of the optimizer") for i, fqns in enumerate(names)]
+    problems = [line for one in found for line in one.problems]
+    if problems:
+        raise MismatchError("\n".join(problems), problems)
+    return [{key: value for key, value in one.hyperparameters.items() if key not in SWITCHES} for one in found]
 
 
 def _set_shared(chosen: Iterable[Shared]) -> None:

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...plugins import CatalogBuilder, FlatShard, Ints, LocalShard, values_of_all
+from ...plugins import CatalogBuilder, FlatShard, Ints, LocalShard
 from ...plugins.errors import CorruptError, UnsupportedError
+from ...plugins.placements import row_major_strides
+from ...plugins.states import values_of_all
 from ...plugins.torchfile import TorchFile
 from .names import parameter_name
 from .places import Params, local_shapes
@@ -101,7 +103,7 @@ class TensorParallel:
 
 
 def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace patterns by names as keys. AutoTP's patterns are names, escaped between ``^`` and ``$``."""
+    """Return the same dict with names as keys in place of AutoTP's patterns: names, escaped between ``^`` and ``$``."""
     return {_plain_name(pattern): value for pattern, value in patterns.items()}
 
 
@@ -147,9 +149,10 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
 
 
 def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[FlatBox]:
+    """Cut a piece of a map into segments whose elements are consecutive in the shard, which has shape `held`."""
     lengths = tuple(piece["shape"])
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
-    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides = row_major_strides(shape)
     if not prod(lengths):
         return []
     # same: the piece is a box of the whole tensor, and not strided in it. offsets: where that box begins.
@@ -190,14 +193,9 @@ class ModelParallelParts:
     """
 
     def __init__(self, builder: CatalogBuilder, models: Sequence[TorchFile], parallel: TensorParallel | None) -> None:
-        self._builder, self._parallel = builder, parallel
+        self._builder, self.parallel = builder, parallel
         self._local_shapes = [local_shapes(model) for model in models] if parallel else []
         self._home: dict[str, int] = {}  # the first stage that has each parameter of a pipeline
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether ranks hold shards, rather than stages."""
-        return self._parallel is not None
 
     def has_home(self, fqn: str) -> bool:
         """Tell whether an earlier stage has a parameter."""
@@ -209,7 +207,7 @@ class ModelParallelParts:
 
     def shards(self, mp: int, params: Params) -> list[Shard]:
         """Return the part of each parameter of a group that a rank holds; without segments if another rank's part counts."""
-        if self._parallel is not None:
+        if self.parallel is not None:
             return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
         return [
             Shard.whole(shape) if self.is_first_stage_of(mp, fqn) else Shard(shape, ())
@@ -218,28 +216,22 @@ class ModelParallelParts:
 
     def tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
         """Return the part of a parameter that a tensor-parallel rank holds; not `readable` if the division is unknown."""
-        assert self._parallel is not None
+        assert self.parallel is not None
         shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
         try:
             if any(shape is None for shape in shapes):
                 raise CorruptError(
                     f"{self._builder.where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
                 )
-            return self._parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
+            return self.parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
         except UnsupportedError as error:
             self._builder.unreadable(parameter_name(fqn), UnsupportedError(f"{self._builder.where}: {error}"))
             return Shard((), (), readable=False)
 
 
-def declared(tensor: torch.Tensor, shard: Shard, start: int) -> FlatShard:
-    """Return a `FlatShard` over a run of a shard of a parameter; `start` counts elements of the flattened shard."""
-    pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
-    return FlatShard(tensor, shard.shape, start, pieces=pieces)
-
-
-def declared_whole(tensor: torch.Tensor) -> LocalShard:
-    """Return a `LocalShard` over a tensor that this rank holds whole, with any strides."""
-    return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+def num_tensor_parallel(engine: Any) -> int:
+    """Return the number of ranks among which AutoTP divides the parameters of an engine; 1 without AutoTP."""
+    return (engine.autotp_size() if hasattr(engine, "autotp_size") else 1) or 1
 
 
 class Parallel:
@@ -252,8 +244,7 @@ class Parallel:
         self._map: TensorParallel | None = None
         self._known: dict[str, Shard] = {}
         info = getattr(engine.module, "universal_checkpoint_info", None)
-        size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
-        if size and size > 1:
+        if num_tensor_parallel(engine) > 1:
             from deepspeed.utils import groups
 
             group = groups.get_tensor_model_parallel_group()
@@ -279,10 +270,12 @@ class Parallel:
 
     def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
         """Return a `FlatShard` over `tensor`: a run of a flattened local tensor of shape `local`, from element `start` on."""
-        return declared(tensor, self.shard(fqn, local), start)
+        shard = self.shard(fqn, local)
+        pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
+        return FlatShard(tensor, shard.shape, start, pieces=pieces)
 
     def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
         """Return a shard over a whole local tensor: a `FlatShard`, or a `LocalShard` if it is not row-major."""
         if tensor.is_contiguous() or self._map is not None:
             return self.part(fqn, tuple(tensor.shape), tensor, 0)
-        return declared_whole(tensor)
+        return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)

@@ -100,7 +100,7 @@ def latest_tag(storage: Storage) -> str | None:
         tag = storage.read(key, limit=_MAX_TAG_BYTES).decode(errors="replace").strip()
         if _is_checkpoint(storage, tag):
             return tag
-        if any(map(_is_ours, _names_below(storage))):
+        if any(_is_ours(name) for folder in storage.folders() for name in _names_in(storage, folder)):
             raise CorruptError(
                 f"{storage.url}: {key} names {tag!r:.200}, where no checkpoint is; pass the path of another one below"
             )
@@ -122,10 +122,6 @@ def _names_in(storage: Storage, folder: str = "") -> list[str]:
     below = f"{folder}/" if folder else ""
     names = (key[len(below) :] for key, _ in storage.list(folder))
     return [name for name in names if "/" not in name]
-
-
-def _names_below(storage: Storage) -> Iterable[str]:
-    return (name for folder in storage.folders() for name in _names_in(storage, folder))
 
 
 def _is_ours(name: str) -> bool:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...plugins import checkpoint, open_storage, values_of_all
+from ...plugins import checkpoint, open_storage
 from ...plugins.errors import CheckpointNotFound, CorruptError
 from ...plugins.runs import TAG, close_run, look_at, open_run, run_at, tags_of
+from ...plugins.states import values_of_all
 from .loading import Saved, find_saved, latest_of, saved_at
 from .names import ROOT
 
@@ -162,4 +163,5 @@ class NebulaRun:
 
 
 def _step_of(tags: Mapping[int, str], tag: str) -> int | None:
+    """Return the last step with a tag; None without one."""
     return max((step for step, other in tags.items() if other == tag), default=None)

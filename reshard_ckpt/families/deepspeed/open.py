@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,7 +34,7 @@ from .names import (
     parameter_name,
     tag_files,
 )
-from .pipeline import TIED, is_cast, open_layers, params_of_fragments, tied_names
+from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .places import (
     Params,
     RankState,
@@ -124,7 +123,10 @@ class _Tag:
         self._state = StateAdder(self._builder)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
-        self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
+        self._buffers = {name for model in self._models for name in model.content.get("buffer_names") or ()}
+        # With ZeRO-3, each rank has a file of model states; one rank alone tells the stage in its optimizer's file.
+        stage = self._optimizer_state(0, 0)[1].get("zero_stage") if files.optimizers else None
+        self._is_striped = any(dp for _, dp in files.models) or stage == 3
         self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
         self._layers = open_layers(self._reader, files.layers, storage.url)
         parallel = None
@@ -149,13 +151,6 @@ class _Tag:
                 "that says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
             )
         return plain(info)  # type: ignore[no-any-return]
-
-    def _zero_stage(self) -> int | None:
-        """Return the ZeRO stage that the optimizer's files name; None if they name no stage."""
-        if not self._files.optimizers:
-            return None
-        stage = self._optimizer_state(0, 0)[1].get("zero_stage")
-        return stage if isinstance(stage, int) else None
 
     def _optimizer_state(self, mp: int, dp: int) -> tuple[TorchFile, Mapping[str, Any]]:
         file = self._reader.open(self._files.optimizers[mp, dp])
@@ -196,11 +191,11 @@ class _Tag:
             self._check_num_ranks(opened, file)
             for i, group in enumerate(opened.groups):
                 at = i, places[i].expert_rank if places else 0
-                is_first = at not in kept
-                shards = kept[at] if at in kept else kept.setdefault(at, self._parts.shards(mp, group.params))
-                add_group(self._builder, file, group, shards, names, at)
+                if is_first := at not in kept:
+                    kept[at] = self._parts.shards(mp, group.params)
+                add_group(self._builder, file, group, kept[at], names, at)
                 if is_first:
-                    self._state.shared(file, group, shards)
+                    self._state.shared(file, group, kept[at])
             if dp == 0 or any(place.rank == 0 for place in places):
                 self._state.groups(file, opened.param_groups)
             if dp == 0 and mp == 0:
@@ -230,25 +225,19 @@ class _Tag:
             module = model.content["module"] or {}
             found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, PickledTensor)]
         # Buffers are never parameters. A second name would count one parameter twice.
-        buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
-        skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
+        skipped = {*self._buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
         return [one for one in found if one.fqn not in skipped]
 
     def _add_layers(self) -> None:
         """Add the tensors of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
-        buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
-        missing = next((name for name in buffers if self._layers and name not in self._layers), None)
+        missing = next((name for name in sorted(self._buffers) if self._layers and name not in self._layers), None)
         if missing is not None and not missing.startswith(TIED):
             raise CorruptError(
                 f"{self._where}: the buffer {missing} is in no file of a layer; copy "
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
         # Skip layers that have master weights. A layer of a tied module becomes an alias; any other is added whole.
-        tied = tied_names(
-            self._layers,
-            {name: one.shape for name, one in self._builder.tensors.items()},
-            partial(is_cast, self._builder, self._storage),
-        )
+        tied = tied_names(self._layers, self._builder, self._storage)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
             if name in self._masters:
@@ -296,7 +285,7 @@ class _Tag:
                 "not here; copy them"
             )
             self._builder.unreadable(name, error)
-        elif self._parts.is_tensor_parallel and not is_buffer:
+        elif self._parts.parallel is not None and not is_buffer:
             shard = self._parts.tensor_parallel_shard(mp, fqn)
             if shard.readable:
                 add_shard(self._builder, model, name, view, shard)

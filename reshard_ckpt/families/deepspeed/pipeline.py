@@ -6,7 +6,7 @@ optimizers of all stages with one of these places; the first stage counts. The n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -47,25 +47,18 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
     return found
 
 
-def tied_names(
-    layers: Mapping[str, FileTensor], shapes: Mapping[str, Ints], is_cast: Callable[[FileTensor, str], bool]
-) -> dict[str, str]:
-    """Find the tensors of layers that are aliases of tied modules' tensors.
+def tied_names(layers: Mapping[str, FileTensor], builder: CatalogBuilder, storage: Storage) -> dict[str, str]:
+    """Find the tensors of layers that are aliases of tied modules' tensors, which the catalog has.
 
-    They must have the same shape, the same end of the name and the same elements, and only one tensor may fit. The elements are
-    compared because a frozen layer, which no optimizer has, may have the same shape and end of the name.
-
-    Parameters
-    ----------
-    shapes
-        The shapes of the tensors in the catalog, by name.
-    is_cast
-        Tells whether a layer's tensor is a tensor of the catalog, cast to the layer's dtype.
+    They must have the same shape, the same end of the name and the same elements, cast to the layer's dtype, and only one tensor
+    may fit. The elements are compared because a frozen layer, which no optimizer has, may have the same shape and end of its
+    name.
 
     Returns
     -------
     The name of the tied module's tensor, by the name that begins with the layer's number.
     """
+    shapes = {name: one.shape for name, one in builder.tensors.items()}
     tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]
     known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
     found = {}
@@ -75,13 +68,13 @@ def tied_names(
         if number in known:
             continue
         alike = [name for name in tied if name.removeprefix(f"{MODEL}.{TIED}").partition(".")[2] == rest]
-        same = [name for name in alike if shapes[name] == layer.view.shape and is_cast(layer, name)]
+        same = [name for name in alike if shapes[name] == layer.view.shape and _is_cast(builder, storage, layer, name)]
         if len(same) == 1:
             found[fqn] = same[0]
     return found
 
 
-def is_cast(builder: CatalogBuilder, storage: Storage, layer: FileTensor, name: str) -> bool:
+def _is_cast(builder: CatalogBuilder, storage: Storage, layer: FileTensor, name: str) -> bool:
     """Tell whether a layer's tensor is the catalog's tensor `name`, cast to the layer's dtype; a sample is compared."""
     size = prod(layer.view.shape)
     if not size or not layer.view.is_row_major:
@@ -116,16 +109,12 @@ def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor
         sizes: dict[str, int] = {}
         for fragments in groups:
             for fqn, fragment in fragments.items():
-                sizes[fqn] = sizes.get(fqn, 0) + _length(fragment, where)
+                length = (attributes_of(fragment) or {}).get("numel")
+                if type(length) is not int:
+                    raise CorruptError(f"{where}: a fragment has no length; use another copy")
+                sizes[fqn] = sizes.get(fqn, 0) + length
         shapes.append({fqn: _shape(fqn, size, layers, where) for fqn, size in sizes.items()})
     return [Params.of(group) for group in shapes]
-
-
-def _length(fragment: Any, where: str) -> int:
-    length = (attributes_of(fragment) or {}).get("numel")
-    if type(length) is not int:
-        raise CorruptError(f"{where}: a fragment has no length; use another copy")
-    return length
 
 
 def _shape(fqn: str, size: int, layers: Mapping[str, FileTensor], where: str) -> Ints:

@@ -201,6 +201,7 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
 def _packed(
     shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], values: Mapping[str, Any], where: str
 ) -> RankState:
+    """Describe an optimizer whose groups are packed; see `open_state`."""
     masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
     num = len(masters)
     counts = state.get("partition_count", 1)
@@ -224,6 +225,7 @@ def _packed(
 
 
 def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
+    """Describe an optimizer whose parameters are striped; see `open_state`."""
     masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
     if state.get("ds_zero_partition_groups"):
         raise UnsupportedError(f"{where}: its groups are divided among different ranks (AutoEP), which is not supported")
@@ -252,6 +254,13 @@ def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
 
 
 def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
+    """Divide the state of a flat group into flat tensors and other values.
+
+    Parameters
+    ----------
+    length
+        The length of the group's flat tensors with padding; without the padding at the end, it is ``runs.end``.
+    """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key, value in {MASTER: master, **state}.items():
@@ -274,6 +283,7 @@ def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Map
 
 
 def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
+    """Refuse a list that has another length than the number of flat groups."""
     for key, value in found.items():
         if len(value) != num:
             raise CorruptError(f"{where}: its optimizer has {num} flat groups, and {key} {len(value)}; use another copy")
@@ -363,5 +373,5 @@ def shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
         isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
         for name, shape in shapes.items()
     ):
-        raise CorruptError(f"{where}: its shapes of parameters are none; use another copy")
+        raise CorruptError(f"{where}: holds something else than shapes where the shapes of parameters belong; use another copy")
     return shapes

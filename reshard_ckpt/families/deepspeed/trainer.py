@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...plugins.errors import UsageError
+from ...plugins.packages import trainer_steps
 from .engine import Engine
 from .names import LATEST
 
@@ -56,16 +57,13 @@ def see_commits() -> None:
 
     def get_last_checkpoint(folder: Any) -> str | None:
         """Return the newest whole checkpoint of a folder; None without one."""
-        found = {int(path.name.rpartition("-")[2]): path for path in Path(folder).iterdir() if is_step(path) and is_whole(path)}
+        found = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
         return str(found[max(found)]) if found else None
-
-    def is_step(path: Path) -> bool:
-        return trainer_utils._re_checkpoint.search(path.name) is not None and path.is_dir()
 
     def rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None, *arguments: Any, **options: Any) -> None:
         """Delete old checkpoints as the stock function does, with one more kept for each that is not whole."""
         if save_total_limit:
-            save_total_limit += sum(is_step(path) and not is_whole(path) for path in Path(output_dir).iterdir())
+            save_total_limit += sum(not is_whole(path) for path in trainer_steps(output_dir).values())
         stock_rotate(output_dir, save_total_limit, *arguments, **options)
 
     def finalize(self: Any, trial: Any, *arguments: Any) -> Any:
@@ -95,6 +93,8 @@ def see_commits_in_lightning() -> None:
 
 
 def _after_commit(stock: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of Lightning's strategy that waits for the last save, and then calls the stock method."""
+
     @wraps(stock)
     def call(strategy: Any, *arguments: Any) -> None:
         ours = getattr(strategy.model, "checkpoint_engine", None)

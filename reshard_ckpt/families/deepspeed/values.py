@@ -148,7 +148,10 @@ def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor:
 
 
 def place_of(builder: CatalogBuilder, name: str, element: int) -> tuple[str, int] | None:
-    """Return the file and the byte of an element of a tensor; None unless it lies in a run of the whole tensor."""
+    """Return the key of the file and the byte in it at which an element of a tensor lies.
+
+    `element` counts in row-major order. None means that the tensor is stored as several boxes, or lacks the element.
+    """
     itemsize = builder.tensors[name].torch_dtype.itemsize
     for part in builder.parts(name):
         if part.lengths == builder.tensors[name].shape and part.start <= element < part.start + part.num_elements:
@@ -224,7 +227,7 @@ class StateAdder:
             self.builder.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
 
     def refuse(self, where: str) -> None:
-        """Make the optimizer unreadable, because nothing names its parameters."""
+        """Make the optimizer unreadable, because nothing names its parameters; `where` names the file."""
         error = UnsupportedError(
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"

@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from ...plugins.errors import UsageError
+from ...plugins.packages import needed
 from .fabric import FabricSaves
 from .saving import TrainerSaves, WholeFileLoads, is_ours, read_whole
 
@@ -60,7 +60,5 @@ def _module(part: str, name: str) -> Any:
     """Import a module of ``lightning``, or of the packages by which its parts are known alone."""
     alone = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}[part]
     is_alone = (alone in sys.modules and "lightning" not in sys.modules) or importlib.util.find_spec("lightning") is None
-    try:
+    with needed("lightning", "lightning>=2.6"):
         return importlib.import_module(f"{alone}.{name}" if is_alone else f"lightning.{part}.{name}")
-    except ImportError as error:
-        raise UsageError(f"lightning cannot be used here ({error}); pip install 'lightning>=2.6'") from error

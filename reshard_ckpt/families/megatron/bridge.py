@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ...plugins.errors import UsageError
+from ...plugins.packages import Replaced, needed
 
 _MODULES = (
     "megatron.bridge.training.checkpointing",
@@ -17,8 +17,6 @@ _MODULES = (
     "megatron.bridge.training.mlm_compat.arguments",
 )
 _NAME = "dist_checkpointing"
-_STOCK: dict[str, Any] = {}
-"""The module that each of `_MODULES` had, while this library's is installed."""
 
 
 def install() -> None:
@@ -29,19 +27,19 @@ def install() -> None:
     UsageError
         Megatron-Bridge is not installed, or is a release without these modules.
     """
-    if _STOCK:
-        return
-    try:
-        found = {name: getattr(importlib.import_module(name), _NAME) for name in _MODULES}
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"Megatron-Bridge cannot be used here ({error}); pip install 'megatron-bridge>=0.3'") from error
-    _STOCK.update(found)
-    for name in _MODULES:
-        setattr(importlib.import_module(name), _NAME, importlib.import_module("reshard_ckpt.megatron"))
+    with needed("Megatron-Bridge", "megatron-bridge>=0.3"):
+        for module in _modules():
+            getattr(module, _NAME)
+        _REPLACED.install({_NAME: importlib.import_module("reshard_ckpt.megatron")})
 
 
 def uninstall() -> None:
     """Give Megatron-Bridge Megatron's own module again."""
-    for name, module in _STOCK.items():
-        setattr(importlib.import_module(name), _NAME, module)
-    _STOCK.clear()
+    _REPLACED.uninstall()
+
+
+def _modules() -> list[Any]:
+    return [importlib.import_module(name) for name in _MODULES]
+
+
+_REPLACED = Replaced(_modules)

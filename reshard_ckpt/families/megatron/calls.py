@@ -33,7 +33,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...plugins import begin_captured, checkpoint, load_wanted, save_captured
-from ...plugins.errors import CheckpointError, UsageError
+from ...plugins.errors import CheckpointError, UsageError, few, rebuilt
 from ...plugins.states import group_of, read_values
 from .names import (
     COMMON,
@@ -96,23 +96,14 @@ def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
             theirs = getattr(sys.modules.get(_CORE), "CheckpointingException", None)
             if theirs is None or isinstance(error, theirs):
                 raise
-            new = _combined(type(error), theirs)(*error.args)
             failures = {group_of(None).rank: (error, traceback.extract_tb(error.__traceback__))}
-            vars(new).update(vars(error), _failures=failures)
+            fields = {**vars(error), "_failures": failures}
+            new = rebuilt(type(error), (theirs, CheckpointException), error.args, fields)
             raise new.with_traceback(error.__traceback__) from error.__cause__
 
     return call
 
 
-def _combined(kind: type[CheckpointError], theirs: type[Exception]) -> type[CheckpointError]:
-    """Return a subclass of `kind`, `theirs` and torch's exception. It is cached: ``except`` needs the same class each time."""
-    if (kind, theirs) not in _MADE:
-        members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__str__": Exception.__str__}  # torch's has no message
-        _MADE[kind, theirs] = type(kind.__name__, (kind, theirs, CheckpointException), members)
-    return _MADE[kind, theirs]
-
-
-_MADE: dict[tuple[type, type], type[CheckpointError]] = {}
 _FLAT = "fully_sharded_model_space"
 
 
@@ -302,17 +293,11 @@ def load(
         rename=keys_of_catalog,
         process_group=process_group,
     )
-    _warn_of_casts(checkpoint_dir, report)
+    if report.converted:
+        warnings.warn(f"{checkpoint_dir}: converted to the dtypes of the tree: {few(report.converted, 3, '; ')}", stacklevel=2)
     if mode.startswith("return"):
         return wanted.result, set(wanted.keys.missing), set(wanted.keys.unexpected)
     return wanted.result
-
-
-def _warn_of_casts(path: str, report: checkpoint.LoadReport) -> None:
-    if report.converted:
-        more = len(report.converted) - 3
-        shown = "; ".join(report.converted[:3]) + (f"; and {more} more" if more > 0 else "")
-        warnings.warn(f"{path}: converted to the dtypes of the tree: {shown}", stacklevel=3)
 
 
 @megatron_compatible

@@ -121,7 +121,12 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
             return False  # a folder of DCP
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
-        return storage.size(COMMON_FILE) is not None and _refuse_unfinished(storage)
+        # Megatron writes ``metadata.json`` last, so it is missing if a save was cut off.
+        if storage.size(COMMON_FILE) is not None and any(key.endswith(".distcp") for key, _ in storage.list()):
+            raise CorruptError(
+                f"{storage.url}: has {COMMON_FILE}, but no {CONFIG_FILE}, which is written last: the save did not end"
+            )
+        return False
     try:
         config = json.loads(bytes(storage.read(CONFIG_FILE, limit=MAX_SMALL_BYTES)))
     except (ValueError, RecursionError):
@@ -139,18 +144,10 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     return True
 
 
-def _refuse_unfinished(storage: Storage) -> bool:
-    """Refuse a folder whose save was cut off. Megatron writes ``metadata.json`` last, so it is missing then."""
-    if any(key.endswith(".distcp") for key, _ in storage.list()):
-        raise CorruptError(f"{storage.url}: has {COMMON_FILE}, but no {CONFIG_FILE}, which is written last: the save did not end")
-    return False
-
-
 def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values with their places in the files."""
-    metadata = read_metadata(storage)
     builder = CatalogBuilder(NAME, storage.url)
-    folder = _Folder(storage, metadata, builder, MegatronValues(builder, as_saved=as_saved), as_saved)
+    folder = _Folder(storage, read_metadata(storage), builder, MegatronValues(builder, as_saved=as_saved), as_saved)
     folder.add_tensors()
     if named and any(map(is_bucket, builder.tensors)):
         name_buckets(builder, storage)
@@ -165,7 +162,7 @@ class _Folder:
     """A folder on its way to a catalog."""
 
     storage: Storage
-    metadata: MegatronMetadata
+    saved: Metadata
     builder: CatalogBuilder
     values: MegatronValues
     as_saved: bool
@@ -176,9 +173,10 @@ class _Folder:
     def add_tensors(self) -> None:
         """Add all tensors in their true shapes."""
         tensors = {}
-        for key, saved in self.metadata.saved.tensors.items():
+        true_shapes = _true_shapes(self.saved, f"{self.storage.url}: {METADATA_KEY}")
+        for key, saved in self.saved.tensors.items():
             try:
-                shape = self.metadata.true_shapes.get(key)
+                shape = true_shapes.get(key)
                 tensors[key] = saved if shape is None else unflattened(saved, shape, f"{self.storage.url}: {key}")
                 self._check_shape(key, tensors[key].shape)
             except CheckpointError as error:
@@ -193,7 +191,7 @@ class _Folder:
     def _check_shape(self, key: str, shape: Ints) -> None:
         """Refuse optimizer state that has another shape than its parameter: it was saved flat, without its true shape."""
         link = link_of(key)
-        parameter = self.metadata.saved.tensors.get(link.fqn) if link is not None else None
+        parameter = self.saved.tensors.get(link.fqn) if link is not None else None
         if parameter is not None and shape != parameter.shape:
             raise UnsupportedError(
                 f"{self.storage.url}: {key} has shape {shape}, and its parameter {parameter.shape}: it is saved flat, without "
@@ -207,7 +205,7 @@ class _Folder:
             self._add_common(COMMON_FILE, extent)
         # The common state is in ``common.pt``, or an object; with both, the file counts. Other objects are values of their own.
         sizes = FileSizes(self.storage)
-        for key, extent in self.metadata.saved.values.items():
+        for key, extent in self.saved.values.items():
             problem = sizes.problem(key, extent)
             if problem is not None:
                 self.builder.unreadable(".".join(self._object_path(key)), problem)
@@ -221,7 +219,7 @@ class _Folder:
             self.values.add(path, groups)
 
     def _keep_groups(self, key: str, extent: Extent) -> None:
-        """Add the groups that an object of a bucket holds. Each rank saved only the groups of its own parameters."""
+        """Add the optimizer's groups that the object of a bucket holds; each rank saved only the groups of its own parameters."""
         path = groups_path(key)
         if path is None or self.groups is None:
             return
@@ -251,7 +249,8 @@ class _Folder:
         except CheckpointError as error:
             self.builder.unreadable(key, error)
             return
-        self.values.add_common(_without_steps(state))
+        optimizer = state.get(OPTIMIZER)
+        self.values.add_common({**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state)
 
     def _object_path(self, key: str) -> tuple[str, ...]:
         return (key,) if self.as_saved else object_path(key)
@@ -267,23 +266,12 @@ class _Folder:
             self.builder.unreadable(".".join(path), error)
 
 
-def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Drop the steps of single parameters: Megatron up to 0.15 keeps them in ``param_state`` as well as in the groups."""
-    kept = dict(state)
-    optimizer = kept.get(OPTIMIZER)
-    if isinstance(optimizer, dict):
-        kept[OPTIMIZER] = _without_step(optimizer)
-    return kept
-
-
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    # Tell whether `param_state` holds only the steps of parameters.
-    def is_step(value: Any) -> bool:
-        return isinstance(value, dict) and all(isinstance(one, dict) and one.keys() <= {"step"} for one in value.values())
-
+    """Drop the steps of single parameters: Megatron up to 0.15 keeps them in ``param_state`` as well as in the groups."""
     kept = {}
     for key, value in optimizer.items():
-        if key == "param_state" and is_step(value):
+        of_parameters = list(value.values()) if key == "param_state" and isinstance(value, dict) else [None]
+        if all(isinstance(one, dict) and one.keys() <= {"step"} for one in of_parameters):
             continue
         kept[key] = _without_step(value) if isinstance(key, int) and isinstance(value, dict) else value
     return kept
@@ -313,22 +301,15 @@ _CLASSES = {
 """The classes in Megatron's metadata. Those of plans are parsed and dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronMetadata:
-    """The metadata of a folder, and the true shapes of the tensors that were saved flat, by key."""
-
-    saved: Metadata
-    true_shapes: Mapping[str, Ints]
-
-
-def read_metadata(storage: Storage) -> MegatronMetadata:
-    """Read the ``.metadata`` of a folder of Megatron; see `plugins.dcp.read_part` for the errors."""
+def read_metadata(storage: Storage) -> Metadata:
+    """Read the ``.metadata`` of a folder of Megatron, without paths; see `plugins.dcp.read_part` for the errors."""
     saved = read_part(storage, "", _CLASSES)
     assert saved is not None, "the caller has seen the file"
-    return MegatronMetadata(replace(saved, paths={}), _true_shapes(saved, f"{storage.url}: {METADATA_KEY}"))
+    return replace(saved, paths={})
 
 
 def _true_shapes(saved: Metadata, name: str) -> dict[str, Ints]:
+    """Return the true shapes of the tensors that were saved flat, by key."""
     found = saved.notes.get("mcore_data") or {}
     shapes: dict[str, Ints] = {}
     for key, about in found.items() if isinstance(found, dict) else ():

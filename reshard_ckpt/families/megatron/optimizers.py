@@ -12,7 +12,7 @@ The tree also has a `ShardedTensor` or a factory for each parameter. It is found
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
@@ -30,17 +30,15 @@ from .tree import (
     Leaf,
     Loaded,
     Node,
-    ObjectLeaf,
     Replacement,
+    TreeLeaf,
     child_of,
     children,
     common_of,
     copied,
-    entries_of,
     loaded_of,
     lower,
     merged,
-    objects_of,
 )
 
 STATE = "optimizer.state"
@@ -90,27 +88,22 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
             "reshard_ckpt.dcp.save"
         )
     made = optimizer.sharded_state_dict(tree, is_loading=loading)
-    return WholeLeaf(optimizer, lower(made, loading=loading))
+    return WholeLeaf(lower(made, loading=loading), optimizer)
 
 
 @dataclass(frozen=True)
-class WholeLeaf(Leaf):
+class WholeLeaf(TreeLeaf):
     """An optimizer that holds whole parameters, and the tree that its ``sharded_state_dict`` returned."""
 
     optimizer: Any
-    tree: Node
-
-    def entries(self) -> Iterable[NamedShard]:
-        return entries_of(self.tree)
-
-    def objects(self) -> Iterable[ObjectLeaf]:
-        return objects_of(self.tree)
 
     def common(self) -> Any:
         return common_of(self.tree)
 
     def problems(self, common: Any, at: str) -> list[str]:
-        return [_lacking(name) for name in _unsaved(self.tree, common, at)]
+        found = flatten(self.tree, children, (at,))
+        unsaved = (path for path, leaf in found if leaf.common() is not NOTHING and reduce(child_of, path[1:], common) is NOTHING)
+        return [_lacking(name_of(path)) for path in unsaved]
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
         found = loaded_of(self.tree, common, loaded)
@@ -132,16 +125,14 @@ class DistributedLeaf(Leaf):
 
         The first element counts in the flattened parameter.
         """
-        if self.loading:
-            self._make_state()
-        runs = [(p, ranges["param"].start) for p, ranges in _param_ranges(self.optimizer)]
-        return [(p, start, _tensors(self.optimizer._get_main_param_and_optimizer_states(p))) for p, start in runs]
-
-    def _make_state(self) -> None:
-        """Create the state of an optimizer that has not stepped yet, as Megatron does before a load; existing state stays."""
+        # An optimizer that has not stepped yet has no state: create it, as Megatron does before a load. Existing state stays.
         make = getattr(self.optimizer, "init_state_fn", None)
-        if make is not None:
+        if self.loading and make is not None:
             make(self.optimizer.optimizer, self.optimizer.config)
+        buckets = (bucket for buffer in self.optimizer.gbuf_ranges for listed in buffer.values() for bucket in listed)
+        # Megatron's ranges of each parameter with a run on this rank: ``ranges["param"]`` is the run.
+        runs = [(p, ranges["param"].start) for bucket in buckets for p, ranges in bucket["param_map"].items()]
+        return [(p, start, _tensors(self.optimizer._get_main_param_and_optimizer_states(p))) for p, start in runs]
 
     def entries(self) -> Iterator[NamedShard]:
         instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
@@ -216,17 +207,16 @@ class ChainLeaf(Leaf):
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:
     """Return the common state of each saved optimizer of a chain, or of a single one; empty if any lacks its groups."""
-    parts = [common] if isinstance(common, dict) and "optimizer" in common else _numbered(common)
+    parts = [common] if isinstance(common, dict) and "optimizer" in common else []
+    if isinstance(common, list):
+        parts = common
+    elif isinstance(common, dict) and all(isinstance(key, int) for key in common):
+        parts = [common[key] for key in sorted(common)]
     return parts if all(isinstance(part, dict) and _groups(part) is not None for part in parts) else []
 
 
-def _numbered(common: Any) -> list[Any]:
-    if isinstance(common, dict) and all(isinstance(key, int) for key in common):
-        return [common[key] for key in sorted(common)]
-    return common if isinstance(common, list) else []
-
-
 def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the groups in the common state of one optimizer; None if it has none."""
     inner = part.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else None
@@ -261,22 +251,8 @@ def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, An
 
 
 def _what_for(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the multipliers and flags that tell a group from others."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
-
-
-def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
-    """Yield the places where a tree has common state and the checkpoint has none."""
-    for path, leaf in flatten(node, children, (at,)):
-        if leaf.common() is not NOTHING and reduce(child_of, path[1:], common) is NOTHING:
-            yield name_of(path)
-
-
-def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
-    """Yield each parameter with a run on this rank, and Megatron's ranges of it: ``ranges["param"]`` is its run."""
-    for buffer in optimizer.gbuf_ranges:
-        for buckets in buffer.values():
-            for bucket in buckets:
-                yield from bucket["param_map"].items()
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ import torch
 
 from ...plugins import FlatShard, Ints, LocalShard
 from ...plugins.errors import LayoutError, UnsupportedError, UsageError
+from ...plugins.placements import row_major_strides
 from .names import checkpoint_key
 
 
@@ -85,17 +86,13 @@ def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
             shard = FlatShard(data, shape, run.start, pieces=[(offsets, _lengths(sharded))])
     except UsageError as error:
         raise type(error)(f"{sharded.key}: {error}") from None
-    return _entry(sharded, shard)
+    resizable = bool(getattr(sharded, "allow_shape_mismatch", False))
+    return NamedShard(checkpoint_key(sharded.key), shard, is_main(sharded.replica_id), resizable)
 
 
 def plain(data: torch.Tensor) -> torch.Tensor:
     """Return a tensor without autograd. Quantized tensors are dequantized, as Megatron saves and loads them."""
     return data.detach() if type(data).dequantize is torch.Tensor.dequantize else data.dequantize()
-
-
-def _entry(sharded: Any, shard: LocalShard | FlatShard) -> NamedShard:
-    resizable = bool(getattr(sharded, "allow_shape_mismatch", False))
-    return NamedShard(checkpoint_key(sharded.key), shard, is_main(sharded.replica_id), resizable)
 
 
 def _place(sharded: Any) -> tuple[Ints, Ints]:
@@ -160,6 +157,15 @@ def _replica_of_instance(replica_id: int | tuple[int, ...], instance: int) -> in
 
 
 def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> FlatShard:
+    """Declare the elements of a run that belong to one `ShardedTensor` of a parameter.
+
+    Parameters
+    ----------
+    part, at
+        The `ShardedTensor`, and where it begins in the parameter.
+    shape
+        The shape of the parameter.
+    """
     before = (0,) * part.prepend_axis_num, (1,) * part.prepend_axis_num
     global_shape, offsets = _place(part)
     piece = ((*before[0], *at), offsets, _lengths(part))
@@ -200,8 +206,8 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
 
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
-    """Find by memory where in a contiguous parameter each built tensor begins; None unless all are boxes that are views of it."""
-    shape, strides = tuple(parameter.shape), _row_major_strides(tuple(parameter.shape))
+    """Find where in a contiguous parameter each built tensor begins, by its memory; None unless all are views of boxes of it."""
+    shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
     cuts = []
     for part in built:
         data = part.data
@@ -234,16 +240,12 @@ def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] 
     return cuts if sum(part.data.numel() for part, _ in cuts) == prod(shape) else None
 
 
-def _row_major_strides(shape: Ints) -> Ints:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def _coordinates(index: int, shape: Ints) -> Ints | None:
     """Return the coordinates of an element by its row-major index; None if the shape has no such element."""
     if not 0 <= index < max(prod(shape), 1):
         return None
     out = []
-    for stride in _row_major_strides(shape):
+    for stride in row_major_strides(shape):
         at, index = divmod(index, max(stride, 1))
         out.append(at)
     return tuple(out)

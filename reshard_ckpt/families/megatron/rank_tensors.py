@@ -95,8 +95,11 @@ class RankTensors:
         for chunk, state in chunks:
             for name, value in state.items():
                 self._add(self._key(chunk, state, name), Held(chunk, name, value))
-        if args.get("untie_embeddings_and_output_weights") is False:
-            self._tie()
+        copy, embedding = Key("", 0, -1, _OUTPUT), Key("", 0, -1, _EMBEDDING)
+        if args.get("untie_embeddings_and_output_weights") is False and {copy, embedding} <= self.held.keys():
+            # The last stage's copy of the embedding, its output layer, is a replica of it.
+            for tp, held in self.held.pop(copy).items():
+                self.held[embedding][tp] += held
         self._numbered = _numbered_layers(self.held, self.num_layers, args)
 
     def _add(self, key: Key, held: Held) -> None:
@@ -130,13 +133,6 @@ class RankTensors:
         elif match := _GROUPED.fullmatch(rest):
             expert, rest = int(match[3]), f"{match[1]}.experts.{match[2]}"
         return Key(layers, layer, expert if expert < 0 else expert + chunk.ep * (self._num_experts // self.num_ep), rest)
-
-    def _tie(self) -> None:
-        """Add the last stage's copy of the embedding, its output layer, to the replicas of the embedding."""
-        copy, embedding = Key("", 0, -1, _OUTPUT), Key("", 0, -1, _EMBEDDING)
-        if copy in self.held and embedding in self.held:
-            for tp, held in self.held.pop(copy).items():
-                self.held[embedding][tp] += held
 
     def _name(self, key: Key) -> str:
         """Return the name of the global tensor that a key is part of."""
@@ -178,23 +174,21 @@ class RankTensors:
             place, counts = self._place(key)
             by_rank = self._of_all_ranks(key)
             cut = self._cut(by_rank[0][0]) if self.num_tp > 1 else Cut(None)
-            self._prove(by_rank, cut)
+            # replicas: the holders of the same bytes: those of each shard, or all of them if every rank has the whole tensor
+            replicas = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
+            self._prove(by_rank, replicas, cut)
             shape, found = _put_together([held[0] for held in by_rank], cut, self._sections(key, cut), self.where)
             shapes.add((*counts, *shape))
             dtypes |= {held.value.dtype for ranks in by_rank for held in ranks}
             parts += [Part((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
-            self._note_homes(by_rank, cut, found)
+            homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
+            self.homes |= {(part.file, part.offset): homes[part.file] for part in found}
         if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
             raise CorruptError(
                 f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(map(str, dtypes))}, on {len(keys)} "
                 "layers and experts, which are no one tensor; files may be of several saves, so use another checkpoint"
             )
         return dtypes.pop(), shapes.pop(), parts
-
-    def _note_homes(self, by_rank: Sequence[Sequence[Held]], cut: Cut, parts: Sequence[Part]) -> None:
-        replicas = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
-        homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
-        self.homes |= {(part.file, part.offset): homes[part.file] for part in parts}
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
         """Return the holders of a tensor, by tensor-parallel rank. Refuse a tensor that a rank lacks or that is not row-major."""
@@ -241,7 +235,7 @@ class RankTensors:
             )
         return 2 if rows == 2 * columns else 1
 
-    def _prove(self, by_rank: Sequence[Sequence[Held]], cut: Cut) -> None:
+    def _prove(self, by_rank: Sequence[Sequence[Held]], replicas: Sequence[Sequence[Held]], cut: Cut) -> None:
         """Check that replicas have the same bytes, and that the shards of a cut tensor differ.
 
         Raises
@@ -251,8 +245,7 @@ class RankTensors:
         """
         if not cut.prove:
             return
-        groups = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
-        for first, *others in groups:
+        for first, *others in replicas:
             for other in others:
                 if other.value.shape != first.value.shape or self._samples(first) != self._samples(other):
                     raise UnsupportedError(

@@ -48,7 +48,34 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
     UnsupportedError
         The model was saved by a Megatron before megatron.core.
     """
-    return _catalog(_Files(storage), as_saved=as_saved, named=named)
+    files = _Files(storage)
+    builder = CatalogBuilder(NAME, files.where)
+    for file in files.by_rank.values():
+        builder.file(file.key, file.size)
+    model = RankTensors(files.storage, _chunks(files), files.args)
+    model.add_tensors(builder, str if as_saved else tensor_name)
+    homes: dict[str, tuple[int, int | None]] = {}
+    try:
+        buffers = list(_buffers(files, homes))
+    except CheckpointError as error:
+        buffers = []
+        builder.unreadable(f"{OPTIMIZER}.state", error)
+    for key, file, view in buffers:
+        builder.tensor(key, view.dtype, view.shape)
+        builder.view(key, file, view)
+    named = named and bool(buffers)
+    values = MegatronValues(builder, as_saved=as_saved)
+    _add_values(values, files, model, named=named)
+    # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
+    if named:
+
+        def may_hold(prefix: str, part: Part) -> bool:
+            file, stage = homes[prefix]
+            return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
+
+        name_buckets(builder, files.storage, may_hold)
+    about = {NAME: {"namespaces": values.namespaces}} if as_saved else None
+    return builder.finish(about, links_from_names=False)
 
 
 class _Files:
@@ -109,36 +136,6 @@ class _Files:
                 f"{say}, and that experts are cut over {experts!r:.20} ranks instead: its files lack some of them; load it with "
                 "Megatron, and save it with --ckpt-format torch_dist"
             )
-
-
-def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
-    builder = CatalogBuilder(NAME, files.where)
-    for file in files.by_rank.values():
-        builder.file(file.key, file.size)
-    model = RankTensors(files.storage, _chunks(files), files.args)
-    model.add_tensors(builder, str if as_saved else tensor_name)
-    homes: dict[str, tuple[int, int | None]] = {}
-    try:
-        buffers = list(_buffers(files, homes))
-    except CheckpointError as error:
-        buffers = []
-        builder.unreadable(f"{OPTIMIZER}.state", error)
-    for key, file, view in buffers:
-        builder.tensor(key, view.dtype, view.shape)
-        builder.view(key, file, view)
-    named = named and bool(buffers)
-    values = MegatronValues(builder, as_saved=as_saved)
-    _add_values(values, files, model, named=named)
-    # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
-    if named:
-
-        def may_hold(prefix: str, part: Part) -> bool:
-            file, stage = homes[prefix]
-            return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
-
-        name_buckets(builder, files.storage, may_hold)
-    about = {NAME: {"namespaces": values.namespaces}} if as_saved else None
-    return builder.finish(about, links_from_names=False)
 
 
 def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:

@@ -106,6 +106,7 @@ class SavedTree:
 
 
 def _difference(names: frozenset[str], what: str) -> str:
+    """Describe tensors whose replicas differ; the message ends with `what`, the consequence or the next step."""
     first, *rest = sorted(names)
     others = f" and {len(rest)} other tensors" if rest else ""
     return f"{first}{others}: replicas differ between ranks; {what}"
@@ -207,8 +208,7 @@ class WantedTree:
 
     def __init__(self, tree: dict[str, Any], mode: str, folder: str, *, with_common: bool = True) -> None:
         self._tree, self._mode, self._folder, self._with_common = tree, mode, folder, with_common
-        self._resized: list[NamedShard] = []
-        self._shapes: dict[str, Ints] = {}
+        self._resized: list[tuple[NamedShard, Ints]] = []  # tensors whose saved global shape is another one, with that shape
         self._common: dict[Any, Any] = {}
         self.keys = Keys(frozenset(), frozenset(), frozenset())
         self.result: Any = None
@@ -235,37 +235,28 @@ class WantedTree:
         for entry in entries_of(node):
             if entry.name not in self.keys.absent:
                 builder.tensor(entry.name, entry.shard, written=True)
-                self._note(entry, catalog)
+                if entry.name in catalog and (saved := catalog.shape(catalog.index(entry.name))) != entry.shard.layout.shape:
+                    self._resized.append((entry, saved))
         objects = {part.name for part in objects_of(node)} - self.keys.absent
         paths = {name for name in catalog.value_names if is_common(name)} if self._with_common else set()
 
         def check(values: Mapping[str, Any]) -> list[str]:
             self._common = common_state(catalog, {name: values[name] for name in paths}) if self._with_common else {}
-            return [*self._shape_problems(), *unplaced_state(node, catalog), *problems_of(node, self._common)]
+            shapes = (
+                f"{entry.name}: saved with global shape {saved}, wanted {entry.shard.layout.shape}"
+                for entry, saved in self._resized
+                if not entry.resizable
+            )
+            return [*dict.fromkeys(shapes), *unplaced_state(node, catalog), *problems_of(node, self._common)]
 
         def finish(values: Mapping[str, Any], skipped: Iterable[str]) -> None:
-            for entry in self._resized:
+            for entry, saved in self._resized:
                 if entry.resizable:
-                    zero_outside(entry.shard, self._shapes[entry.name], entry.name)
+                    zero_outside(entry.shard, saved, entry.name)
             loaded = loaded_of(node, self._common, Loaded(values, self.keys.absent))
             self.result = merged(self._common, {} if loaded is NOTHING else loaded)
 
         return builder.target(sorted(paths | objects), check, finish)
-
-    def _note(self, entry: NamedShard, catalog: Catalog) -> None:
-        """Note a tensor whose saved global shape differs from the wanted one."""
-        if entry.name in catalog and (saved := catalog.shape(catalog.index(entry.name))) != entry.shard.layout.shape:
-            self._shapes[entry.name] = saved
-            self._resized.append(entry)
-
-    def _shape_problems(self) -> list[str]:
-        return list(
-            dict.fromkeys(
-                f"{entry.name}: saved with global shape {self._shapes[entry.name]}, wanted {entry.shard.layout.shape}"
-                for entry in self._resized
-                if not entry.resizable
-            )
-        )
 
 
 def is_common(name: str) -> bool:

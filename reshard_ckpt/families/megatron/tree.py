@@ -127,10 +127,9 @@ class TensorLeaf(Leaf):
 
 
 @dataclass(frozen=True)
-class FactoryLeaf(Leaf):
-    """A factory and the lowered tree that it built; after a load, it merges that tree again."""
+class TreeLeaf(Leaf):
+    """A leaf that stands for a lowered tree of its own."""
 
-    factory: Any
     tree: Node
 
     def entries(self) -> Iterable[NamedShard]:
@@ -138,6 +137,13 @@ class FactoryLeaf(Leaf):
 
     def objects(self) -> Iterable[ObjectLeaf]:
         return objects_of(self.tree)
+
+
+@dataclass(frozen=True)
+class FactoryLeaf(TreeLeaf):
+    """A factory and the lowered tree that it built; after a load, it merges that tree again."""
+
+    factory: Any
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
         names = {entry.name for entry in self.entries()} | {part.name for part in self.objects()}
@@ -175,7 +181,7 @@ def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambd
         return _lower_tensor(tree, loading)
     if is_factory(tree):
         built = tree.build_fn(tree.key, tree.data, tree.replica_id, getattr(tree, "flattened_range", None))
-        return FactoryLeaf(tree, lower(built, loading=loading))
+        return FactoryLeaf(lower(built, loading=loading), tree)
     if is_sharded_object(tree):
         return ObjectLeaf(object_name(tree), is_main(tree.replica_id), tree.data)
     if is_local(tree):

@@ -19,7 +19,20 @@ from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.names import Index, name_of, paths_of_values
 from ...plugins.torchfile import TorchFile, attributes_of, class_of
 from ...plugins.trees import flatten, unflatten
-from .names import COMMON_FILE, COMMON_OBJECT, NAME, NAMESPACE, NAMESPACE_TAG, Path, common_path, has_keys, noted
+from .names import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    GROUPS,
+    NAME,
+    NAMESPACE,
+    NAMESPACE_TAG,
+    OPTIMIZER,
+    Path,
+    common_path,
+    has_keys,
+    lacks_masters,
+    noted,
+)
 
 INTEGRITY_KEY = "integrity.json"
 MAX_BYTES = 64 << 20
@@ -163,38 +176,29 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
     paths = {name: path for name, path in paths_of_values(catalog).items() if name in values}
-    if not has_keys(catalog):
-        outer = _without_inner(catalog)
-        paths = {name: inner_path(path, paths.values(), outer=name in outer) for name, path in paths.items()}
-    root = unflatten(((path, values[name]) for name, path in paths.items()), index=Index)
+    root = unflatten(((path, values[name]) for name, path in inner_paths(catalog, paths).items()), index=Index)
     mark_namespaces(root, catalog)
     return dict(_alive(root))
 
 
-def _without_inner(catalog: Catalog) -> frozenset[str]:
-    """Return the names of all plain values if the optimizer is an FP32 one: it has no master weights, and no inner optimizer."""
-    keys = {link.key for link in catalog.links().values()}
-    if not keys or "param" in keys:
-        return frozenset()
-    return frozenset(entry.name for entry in catalog.values_table if entry.kind is ValueKind.PLAIN)
+def inner_paths(catalog: Catalog, paths: Mapping[str, Path]) -> dict[str, Path]:
+    """Convert the paths of values to Megatron's, by name: most of its optimizers have their groups in an inner optimizer.
 
-
-def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
-    """Convert a path of another program's checkpoint to Megatron's: most optimizers have their groups in an inner optimizer.
-
-    Parameters
-    ----------
-    paths
-        The paths of all values.
-    outer
-        Whether this is an FP32 optimizer, which has no inner one. Its state has no master weights.
+    An FP32 optimizer has no inner one: it has no master weights, or has its state beside its groups. Paths that are Megatron's
+    already stay, except for the groups of optimizer objects.
     """
-    if len(path) < 2 or path[0] != "optimizer" or path[-1] != "param_groups" or (len(path) > 2 and path[-2] == "optimizer"):
-        return path
-    beside = (*path[:-1], "state")  # an FP32 optimizer has state beside its groups, too
-    if outer or any(other[: len(beside)] == beside for other in paths):
-        return path
-    return (*path[:-1], "optimizer", "param_groups")
+    is_own, is_fp32 = has_keys(catalog), lacks_masters(catalog)
+    objects = {entry.name for entry in catalog.values_table if entry.kind is ValueKind.PARAM_GROUPS}
+    found = dict(paths)
+    for name, path in paths.items():
+        *above, last = path
+        if last != GROUPS or above[:1] != [OPTIMIZER] or above[1:][-1:] == [OPTIMIZER]:
+            continue
+        beside = (*above, "state")
+        has_state = any(other[: len(beside)] == beside for other in paths.values())
+        if not has_state and (name in objects or not (is_own or is_fp32)):
+            found[name] = (*above, OPTIMIZER, GROUPS)
+    return found
 
 
 def _alive(value: Any) -> Any:

@@ -31,13 +31,12 @@ from .names import (
     SHARDING,
     has_keys,
     is_bucket,
-    lacks_masters,
     link_of,
     object_key,
     tensor_key,
 )
 from .places import is_of_megatron
-from .values import inner_path, mark_namespaces
+from .values import inner_paths, mark_namespaces
 
 _WITHOUT_CHAIN = "chained_optim_avoid_prefix"
 _ADVICE = "leave one of them out with exclude="
@@ -120,17 +119,14 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
     listed = paths_of_values(catalog)
     # A list whose elements have names of their own becomes a dict of its indices.
     paths = {one.name: tuple(int(key) if isinstance(key, Index) else key for key in listed[one.name]) for one in entries}
+    inner = inner_paths(catalog, paths)
     common: dict[Any, Any] = {}
-    outer = lacks_masters(catalog)
     for entry in entries:
         value, path = values[entry.name], paths[entry.name]
-        own = entry.kind is ValueKind.PARAM_GROUPS
-        if own:  # groups of an optimizer object: Megatron's groups have no "params"
+        if entry.kind is ValueKind.PARAM_GROUPS:  # groups of an optimizer object: Megatron's groups have no "params"
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
             put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, _ADVICE)
-        if own or not has_keys(catalog):
-            path = inner_path(path, paths.values(), outer=outer and not own)
-        put(common, path, value, _ADVICE)
+        put(common, inner[entry.name], value, _ADVICE)
     mark_namespaces(common, catalog)
     if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
         _say_reshardable(common)

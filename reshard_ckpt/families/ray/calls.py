@@ -13,6 +13,7 @@ from typing import Any
 
 from ...plugins import CATALOG_KEY, open_storage
 from ...plugins.errors import CheckpointNotFound, UsageError
+from ...plugins.packages import needed
 from ...plugins.states import saves_to
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
@@ -82,7 +83,5 @@ def _path(filesystem: Any, path: str) -> str:
 
 
 def _train() -> Any:
-    try:
+    with needed("ray", "ray[train]>=2.60"):
         return importlib.import_module("ray.train")
-    except ImportError as error:
-        raise UsageError(f"ray cannot be used here ({error}); pip install 'ray[train]>=2.60'") from error

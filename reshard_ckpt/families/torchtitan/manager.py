@@ -17,8 +17,9 @@ import torch
 
 from ...plugins import checkpoint
 from ...plugins.errors import UsageError
+from ...plugins.packages import needed
 
-try:
+with needed("torchtitan", "torchtitan>=0.3"):
     from torch.distributed.checkpoint.stateful import Stateful
     from torchtitan.components.checkpointer import (
         DATALOADER,
@@ -27,8 +28,6 @@ try:
         CheckpointManager,
     )
     from torchtitan.components.optimizer import OptimizersContainer
-except ImportError as error:
-    raise UsageError(f"torchtitan cannot be used here ({error}); pip install 'torchtitan>=0.3'") from error
 
 
 class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]

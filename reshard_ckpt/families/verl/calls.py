@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 from ...plugins import CATALOG_KEY, checkpoint
 from ...plugins.errors import UsageError
 from ...plugins.names import unwrapped
+from ...plugins.packages import Replaced, needed
 
 _OWNER = "verl.utils.checkpoint.fsdp_checkpoint_manager"
-_STOCK: dict[str, Callable[..., Any]] = {}
-"""verl's own methods, by name, while this library's are installed."""
 
 
 def install() -> None:
@@ -32,27 +30,16 @@ def install() -> None:
     UsageError
         verl is not installed, or is a release without this class.
     """
-    try:
-        manager = importlib.import_module(_OWNER).FSDPCheckpointManager
-        stock = {name: getattr(manager, name) for name in _METHODS}
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"verl cannot be used here ({error}); pip install 'verl>=0.9'") from error
-    if not _STOCK:
-        _STOCK.update(stock)
-        _bind(_METHODS)
+    with needed("verl", "verl>=0.9"):
+        _REPLACED.install(_METHODS)
 
 
 def uninstall() -> None:
     """Give verl's class its own methods again."""
-    if _STOCK:
-        _bind(_STOCK)
-        _STOCK.clear()
+    _REPLACED.uninstall()
 
 
-def _bind(methods: dict[str, Callable[..., Any]]) -> None:
-    manager = importlib.import_module(_OWNER).FSDPCheckpointManager
-    for name, method in methods.items():
-        setattr(manager, name, method)
+_REPLACED = Replaced(lambda: [importlib.import_module(_OWNER).FSDPCheckpointManager])
 
 
 def save_checkpoint(
@@ -67,7 +54,7 @@ def save_checkpoint(
     checkpoint.save(local_path, _state(self, contents), exclude=left_out)
     self.checkpoint_save_contents = [one for one in contents if one not in ("model", "optimizer", "extra")]
     try:
-        _STOCK["save_checkpoint"](self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        _REPLACED.stock["save_checkpoint"](self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
     finally:
         self.checkpoint_save_contents = contents
 
@@ -79,14 +66,18 @@ def load_checkpoint(self: Any, local_path: str | None, hdfs_path: str | None = N
     is_own = os.path.exists(os.path.join(local_path, CATALOG_KEY))
     of_rank = f"_world_size_{self.world_size}_rank_{self.rank}.pt"
     if not is_own and any(os.path.exists(os.path.join(local_path, stem + of_rank)) for stem in ("model", "optim", "extra_state")):
-        _STOCK["load_checkpoint"](self, local_path, hdfs_path, del_local_after_load)
+        _REPLACED.stock["load_checkpoint"](self, local_path, hdfs_path, del_local_after_load)
         return
     state = _state(self, self.checkpoint_load_contents)
     may_miss = []
     if not is_own:  # verl keeps the state of a tied parameter under its first name alone, and the random streams by rank
-        may_miss = [f"optimizer.state.{name}" for name in _later_names(self.model)] + ["extra_state.rng"]
-    if "model" in state and self._has_lora() and self.is_lora_only_state_dict(dict.fromkeys(_saved_names(local_path))):
-        may_miss += [name for name in _names(self.model) if not _is_adapter(name)]
+        first = {name for name, _ in self.model.named_parameters()}
+        later = [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in first]
+        may_miss = [*(f"optimizer.state.{unwrapped(name)}" for name in later), "extra_state.rng"]
+    if "model" in state and self._has_lora():
+        saved = [name for name in checkpoint.catalog(local_path).names if name.startswith("model.")]
+        if self.is_lora_only_state_dict(dict.fromkeys(saved)):
+            may_miss += [name for name in _names(self.model) if not _is_adapter(name)]
     checkpoint.load(local_path, state, allow_missing=may_miss, ignore=() if self.lr_scheduler else ["extra_state.lr_scheduler"])
     if "extra_state" in state:
         self.load_rng_state(state["extra_state"]["rng"].value)
@@ -120,13 +111,3 @@ def _names(model: Any) -> list[str]:
 
 def _is_adapter(name: str) -> bool:
     return "lora_" in name or ".adapter_" in name  # as verl tells them
-
-
-def _saved_names(path: str) -> list[str]:
-    return [name for name in checkpoint.catalog(path).names if name.startswith("model.")]
-
-
-def _later_names(model: Any) -> list[str]:
-    """List the names of tied parameters behind the first name of each."""
-    first = {name for name, _ in model.named_parameters()}
-    return [unwrapped(name) for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]

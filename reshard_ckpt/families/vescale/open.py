@@ -12,12 +12,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind
-from ...plugins.dcp import Extent, KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
+from ...plugins.dcp import KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.groups import comparable, merge, named_group
 from .names import GROUP_META, GROUPS, MASTER, MASTERED, MODEL, NAME, OPTIMIZER, STATE
@@ -32,19 +31,14 @@ def open_vescale(storage: Storage, key: str | None = None, *, as_saved: bool = F
     """Open a folder of ``vescale.checkpoint``; return None for anything else; see `Format.open`."""
     if key is not None:
         return None
-    stages = _stages(storage)
+    found = {int(match[2]): match[1] for key, _ in storage.list() if (match := _STAGE.fullmatch(key))}
+    stages = dict(sorted(found.items()))  # the folder of each pipeline stage's optimizer, by number of the stage
     if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):
         return None
     builder, folder = CatalogBuilder(NAME, storage.url), _Folder(storage, stages, as_saved=as_saved)
     add_parts(builder, storage, folder.parts())
     folder.add_groups(builder)
     return Source(storage, builder.finish(), NAME)
-
-
-def _stages(storage: Storage) -> dict[int, str]:
-    """Return the folder of each pipeline stage's optimizer, by number of the stage."""
-    found = {int(match[2]): match[1] for key, _ in storage.list() if (match := _STAGE.fullmatch(key))}
-    return dict(sorted(found.items()))
 
 
 class _Folder:
@@ -55,14 +49,12 @@ class _Folder:
         absent = next((stage for stage in range(len(stages)) if stage not in stages), None)
         if absent is not None:
             raise CorruptError(f"{storage.url}: has {stages[max(stages)]} and no {OPTIMIZER}/pp_{absent}; copy it along")
-        self.stages = [self._read(folder) for folder in stages.values()]
-        self.members = [_members(saved) for saved in self.stages]
-
-    def _read(self, folder: str) -> Metadata:
-        saved = read_part(self.storage, folder, _CLASSES)
-        if saved is None:
-            raise CorruptError(f"{self.storage.url}: {folder} has no metadata; use another checkpoint")
-        return saved
+        self.stages: list[Metadata] = []
+        for folder in stages.values():
+            saved = read_part(storage, folder, _CLASSES)
+            if saved is None:
+                raise CorruptError(f"{storage.url}: {folder} has no metadata; use another checkpoint")
+            self.stages.append(saved)
 
     def parts(self) -> list[Metadata]:
         """Return the metadata of the model and of each stage. Entries of several stages, such as tied weights, are in each."""
@@ -72,8 +64,12 @@ class _Folder:
         model = read_part(self.storage, MODEL, _CLASSES)
         if model is None:
             return stages
-        named = renamed(model, partial(_model_path, masters), f"{url}: {MODEL}")
-        return [named, *stages]
+
+        def model_path(path: KeyPath) -> KeyPath:
+            name = ".".join(map(str, path))
+            return (MASTERED, MODEL, name) if name in masters else (MODEL, name)
+
+        return [renamed(model, model_path, f"{url}: {MODEL}"), *stages]
 
     def _state_path(self, path: KeyPath) -> KeyPath | None:
         if path[0] == GROUP_META:
@@ -88,8 +84,8 @@ class _Folder:
         """Add the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
         name, found = f"{OPTIMIZER}.{GROUPS}", []
         try:
-            for number, (saved, members) in enumerate(zip(self.stages, self.members, strict=True)):
-                found.append((f"stage {number}", [named_group(self._hyperparameters(saved, number), members)]))
+            for number, saved in enumerate(self.stages):
+                found.append((f"stage {number}", [named_group(self._hyperparameters(saved, number), _members(saved))]))
             if found:
                 builder.value([OPTIMIZER, GROUPS], merge(found, name=name), ValueKind.PARAM_GROUPS)
         except CheckpointError as error:
@@ -104,7 +100,8 @@ class _Folder:
             The groups have different hyperparameters.
         """
         # Paths are ``param_group_meta``, number of the group, hyperparameter.
-        listed = read_nested(self.storage, {path[1:]: extent for path, extent in _group_entries(saved)})
+        entries = ((saved.paths.get(fqn, (fqn,)), extent) for fqn, extent in saved.values.items())
+        listed = read_nested(self.storage, {path[1:]: extent for path, extent in entries if path[0] == GROUP_META})
         if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
             raise CorruptError(f"{self.storage.url}: {OPTIMIZER}/pp_{stage} has no list of groups; use another checkpoint")
         plain = [{key: value for key, value in group.items() if key != "params"} for group in listed] or [{}]
@@ -117,23 +114,11 @@ class _Folder:
         return plain[0]
 
 
-def _model_path(masters: set[str], path: KeyPath) -> KeyPath:
-    name = ".".join(map(str, path))
-    return (MASTERED, MODEL, name) if name in masters else (MODEL, name)
-
-
 def _members(saved: Metadata) -> list[str]:
     """List the parameters of a stage, in the order of its metadata."""
     paths = (saved.paths.get(fqn, ()) for fqn in (*saved.tensors, *saved.values))
     found = (_PARAMETER.fullmatch(str(path[1])) for path in paths if len(path) > 2)
     return list(dict.fromkeys(match[3] for match in found if match))
-
-
-def _group_entries(saved: Metadata) -> Iterator[tuple[KeyPath, Extent]]:
-    for fqn, extent in saved.values.items():
-        path = saved.paths.get(fqn, (fqn,))
-        if path[0] == GROUP_META:
-            yield path, extent
 
 
 FORMAT = Format(

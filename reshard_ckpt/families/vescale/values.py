@@ -146,7 +146,9 @@ def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the mesh of the job, if a DTensor of veScale's own class has one over all ranks in order; else None."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    for tensor in _tensors(checkpoint_state.get(MODEL)):
+    model = checkpoint_state.get(MODEL)
+    modules = [one for one in (model if isinstance(model, list | tuple) else [model]) if isinstance(one, torch.nn.Module)]
+    for tensor in (tensor for module in modules for tensor in module.parameters()):
         mesh = getattr(tensor, "device_mesh", None)
         ranks = getattr(mesh, "mesh", None)
         names = getattr(mesh, "mesh_dim_names", None)
@@ -154,10 +156,3 @@ def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
         if not is_torch and names and ranks is not None and ranks.flatten().tolist() == [*range(dist.get_world_size())]:
             return dict(zip(names, ranks.shape, strict=True))
     return None
-
-
-def _tensors(model: Any) -> Iterator[Any]:
-    modules = model if isinstance(model, list | tuple) else [model]
-    for module in modules:
-        if isinstance(module, torch.nn.Module):
-            yield from module.parameters()

@@ -48,6 +48,7 @@ MAX_SAFETENSORS_HEADER = 100 << 20
 """The largest header of a safetensors file that is read; safetensors itself refuses larger ones."""
 
 _OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
+"""The name of a file, with the rank that wrote it."""
 
 Place = tuple[str, Chunk]
 """The name of a tensor, and one of its chunks."""
@@ -70,9 +71,14 @@ def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, Save
         key=lambda place: (place[1].extent.file, place[1].extent.offset),
     )
     sizes = FileSizes(storage)
-    readable = [place for place in places if _is_readable(place, sizes, unreadable)]
-    listed = dict.fromkeys(chunk.extent.file for _, chunk in readable)
-    files = {file: builder.file(file, sizes[file] or 0, _writer_of(file)) for file in listed}
+    for fqn, chunk in places:
+        if fqn not in unreadable and (why := sizes.problem(fqn, chunk.extent)) is not None:
+            unreadable[fqn] = why
+    readable = [place for place in places if place[0] not in unreadable]
+    files: dict[str, int] = {}
+    for file in dict.fromkeys(chunk.extent.file for _, chunk in readable):
+        writer = _OF_RANK.search(file)
+        files[file] = builder.file(file, sizes[file] or 0, int(writer[1]) if writer else 0)
     finder = _PartFinder(storage, tensors, files, sizes, unreadable)
     # Chunks whose heads are in the metadata need no read.
     for fqn, chunk in readable:
@@ -83,12 +89,6 @@ def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, Save
             begin = chunk.extent.offset - window.low
             finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
     return ChunkPlaces(finder.parts, unreadable)
-
-
-def _writer_of(file: str) -> int:
-    """Return the rank that wrote a file, from the file's name; 0 if the name has none."""
-    named = _OF_RANK.search(file)
-    return int(named[1]) if named else 0
 
 
 class FileSizes(dict[str, int | None]):
@@ -115,13 +115,6 @@ class FileSizes(dict[str, int | None]):
                 "torch.distributed.checkpoint and that extension, and save it again without"
             )
         return None
-
-
-def _is_readable(place: Place, sizes: FileSizes, unreadable: dict[str, CheckpointError]) -> bool:
-    fqn, chunk = place
-    if fqn not in unreadable and (why := sizes.problem(fqn, chunk.extent)) is not None:
-        unreadable[fqn] = why
-    return fqn not in unreadable
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
@@ -28,14 +28,6 @@ COMPARED_BYTES = 1 << 20
 Found = TypeVar("Found")
 
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
-
-
-@dataclass(frozen=True, slots=True)
-class FolderMetadata:
-    """The metadata of a folder, and the errors of names that cannot be read."""
-
-    saved: Metadata
-    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
 
 
 def is_folder(storage: Storage) -> bool:
@@ -60,10 +52,10 @@ def is_folder(storage: Storage) -> bool:
     return False
 
 
-def read_folder(storage: Storage) -> FolderMetadata:
+def read_folder(storage: Storage) -> Metadata:
     """Read the metadata of a folder; if there is no ``.metadata``, merge the files of all ranks."""
     if storage.size(METADATA_KEY) is not None:
-        return FolderMetadata(_read(storage, METADATA_KEY))
+        return _read(storage, METADATA_KEY)
     found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
     absent = next((rank for rank in range(len(found)) if rank not in found), None)
     if absent is not None:
@@ -85,7 +77,7 @@ class Merger:
         self._storage, self._sizes = storage, FileSizes(storage)
         self._unreadable: dict[str, CheckpointError] = {}
 
-    def merge(self, ranks: Sequence[Metadata]) -> FolderMetadata:
+    def merge(self, ranks: Sequence[Metadata]) -> Metadata:
         """Merge the metadata of all ranks into one; a name with different content on two of them becomes unreadable."""
         paths = {name: path for saved in reversed(ranks) for name, path in saved.paths.items()}
         tensors = {name: self._tensor(name, found) for name, found in _by_name([saved.tensors for saved in ranks])}
@@ -93,7 +85,7 @@ class Merger:
         for name in tensors.keys() & values.keys():
             self._mark_unreadable(name, "is a tensor on one rank and a value on another")
             del values[name]
-        return FolderMetadata(Metadata(tensors, values, paths), self._unreadable)
+        return Metadata(tensors, values, paths, unreadable=self._unreadable)
 
     def _mark_unreadable(self, name: str, what: str) -> None:
         self._unreadable[name] = UnsupportedError(

@@ -22,7 +22,7 @@ import torch
 from ...core.catalog.specs import Ints
 from ...core.report import with_article
 from ...core.trees import MAX_ALIKE, too_many_alike
-from ...errors import CorruptError
+from ...errors import CheckpointError, CorruptError
 from ...torchfile.pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
 from ...torchfile.tensors import DTYPES, ORDERED_DICT, SIZE
 
@@ -102,6 +102,8 @@ class Metadata:
     paths: Mapping[str, tuple[Key, ...]]
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
+    """The errors of names that cannot be read, because ranks disagree about them."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -196,7 +198,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
     values: dict[str, Extent] = {}
     for fqn, entry in described.items():
         if not isinstance(fqn, str) or not isinstance(entry, StandInObject):
-            raise ValueError("state_dict_metadata has something else than names and what they are")
+            raise ValueError("state_dict_metadata has an entry that is neither a tensor nor a value")
         if entry.kind.name == "BytesStorageMetadata":
             values[fqn] = places[fqn][None]
         else:
@@ -249,7 +251,7 @@ def _extent(info: Any) -> Extent:
     if not (isinstance(file, str) and type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
         raise ValueError("a _StorageInfo without a file, an offset and a length")
     if not isinstance(transforms, list | tuple) or len(transforms) > MAX_ARGUMENTS:
-        raise ValueError("a _StorageInfo with transforms that are none")
+        raise ValueError("a _StorageInfo whose transforms are no list")
     return Extent(file, offset, length, tuple(str(t)[:100] for t in transforms if isinstance(t, str)))
 
 

@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ...core.catalog.specs import Ints
 from ...format.files import digest128
 from ...torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
@@ -66,17 +64,15 @@ def _size(values: Ints) -> FunctionCall:
 
 
 def _tensor(tensor: SavedTensor) -> Instance:
+    # The properties: dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether memory is pinned.
+    dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
+    layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = _dcp("TensorProperties", (dtype, layout, False, memory_format, False))
     chunks = [
         _dcp("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.lengths)}) for chunk in tensor.chunks
     ]
-    return _dcp("TensorStorageMetadata", {"properties": _properties(tensor.dtype), "size": _size(tensor.shape), "chunks": chunks})
-
-
-def _properties(dtype: torch.dtype) -> Instance:
-    """Describe dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether its memory is pinned."""
-    layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))
+    return _dcp("TensorStorageMetadata", {"properties": properties, "size": _size(tensor.shape), "chunks": chunks})
 
 
 def _index(name: str, offsets: Ints | None, hint: int | None) -> Instance:

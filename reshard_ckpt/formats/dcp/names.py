@@ -68,7 +68,8 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
         return _names(paths)
     # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
-        paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
+        is_of_optimizer = {fqn: str(path[0]).partition(".")[0] in (STATE, GROUPS) for fqn, path in paths.items()}
+        paths = {fqn: (OPTIMIZER, *path) if is_of_optimizer[fqn] else path for fqn, path in paths.items()}
     if any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values()):
         return _names(paths)
     of_model = {fqn: (MODEL, *path) for fqn, path in paths.items() if _is_of_model(fqn, path, fqn in saved.tensors)}
@@ -86,19 +87,13 @@ def _names(paths: Mapping[str, KeyPath]) -> Names:
     return out
 
 
-def _below_optimizer(path: KeyPath) -> KeyPath:
-    """Put an entry below ``optimizer`` if it belongs to an optimizer whose state was saved at the top."""
-    first = str(path[0]).partition(".")[0]
-    return (OPTIMIZER, *path) if first in (STATE, GROUPS) else path
-
-
 def raw_paths(saved: Metadata) -> dict[str, KeyPath]:
     """Return the path of each name in the saved state. If the planner recorded none, the name is the path's only key."""
     return {fqn: saved.paths.get(fqn, (fqn,)) for fqn in (*saved.tensors, *saved.values)}
 
 
 def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
-    """Return whether an entry at the top belongs to a model: any tensor, and values such as ``layers.0._extra_state``."""
+    """Return whether an entry at the top level belongs to a model: any tensor, and a value such as ``layers.0._extra_state``."""
     return len(path) == 1 and (is_tensor or "." in fqn) and not fqn.startswith((f"{OPTIMIZER}.", "optim."))
 
 

@@ -23,12 +23,11 @@ from ...format.values import decode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import CatalogBuilder
-from ..parts import Part
 from ..source import Format, RawValue, Source
 from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
-from .folder import FolderMetadata, is_folder, read_folder
-from .metadata import SavedTensor
+from .folder import is_folder, read_folder
+from .metadata import Metadata, SavedTensor
 from .names import (
     GroupEntry,
     KeyPath,
@@ -55,11 +54,11 @@ def open_dcp(
     """Open a folder of DCP; return None for anything else; see `Format.open`, and `read_values` for `otherwise`."""
     if key is not None or not is_folder(storage):
         return None
-    folder = read_folder(storage)
+    saved = read_folder(storage)
     builder = CatalogBuilder(NAME, storage.url)
-    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
+    _Folder(builder, storage, saved, names_of(saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
     catalog = builder.finish()
-    return Source(storage, catalog, NAME, advice_on_numbers(catalog), dict(_raw_values(storage, folder)))
+    return Source(storage, catalog, NAME, advice_on_numbers(catalog), dict(_raw_values(storage, saved)))
 
 
 def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
@@ -78,16 +77,15 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
+def _raw_values(storage: Storage, saved: Metadata) -> Iterator[tuple[str, RawValue]]:
     """Yield the values whose bytes can be read, even if only unpickling could make objects of them."""
-    values = folder.saved.values
     sizes = FileSizes(storage)
-    for name, extent in values.items():
-        if name not in folder.unreadable and sizes.problem(name, extent) is None:
-            yield name, RawValue(folder.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
+    for name, extent in saved.values.items():
+        if name not in saved.unreadable and sizes.problem(name, extent) is None:
+            yield name, RawValue(saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
-def add_folder(builder: CatalogBuilder, storage: Storage, folder: FolderMetadata, *, parameters: Sequence[str] = ()) -> None:
+def add_folder(builder: CatalogBuilder, storage: Storage, saved: Metadata, *, parameters: Sequence[str] = ()) -> None:
     """Add the tensors and values of a folder that another library wrote to a catalog builder.
 
     The paths in its metadata have been converted to those of this library.
@@ -98,7 +96,7 @@ def add_folder(builder: CatalogBuilder, storage: Storage, folder: FolderMetadata
         The names of all parameters of the optimizer, in any order. If its state has one group, which lists as many parameters by
         number, these names take the place of the numbers.
     """
-    _Folder(builder, storage, folder, names_of(folder.saved, as_saved=True), parameters=parameters).add(by_number=True)
+    _Folder(builder, storage, saved, names_of(saved, as_saved=True), parameters=parameters).add(by_number=True)
 
 
 def add_tensors(
@@ -128,16 +126,16 @@ class _Folder:
         self,
         builder: CatalogBuilder,
         storage: Storage,
-        folder: FolderMetadata,
+        saved: Metadata,
         names: Names,
         otherwise: Callable[[bytes, str], Any] | None = None,
         parameters: Sequence[str] = (),
     ) -> None:
-        self._builder, self._storage, self._saved, self._names = builder, storage, folder.saved, names
+        self._builder, self._storage, self._saved, self._names = builder, storage, saved, names
         self._parameters = parameters
-        self._located = locate_chunks(builder, storage, self._saved.tensors)
-        read = read_values(storage, self._saved.values, otherwise)
-        self._errors = {**self._located.unreadable, **read.unreadable, **folder.unreadable}
+        self._located = locate_chunks(builder, storage, saved.tensors)
+        read = read_values(storage, saved.values, otherwise)
+        self._errors = {**self._located.unreadable, **read.unreadable, **saved.unreadable}
         self._values = {name: value for name, value in read.values.items() if name not in self._errors}
         self._paths = dict(names.paths)
 
@@ -221,26 +219,21 @@ class _Folder:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 
     def _small_tensor(self, fqn: str) -> torch.Tensor:
-        """Read a tensor that is a hyperparameter."""
+        """Read a tensor that is a hyperparameter, from its parts."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
-        return read_whole(self._storage, saved, self._located.parts[fqn], self._builder)
+        out = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
+        for part in self._located.parts[fqn]:
+            file, num_bytes = self._builder.files[part.file].key, prod(part.lengths) * saved.dtype.itemsize
+            data = read_range(self._storage, file, part.offset, num_bytes)
+            slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
+            out[tuple(slices)].copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
+        return out
 
 
 def _in_plain_dict(node: Any) -> Iterable[tuple[Any, Any]] | None:
     return node.items() if type(node) is dict and node else None
-
-
-def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[Part], builder: CatalogBuilder) -> torch.Tensor:
-    """Read a small tensor from its parts."""
-    out = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
-    for part in parts:
-        data = read_range(storage, builder.files[part.file].key, part.offset, prod(part.lengths) * saved.dtype.itemsize)
-        slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
-        region = out[tuple(slices)]
-        region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
-    return out
 
 
 FORMAT = Format(

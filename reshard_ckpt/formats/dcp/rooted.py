@@ -63,24 +63,22 @@ def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | Non
     """
     data = _metadata_bytes(storage, folder)
     if data is not None:
-        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes), folder)
+        saved = read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes)
+
+        def moved(extent: Extent) -> Extent:
+            return replace(extent, file=_key(folder, extent.file))
+
+        tensors = {
+            fqn: replace(tensor, chunks=tuple(replace(chunk, extent=moved(chunk.extent)) for chunk in tensor.chunks))
+            for fqn, tensor in saved.tensors.items()
+        }
+        return replace(saved, tensors=tensors, values={fqn: moved(extent) for fqn, extent in saved.values.items()})
     if any(key.startswith(f"{folder}/") and key.endswith(".distcp") for key, _ in storage.list()):
         raise CorruptError(
             f"{storage.url}: {folder} has .distcp files and no {METADATA_KEY}, which is written last: the save did not end, so "
             "use another checkpoint"
         )
     return None
-
-
-def _below(saved: Metadata, folder: str) -> Metadata:
-    def moved(extent: Extent) -> Extent:
-        return replace(extent, file=_key(folder, extent.file))
-
-    tensors = {
-        fqn: replace(tensor, chunks=tuple(replace(chunk, extent=moved(chunk.extent)) for chunk in tensor.chunks))
-        for fqn, tensor in saved.tensors.items()
-    }
-    return replace(saved, tensors=tensors, values={fqn: moved(extent) for fqn, extent in saved.values.items()})
 
 
 def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:

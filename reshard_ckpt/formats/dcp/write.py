@@ -38,9 +38,11 @@ from .metadata_writer import metadata_bytes
 from .names import KeyPath, key_path, state_path, taken_apart
 
 CHUNK_BYTES = 256 << 20
-"""The most bytes of a chunk, because ``torch.distributed.checkpoint.load`` has a whole chunk in memory at once."""
+"""The most bytes of a chunk, unless one element is larger: DCP has a whole chunk in memory."""
 
 FILE_BYTES = 4 << 30
+"""A file of at least this size is followed by another one."""
+
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
@@ -60,8 +62,6 @@ def write_dcp(
     bytes_of: BytesOf,
     *,
     optimizer: str = "nested",
-    chunk_bytes: int = CHUNK_BYTES,
-    file_bytes: int = FILE_BYTES,
     comm: Comm | None = None,
     notes: Storage | None = None,
 ) -> int:
@@ -78,8 +78,6 @@ def write_dcp(
     optimizer
         The form of optimizers' groups: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
         ``flatten_optimizer_state_dict=True``.
-    chunk_bytes, file_bytes
-        The most bytes of a chunk, unless one element is larger; and the size after which a file is followed by another one.
     comm, notes
         The ranks that share the work, by default this process alone, and the store of notes; see `shared_files.write_files`.
 
@@ -94,8 +92,7 @@ def write_dcp(
         Two values or tensors have one name after values are flattened.
     """
     layout = lay_out(catalog, values, optimizer)
-    sizes = {"chunk_bytes": chunk_bytes, "file_bytes": file_bytes}
-    return write_folder(storage, catalog, layout, bytes_of, _torch_saved, **sizes, comm=comm, notes=notes)
+    return write_folder(storage, catalog, layout, bytes_of, _torch_saved, comm=comm, notes=notes)
 
 
 def write_folder(
@@ -105,15 +102,16 @@ def write_folder(
     bytes_of: BytesOf,
     encoded: Callable[[Any], bytes],
     *,
-    chunk_bytes: int = CHUNK_BYTES,
-    file_bytes: int = FILE_BYTES,
     comm: Comm | None = None,
     notes: Storage | None = None,
 ) -> int:
     """Write a folder of this layout, as `write_dcp` does; `encoded` converts a value to bytes."""
-    comm, out = comm or SoloComm(), _Files(file_bytes)
-    places = _lay_out_values(out, layout.values, encoded)
-    tensors = _lay_out_tensors(out, catalog, layout, chunk_bytes)
+    comm, out = comm or SoloComm(), _Files()
+    places: dict[str, Extent] = {}
+    for name, value in layout.values.items():
+        out.begin()
+        places[name] = out.add(encoded(value))
+    tensors = _lay_out_tensors(out, catalog, layout)
     try:
         kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
         # Readers look for ``.metadata``. It is published last, when all other files are durable.
@@ -128,8 +126,8 @@ def write_folder(
 class _Files:
     """The layout of the files of the folder, one after the other."""
 
-    def __init__(self, file_bytes: int) -> None:
-        self._file_bytes, self._done = file_bytes, list[NewFile]()
+    def __init__(self) -> None:
+        self._done = list[NewFile]()
         self._begin_file()
 
     def _begin_file(self) -> None:
@@ -152,7 +150,7 @@ class _Files:
 
     def begin(self) -> None:
         """Begin the next file if this one has reached its size."""
-        if self.size >= self._file_bytes:
+        if self.size >= FILE_BYTES:
             self._done.append(self._file())
             self._begin_file()
 
@@ -175,21 +173,13 @@ def _torch_saved(value: Any) -> bytes:
     return data.getvalue()
 
 
-def _lay_out_values(out: _Files, values: Mapping[str, Any], encoded: Callable[[Any], bytes]) -> dict[str, Extent]:
-    places: dict[str, Extent] = {}
-    for name, value in values.items():
-        out.begin()
-        places[name] = out.add(encoded(value))
-    return places
-
-
-def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout, chunk_bytes: int) -> dict[str, SavedTensor]:
+def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dict[str, SavedTensor]:
     """Lay out each tensor that has bytes of its own once; aliases refer to the same chunks."""
     written: dict[int, SavedTensor] = {}
     for index in sorted({catalog.source(index) for index in layout.tensors.values()}):
         dtype = TORCH_DTYPES[catalog.dtype(index)]
         chunks: list[Chunk] = []
-        for offsets, lengths, run in _boxes(catalog, index, chunk_bytes):
+        for offsets, lengths, run in _boxes(catalog, index):
             out.begin()
             before, behind = around_tensor(dtype, lengths)
             chunks.append(Chunk(offsets, lengths, out.add(before, run, run.count * dtype.itemsize, behind)))
@@ -197,15 +187,15 @@ def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout, chunk_
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
 
 
-def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
-    """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if one element is not larger."""
+def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
+    """Cut a tensor into boxes that are contiguous in it, each of at most `CHUNK_BYTES` if one element is not larger."""
     shape, whole = catalog.shape(index), whole_run(catalog, index)
     each = TORCH_DTYPES[catalog.dtype(index)].itemsize
-    if prod(shape) * each <= chunk_bytes:
+    if prod(shape) * each <= CHUNK_BYTES:
         yield (0,) * len(shape), shape, whole
         return
     size = np.array([shape], np.int64)
-    _, offsets, lengths = cut_boxes(np.zeros_like(size), size, np.array([each]), np.array([chunk_bytes]))
+    _, offsets, lengths = cut_boxes(np.zeros_like(size), size, np.array([each]), np.array([CHUNK_BYTES]))
     start = 0
     for corner, box in zip(map(tuple, offsets.tolist()), map(tuple, lengths.tolist()), strict=True):
         yield corner, box, Run(index, whole.offsets, shape, start, prod(box))

@@ -102,7 +102,7 @@ def test_convert_makes_a_folder_of_today_with_the_optimizer(folder: Callable[[st
     for tensor in catalog.names:
         assert torch.equal(read[tensor], expected(tensor, read[tensor])), tensor
     assert read["args.params_dtype"] is torch.bfloat16
-    keys = read_metadata(open_storage(str(new))).saved.tensors
+    keys = read_metadata(open_storage(str(new))).tensors
     assert {key.split(".")[2] for key in keys if key.startswith("optimizer.state.")} == {"param", "exp_avg", "exp_avg_sq"}
     said = {key: read[f"content_metadata.{key}"] for key in ("distrib_optim_sharding_type", "chained_optim_avoid_prefix")}
     assert said == {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}

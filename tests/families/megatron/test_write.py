@@ -27,7 +27,7 @@ from tests.families.megatron.folders import expected, unpack
 
 
 def keys_of(path: Path) -> set[str]:
-    saved = read_metadata(open_storage(str(path))).saved
+    saved = read_metadata(open_storage(str(path)))
     return {*saved.tensors, *saved.values}
 
 

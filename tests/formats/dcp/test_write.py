@@ -17,13 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.loading.saved_values import open_values
-from reshard_ckpt.engine.loading.stream import stream
 from reshard_ckpt.errors import CorruptError, NameCollisionError, UsageError
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
-from reshard_ckpt.formats.dcp.write import write_dcp
-from reshard_ckpt.formats.source import open_source
-from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.torchfile.object_writer import around_tensor
 from tests.layouts import values_of
@@ -41,16 +36,6 @@ def quiet() -> Iterator[None]:
 
 def write(saved: Path, folder: Path, **options: Any) -> Path:
     checkpoint.convert(saved, folder, to="dcp", **options)
-    return folder
-
-
-def write_small(saved: Path, folder: Path, **options: Any) -> Path:
-    """With the sizes of chunks and files that options give."""
-    with open_source(saved) as source, open_storage(folder) as there:
-        catalog, storage = source.catalog, source.storage
-        values = {name: v.value for name, v in open_values(storage, catalog, catalog.value_names, verify=True).items()}
-
-        write_dcp(there, catalog, values, lambda runs: stream(storage, catalog, runs), **options)
     return folder
 
 
@@ -77,11 +62,13 @@ def test_an_archive_is_one_of_torch_save(code: str, shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(("chunk_bytes", "file_bytes"), [(1, 1), (7, 5000), (64, 20_000), (1 << 20, 1 << 30)])
-def test_every_dtype_and_chunk_size(tmp_path, chunk_bytes: int, file_bytes: int):
+def test_every_dtype_and_chunk_size(tmp_path, monkeypatch, chunk_bytes: int, file_bytes: int):
+    monkeypatch.setattr("reshard_ckpt.formats.dcp.write.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("reshard_ckpt.formats.dcp.write.FILE_BYTES", file_bytes)
     model = {f"{code}.{i}": values_of(shape, code, i) for code in ("F32", "BF16", "BOOL", "I64", "F8_E4M3", "U16", "C64")
              for i, shape in enumerate(SHAPES)}  # fmt: skip
     checkpoint.save(tmp_path / "ours", {"model": model})
-    path = write_small(tmp_path / "ours", tmp_path / "dcp", chunk_bytes=chunk_bytes, file_bytes=file_bytes)
+    path = write(tmp_path / "ours", tmp_path / "dcp")
     found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
     dcp.load({"model": found}, checkpoint_id=path)
     assert [name for name in model if not torch.equal(raw(found[name]), raw(model[name]))] == []
