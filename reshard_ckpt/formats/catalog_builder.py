@@ -7,7 +7,8 @@ ranks has millions of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -221,10 +222,8 @@ class CatalogBuilder:
         A step into a list is a tuple of the index. A value that cannot be encoded becomes unreadable.
         """
         name = name_of(key[0] if isinstance(key, tuple) else key for key in path)
-        try:
+        with self.reading(name):
             self.entry(ValueEntry(name, encode_path(list(path)), kind, encode_value(value, name), link=link))
-        except CheckpointError as error:
-            self.unreadable(name, error)
 
     def entry(self, value: ValueEntry) -> None:
         """Add a value that is encoded already."""
@@ -233,6 +232,19 @@ class CatalogBuilder:
     def unreadable(self, name: str, why: CheckpointError) -> None:
         """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; other loads succeed."""
         self._unreadable[name] = why
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Make a tensor or a value unreadable, with the error of the ``with`` block, if that raises one.
+
+        A `NameCollisionError` passes: two things of one name make the whole checkpoint ambiguous.
+        """
+        try:
+            yield
+        except NameCollisionError:
+            raise
+        except CheckpointError as error:
+            self.unreadable(name, error)
 
     def is_unreadable(self, name: str) -> bool:
         """Tell whether `unreadable` was called for a name."""

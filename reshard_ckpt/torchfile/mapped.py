@@ -29,14 +29,6 @@ _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A record of the zip that holds a storage: its first byte in the file, and its size in bytes."""
-
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class MappedFile:
     """A file that is mapped into memory at the address `base`."""
 
@@ -93,8 +85,11 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
     )
 
 
-def read_records(path: str) -> tuple[list[Record], int]:
-    """List the records of all storages that are not empty, in the order of the file; also return the size of the pickle."""
+def read_records(path: str) -> tuple[list[tuple[int, int]], int]:
+    """Return the offset and the size of the record of each storage that is not empty, in the order of the file.
+
+    The second result is the size of the pickle.
+    """
     with open(path, "rb") as file:
         zipped = ZipRecords(file, path)
         pickled = zipped.read_pickle(sys.byteorder)
@@ -104,25 +99,21 @@ def read_records(path: str) -> tuple[list[Record], int]:
                 "named as in model_world_size_4_rank_0.pt"
             )
         refuse_hash_collisions(pickled, path)
-        found = (Record(zipped.begin(key), zipped.size(key)) for key in zipped.storages() if zipped.size(key))
-        return sorted(found, key=lambda record: record.offset), zipped.size("data.pkl")
+        found = ((zipped.begin(key), zipped.size(key)) for key in zipped.storages() if zipped.size(key))
+        return sorted(found), zipped.size("data.pkl")
 
 
-def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
+def _mapping_base(records: Sequence[tuple[int, int]], storages: Sequence[tuple[int, int]], path: str) -> int:
     """Find the address at which the file is mapped: the only one at which every storage is exactly one record."""
     found = sorted(set(storages))
     if not found:
         return 0
-    known = {(record.offset, record.size) for record in records}
+    known = set(records)
     first, first_size = found[0]
     # A map begins at a page. The other storages lie behind the first one, so the first one's record is not among the last
     # len(found) - 1 records.
     candidates = records[: len(records) - len(found) + 1]
-    bases = {
-        first - record.offset
-        for record in candidates
-        if record.size == first_size and (first - record.offset) % mmap.PAGESIZE == 0
-    }
+    bases = {first - at for at, size in candidates if size == first_size and (first - at) % mmap.PAGESIZE == 0}
     consistent = [base for base in bases if all((at - base, size) in known for at, size in found)]
     if len(consistent) != 1:
         what = "are not its records" if not consistent else "may be several of its records"

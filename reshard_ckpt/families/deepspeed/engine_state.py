@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -158,9 +159,7 @@ class EngineState:
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters in each group of torch's optimizer."""
         if self._flat is None:
-            groups = base_optimizer(self._engine).param_groups
-            params = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else [g["params"] for g in groups]
-            return [[self.names[param] for param in group] for group in params]
+            return [[self.names[param] for param, _ in group] for group in self._apart()]
         # ZeRO-3 has several flat sub-groups for one group of torch's optimizer; otherwise there is one for each.
         homes = getattr(self._optimizer, "sub_group_to_group_id", None)
         found: list[list[str]] = [[] for _ in base_optimizer(self._engine).param_groups]
@@ -214,7 +213,7 @@ class EngineState:
     def _entries_apart(self) -> Iterator[Entry]:
         """Yield the state of torch's own optimizer, and master weights that are not flattened."""
         state = base_optimizer(self._engine).state
-        for param, owner in self._apart():
+        for param, owner in chain.from_iterable(self._apart()):
             fqn = self.names[param]
             if not self._parallel.saves(fqn):
                 continue
@@ -224,17 +223,20 @@ class EngineState:
                 is_part = isinstance(value, torch.Tensor) and value.shape == owner.shape and value.ndim > 0
                 yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
 
-    def _apart(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each parameter that is not in a flat tensor, with torch's optimizer's tensor for it: itself, or its master."""
+    def _apart(self) -> Iterator[list[tuple[Any, Any]]]:
+        """Yield the parameters of each group, if they are not in flat tensors.
+
+        Each stands beside the tensor that torch's optimizer has for it: itself, or its master weights.
+        """
         masters = getattr(self._optimizer, "fp32_groups", None)
         owners = masters or [group["params"] for group in base_optimizer(self._engine).param_groups]
         params = self._optimizer.fp16_groups if masters else owners
         for group, of in zip(params, owners, strict=True):
-            yield from zip(group, of, strict=True)
+            yield list(zip(group, of, strict=True))
 
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
         """Yield the parameters without master weights."""
-        apart = self._apart() if self._optimizer is not None and self._flat is None else ()
+        apart = chain.from_iterable(self._apart()) if self._optimizer is not None and self._flat is None else ()
         # Skip parameters whose master weights are saved.
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
         for local, param in self._engine.module.named_parameters():
@@ -294,7 +296,7 @@ class EngineState:
             owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
             yield from zip((params.names for params in self._flat), owners, strict=True)
             return
-        yield from (((self.names[param],), owner) for param, owner in self._apart())
+        yield from (((self.names[param],), owner) for group in self._apart() for param, owner in group)
 
     def shared_values(self, entries: Mapping[str, Mapping[str, Any]]) -> list[Shared]:
         """Return the values that the parameters of a flat group share, such as the step, from the saved value of each parameter.
@@ -337,7 +339,7 @@ class EngineState:
                 for param, master in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
                     param.data.copy_(master.view_as(param))
         elif hasattr(optimizer, "fp32_groups"):
-            for param, master in self._apart():
+            for param, master in chain.from_iterable(self._apart()):
                 param.data.copy_(master.data)
 
 

@@ -102,6 +102,11 @@ def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
     return Runs(here, (low - first)[here], count[here], low[here] - rank * length)
 
 
+def striped_length(params: Params, num_ranks: int) -> int:
+    """Return the number of elements of each rank's stripes together, with padding, which all ranks have alike."""
+    return int((-(-params.numel // num_ranks)).sum())
+
+
 def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
     """Return the runs of a rank if each parameter is cut into equal stripes.
 
@@ -183,74 +188,50 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
     UnsupportedError
         The state dict is of an unknown kind.
     """
-    values = {key: value for key, value in state.items() if key not in NOT_SHARED}
-    if "fp32_flat_groups" in state and not isinstance(rank, int):
-        raise UnsupportedError(f"{where}: its groups are divided among different ranks by ZeRO-3, which is not supported")
-    if "fp32_flat_groups" in state and isinstance(rank, int):
-        return _striped(shapes, state, rank, values, where)
-    if "single_partition_of_fp32_groups" in state:
-        return _packed(shapes, state, rank, values, where)
-    if "fp32_groups_flat" in state:
-        one = {**state, "single_partition_of_fp32_groups": state["fp32_groups_flat"], "partition_count": 1}
-        return _packed(shapes, {**one, "base_optimizer_state": state["optimizer_state_dict"]}, 0, values, where)
-    raise UnsupportedError(
-        f"{where}: its optimizer state has {', '.join(map(str, state))}, which no optimizer that is known saves"
-    )
-
-
-def _packed(
-    shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], values: Mapping[str, Any], where: str
-) -> RankState:
-    """Describe an optimizer whose groups are packed; see `open_state`."""
-    masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
-    num = len(masters)
+    is_striped = "fp32_flat_groups" in state
     counts = state.get("partition_count", 1)
+    if is_striped:
+        masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
+        if not isinstance(rank, int):
+            raise UnsupportedError(f"{where}: its groups are divided among different ranks by ZeRO-3, which is not supported")
+        if state.get("ds_zero_partition_groups"):
+            raise UnsupportedError(f"{where}: its groups are divided among different ranks (AutoEP), which is not supported")
+    elif "single_partition_of_fp32_groups" in state:
+        masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
+    elif "fp32_groups_flat" in state:  # a wrapper without ZeRO: each rank has all
+        masters, base, counts, rank = state["fp32_groups_flat"], state["optimizer_state_dict"], 1, 0
+    else:
+        raise UnsupportedError(
+            f"{where}: its optimizer state has {', '.join(map(str, state))}, which no optimizer that is known saves"
+        )
+    num = len(masters)
     num_ranks = tuple(counts) if isinstance(counts, list | tuple) else (counts,) * num
     places = (rank,) * num if isinstance(rank, int) else rank
     gaps = state.get("param_alignment_paddings") or [()] * num
     _check_lengths(where, num, param_shapes=shapes, partition_count=num_ranks, param_alignment_paddings=gaps)
-    groups = []
-    params = [group.with_gaps(gap) for group, gap in zip(shapes, gaps, strict=True)]
     # An elastic checkpoint has a list of states, one for each group, and no hyperparameters.
     is_elastic = isinstance(base, list)
-    for i, (group, master, ranks, place) in enumerate(zip(params, masters, num_ranks, places, strict=True)):
-        _check_ranks(where, ranks, place)
-        runs, length = packed_runs(group, ranks, place), packed_length(group, ranks)
-        own = base[i] if is_elastic else _state_of(base, i)
-        groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
-    found = [{}] * num if is_elastic else base["param_groups"]
-    _check_lengths(where, num, param_groups=found)
-    param_groups = [named_group(group, of.names) for group, of in zip(found, params, strict=True)]
-    return RankState(tuple(groups), param_groups, values, num_ranks)
-
-
-def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
-    """Describe an optimizer whose parameters are striped; see `open_state`."""
-    masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
-    if state.get("ds_zero_partition_groups"):
-        raise UnsupportedError(f"{where}: its groups are divided among different ranks (AutoEP), which is not supported")
-    _check_lengths(where, len(masters), param_shapes=shapes)
-    num_ranks = state["partition_count"]
-    _check_ranks(where, num_ranks, rank)
     groups = []
-    for i, (params, master) in enumerate(zip(shapes, masters, strict=True)):
-        # length: elements of this rank's stripes with padding, which all ranks have alike
-        length = int((-(-params.numel // num_ranks)).sum())
-        own = _state_of(base, i)
-        groups.append(_flat_group(params, striped_runs(params, num_ranks, rank), length, master, own, f"{where}: group {i}"))
-    listed = [number for group in base["param_groups"] for number in group["params"]]
-    if listed != list(range(len(groups))):
-        raise CorruptError(f"{where}: its param_groups list the flat groups {listed}, of {len(groups)}; use another copy")
+    for i, (shape, gap, master, ranks, place) in enumerate(zip(shapes, gaps, masters, num_ranks, places, strict=True)):
+        if type(ranks) is not int or not place < ranks:
+            raise CorruptError(f"{where}: its partition_count is {ranks!r}, but it is the file of rank {place}; use another copy")
+        params = shape.with_gaps(gap)
+        runs = (striped_runs if is_striped else packed_runs)(params, ranks, place)
+        length = (striped_length if is_striped else packed_length)(params, ranks)
+        own = base[i] if is_elastic else base["state"].get(i, {})  # its number in torch's optimizer is its position
+        groups.append(_flat_group(params, runs, length, master, own, f"{where}: group {i}"))
+    # With ZeRO-3, a group of the optimizer has several flat groups, and lists their numbers. Otherwise it has one.
+    found = [{}] * num if is_elastic else base["param_groups"]
+    listed = [group["params"] for group in found] if is_striped else [[i] for i in range(num)]
+    if [number for numbers in listed for number in numbers] != list(range(num)):
+        raise CorruptError(f"{where}: its param_groups list the flat groups {listed}, of {num}; use another copy")
+    _check_lengths(where, len(listed), param_groups=found)
     param_groups = [
-        named_group(group, (name for i in group["params"] for name in groups[i].params.names)) for group in base["param_groups"]
+        named_group(group, (name for i in numbers for name in groups[i].params.names))
+        for group, numbers in zip(found, listed, strict=True)
     ]
-    return RankState(tuple(groups), param_groups, values, (num_ranks,) * len(groups))
-
-
-def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """Return the state of a flat group, which has the group's position as its number; empty if it has no state."""
-    found: Mapping[str, Any] = base["state"].get(number, {})
-    return found
+    values = {key: value for key, value in state.items() if key not in NOT_SHARED}
+    return RankState(tuple(groups), param_groups, values, num_ranks)
 
 
 def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
@@ -287,11 +268,6 @@ def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
     for key, value in found.items():
         if len(value) != num:
             raise CorruptError(f"{where}: its optimizer has {num} flat groups, and {key} {len(value)}; use another copy")
-
-
-def _check_ranks(where: str, num_ranks: Any, rank: int) -> None:
-    if type(num_ranks) is not int or not rank < num_ranks:
-        raise CorruptError(f"{where}: its partition_count is {num_ranks!r}, but it is the file of rank {rank}; use another copy")
 
 
 def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:

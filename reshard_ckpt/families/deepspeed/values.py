@@ -239,12 +239,10 @@ class StateAdder:
         """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
         for at, leaf in leaves(value, path):
             name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
-            try:
+            with self.builder.reading(name):
                 if isinstance(leaf, PickledTensor):
                     add_whole(self.builder, file, name, leaf)
                 elif isinstance(leaf, CheckpointError):
                     raise UnsupportedError(f"{self.builder.where}: {name} {leaf}")
                 else:
                     self.builder.value(at, leaf)
-            except CheckpointError as error:
-                self.builder.unreadable(name, error)

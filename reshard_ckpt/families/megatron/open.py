@@ -30,7 +30,7 @@ from ...plugins.dcp import (
     open_dcp,
     read_part,
 )
-from ...plugins.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
+from ...plugins.errors import CheckpointNotFound, CorruptError, UnsupportedError
 from ...plugins.torchfile import read_object
 from .buckets import groups_path, name_buckets
 from .names import (
@@ -175,13 +175,11 @@ class _Folder:
         tensors = {}
         true_shapes = _true_shapes(self.saved, f"{self.storage.url}: {METADATA_KEY}")
         for key, saved in self.saved.tensors.items():
-            try:
+            with self.builder.reading(self._name(key)):
                 shape = true_shapes.get(key)
-                tensors[key] = saved if shape is None else unflattened(saved, shape, f"{self.storage.url}: {key}")
-                self._check_shape(key, tensors[key].shape)
-            except CheckpointError as error:
-                tensors.pop(key, None)
-                self.builder.unreadable(self._name(key), error)
+                found = saved if shape is None else unflattened(saved, shape, f"{self.storage.url}: {key}")
+                self._check_shape(key, found.shape)
+                tensors[key] = found
         link = (lambda key: None) if self.as_saved else link_of
         add_tensors(self.builder, self.storage, tensors, name_of=self._name, link_of=link)
 
@@ -223,15 +221,13 @@ class _Folder:
         path = groups_path(key)
         if path is None or self.groups is None:
             return
-        try:
+        with self.builder.reading(".".join(map(str, path))):
             kept = self.groups.setdefault(path, [])
-            (found,) = self._read(key, extent)
-            kept.extend(group for group in found["param_groups"] if group not in kept)
-        except CheckpointError as error:
-            self.builder.unreadable(".".join(map(str, path)), error)
-        except (ValueError, TypeError, KeyError):
-            damaged = CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer")
-            self.builder.unreadable(".".join(map(str, path)), damaged)
+            try:
+                (found,) = self._read(key, extent)
+                kept.extend(group for group in found["param_groups"] if group not in kept)
+            except (ValueError, TypeError, KeyError):
+                raise CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer; use another checkpoint") from None
 
     def _read(self, key: str, extent: Extent) -> Any:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
@@ -240,30 +236,25 @@ class _Folder:
         return read_object(bytes(self.raw[key].read(self.storage)), f"{self.storage.url}: {key}")
 
     def _add_common(self, key: str, extent: Extent) -> None:
-        try:
+        with self.builder.reading(key):
             state = self._read(key, extent)
             if key == COMMON_OBJECT:
                 (state,) = state if isinstance(state, list) and len(state) == 1 else (None,)
             if not isinstance(state, dict):
                 raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")
-        except CheckpointError as error:
-            self.builder.unreadable(key, error)
-            return
-        optimizer = state.get(OPTIMIZER)
-        self.values.add_common({**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state)
+            optimizer = state.get(OPTIMIZER)
+            self.values.add_common({**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state)
 
     def _object_path(self, key: str) -> tuple[str, ...]:
         return (key,) if self.as_saved else object_path(key)
 
     def _add_object(self, key: str, extent: Extent) -> None:
         path = self._object_path(key)
-        try:
+        with self.builder.reading(".".join(path)):
             found = self._read(key, extent)
             if not isinstance(found, list) or len(found) != 1:
                 raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
             self.values.add(path, found[0])
-        except CheckpointError as error:
-            self.builder.unreadable(".".join(path), error)
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -158,10 +158,8 @@ class RankTensors:
         for key in self.held:
             of_name[self._name(key)].append(key)
         for name, keys in of_name.items():
-            try:
+            with builder.reading(name_of(name)):
                 builder.tensor(name_of(name), *self._stacked(name, keys))
-            except CheckpointError as error:
-                self.unreadable[name] = error
         for name, why in self.unreadable.items():
             builder.unreadable(name_of(name), why)
 

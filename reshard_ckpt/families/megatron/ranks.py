@@ -18,7 +18,7 @@ from itertools import product
 from typing import Any
 
 from ...plugins import Catalog, CatalogBuilder, Part, Storage
-from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, PickledTensor, TorchFile, attributes_of
 from .buckets import name_buckets
 from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING, tensor_name
@@ -55,11 +55,9 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
     model = RankTensors(files.storage, _chunks(files), files.args)
     model.add_tensors(builder, str if as_saved else tensor_name)
     homes: dict[str, tuple[int, int | None]] = {}
-    try:
+    buffers: list[tuple[str, TorchFile, PickledTensor]] = []
+    with builder.reading(f"{OPTIMIZER}.state"):
         buffers = list(_buffers(files, homes))
-    except CheckpointError as error:
-        buffers = []
-        builder.unreadable(f"{OPTIMIZER}.state", error)
     for key, file, view in buffers:
         builder.tensor(key, view.dtype, view.shape)
         builder.view(key, file, view)

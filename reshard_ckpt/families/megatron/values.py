@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...plugins import Catalog, CatalogBuilder, Ints, Storage, ValueKind
-from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.names import Index, name_of, paths_of_values
 from ...plugins.torchfile import TorchFile, attributes_of, class_of
 from ...plugins.trees import flatten, unflatten
@@ -105,10 +105,8 @@ class MegatronValues:
 
     def add(self, path: Path, made: Any, file: TorchFile | None = None) -> None:
         """Add a value, or the stand-in of one in a rank's file."""
-        try:
+        with self.builder.reading(name_of(path)):
             self.builder.value(path, made if file is None else file.plain(made))
-        except CheckpointError as error:
-            self.builder.unreadable(name_of(path), error)
 
 
 def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...plugins import CatalogBuilder, Format, Source, Storage, ValueKind
 from ...plugins.dcp import KeyPath, Metadata, add_parts, is_written_by, read_nested, read_part, renamed
-from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.groups import comparable, merge, named_group
 from .names import GROUP_META, GROUPS, MASTER, MASTERED, MODEL, NAME, OPTIMIZER, STATE
 
@@ -83,13 +83,11 @@ class _Folder:
     def add_groups(self, builder: CatalogBuilder) -> None:
         """Add the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
         name, found = f"{OPTIMIZER}.{GROUPS}", []
-        try:
+        with builder.reading(name):
             for number, saved in enumerate(self.stages):
                 found.append((f"stage {number}", [named_group(self._hyperparameters(saved, number), _members(saved))]))
             if found:
                 builder.value([OPTIMIZER, GROUPS], merge(found, name=name), ValueKind.PARAM_GROUPS)
-        except CheckpointError as error:
-            builder.unreadable(name, error)
 
     def _hyperparameters(self, saved: Metadata, stage: int) -> dict[str, Any]:
         """Return the hyperparameters that all groups of a stage have in common, without their members.

@@ -18,7 +18,7 @@ from ...core.catalog.model import Catalog
 from ...core.catalog.names import GROUPS
 from ...core.catalog.specs import StateLink, ValueKind
 from ...core.trees import flatten, name_of, unflatten
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...format.values import decode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
@@ -111,12 +111,10 @@ def add_tensors(
     located = locate_chunks(builder, storage, tensors)
     for fqn, saved in tensors.items():
         name = name_of(fqn)
-        try:
+        with builder.reading(name):
             if fqn in located.unreadable:
                 raise located.unreadable[fqn]
             builder.tensor(name, saved.dtype, saved.shape, located.parts[fqn], link=link_of(fqn))
-        except (CorruptError, UnsupportedError) as error:
-            builder.unreadable(name, error)
 
 
 class _Folder:
@@ -152,13 +150,11 @@ class _Folder:
 
     def _add_tensor(self, fqn: str, name: str) -> None:
         saved = self._saved.tensors.get(fqn)
-        if saved is not None and fqn in self._errors:
-            self._builder.unreadable(name, self._errors[fqn])
-        elif saved is not None:
-            try:
+        with self._builder.reading(name):  # an error of its own, or the catalog has no such dtype
+            if saved is not None and fqn in self._errors:
+                raise self._errors[fqn]
+            if saved is not None:
                 self._builder.tensor(name, saved.dtype, saved.shape, self._located.parts[fqn])
-            except UnsupportedError as error:  # the catalog has no such dtype
-                self._builder.unreadable(name, error)
 
     def _add_values(self) -> None:
         paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
