@@ -81,21 +81,14 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
-        for leaf in _leaves(key_path(entry.path), value, entry.kind):
-            yield leaf.name, leaf
+        # The leaves of dicts, and of lists that hold dicts. DCP has no entry for an empty dict.
+        path = key_path(entry.path)
+        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, value) if not isinstance(part, Mapping)]
+        if entry.kind is ValueKind.PARAM_GROUPS:
+            # Two sets of names: by number (``param_groups.0.lr``) as above, and by parameter (``param_groups.w.lr``).
+            leaves += (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
+        yield from ((leaf.name, leaf) for leaf in leaves)
     yield from source.raw.items()
-
-
-def _leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:
-    """Yield the parts of a saved value that DCP has names for: the leaves of dicts, and of lists that hold dicts.
-
-    Groups of an optimizer have two sets of names: by number (``param_groups.0.lr``), and by parameter (``param_groups.w.lr``).
-    """
-    found = taken_apart(path, value)
-    # DCP has no entry for an empty dict.
-    yield from (KeyedValue(at, part) for at, part in found if not isinstance(part, Mapping))
-    if kind is ValueKind.PARAM_GROUPS:
-        yield from (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
 
 
 def _value_for_rank(name: str, saved: SavedValue) -> Any:

@@ -7,6 +7,7 @@ ranks has millions of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -272,7 +273,9 @@ class CatalogBuilder:
                 self.tensor(name, self.tensors[of].dtype, self.tensors[of].shape, link=link)
         tensors = [self.tensors[name] for name in sorted(self.tensors)]
         values = sorted(self._values, key=lambda value: value.name)
-        _check_names([tensor.name for tensor in tensors] + [value.name for value in values], self.where)
+        names = Counter([tensor.name for tensor in tensors] + [value.name for value in values])
+        for name in (name for name, count in names.items() if count > 1):
+            raise _named_twice(name, self.where)
         try:
             catalog = self._catalog(tensors, values, metadata)
         except OverflowError:
@@ -329,14 +332,6 @@ class CatalogBuilder:
         # ids[b]: number of box b among the distinct ones; first[i]: a box that is distinct box i
         ids, first = group_ids(np.hstack([offsets, lengths]))
         return BoxTable(offsets[first], lengths[first]), [columns[0], ids[columns[1]], *columns[2:]]
-
-
-def _check_names(names: Sequence[str], where: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise _named_twice(name, where)
-        seen.add(name)
 
 
 def _named_twice(name: str, where: str) -> NameCollisionError:

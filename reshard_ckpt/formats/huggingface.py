@@ -84,24 +84,20 @@ def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
 
 def read_index(storage: Storage, key: str) -> WeightFiles:
     """Read an index: the files that it names, and the names of the tensors in each."""
-    weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), f"{storage.url}: {key}")
+    where = f"{storage.url}: {key}"
+    try:
+        index: Any = json.loads(storage.read(key, limit=MAX_INDEX_BYTES).decode())
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CorruptError(f"{where}: is no JSON ({error}); use another copy of it") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, set()).add(name)
     for file in by_file:
         key_parts(file)  # raises if a hostile index names a file outside of its folder
     return {file: frozenset(by_file[file]) for file in sorted(by_file)}
-
-
-def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
-    try:
-        index: Any = json.loads(data.decode())
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CorruptError(f"{where}: is no JSON ({error}); use another copy of it") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
-    return weight_map
 
 
 def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, less: Collection[str] = ()) -> None:

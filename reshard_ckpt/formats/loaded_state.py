@@ -50,7 +50,11 @@ def serve_state(
     """
     files = mapped or {}
     numbers = [builder.file(key, one.size) for key, one in files.items()]
-    kept, errors = without_unreadable(state)
+    kept: dict[Any, Any] = {}
+    for path, leaf in (entry for key, child in state.items() for entry in flatten(child, _children, (key,))):
+        with builder.reading(name_of(path)):
+            _check_leaf(leaf, name_of(path))
+            put(kept, path, leaf)
     captured = capture(Verbatim(kept))
     served: dict[str, torch.Tensor] = {}
     for spec, memory in captured.tensors:
@@ -70,8 +74,6 @@ def serve_state(
         builder.piece(spec.name, file=builder.file(key, memory.numel() * memory.itemsize), offset=0)
     for value in captured.values:
         builder.entry(ValueEntry(value.name, value.path, value.kind, value.data, link=value.link))
-    for name, error in errors.items():
-        builder.unreadable(name, error)
     return StridedStorage(storage, served)
 
 
@@ -119,34 +121,18 @@ def are_equal(values: Sequence[Any]) -> bool:
         return False
 
 
-def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
-    """Drop unreadable tensors and values from the dicts of a state; return the rest of it, and the errors by name."""
-    kept: dict[Any, Any] = {}
-    unreadable: dict[str, CheckpointError] = {}
-    for path, leaf in (entry for key, child in state.items() for entry in flatten(child, _children, (key,))):
-        why = None if isinstance(leaf, Mapping) and leaf else _read_error(leaf, name_of(path))
-        if why is None:
-            put(kept, path, leaf)
-        else:
-            unreadable[name_of(path)] = why
-    return kept, unreadable
-
-
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the keys and children of a dict; the state dict of an optimizer that names its parameters is a leaf."""
     numbered = is_numbered(node) and names_by_number(node["param_groups"]) is not None
     return None if numbered or (isinstance(node, Mapping) and is_optimizer_tree(node)) else children_of_dict(node)
 
 
-def _read_error(leaf: Any, name: str) -> CheckpointError | None:
-    try:
-        if is_tensor_like(leaf):
-            dtype_code(local_memory(leaf, name).memory.dtype, name)
-        elif not isinstance(leaf, list | tuple):  # a list may hold tensors, and is then not a value
-            encode_value(leaf, name)
-    except CheckpointError as error:
-        return error
-    return None
+def _check_leaf(leaf: Any, name: str) -> None:
+    """Raise the error of a tensor or value that a catalog cannot hold. A list may hold tensors, and is then not a value."""
+    if is_tensor_like(leaf):
+        dtype_code(local_memory(leaf, name).memory.dtype, name)
+    elif not isinstance(leaf, list | tuple) and not (isinstance(leaf, Mapping) and leaf):
+        encode_value(leaf, name)
 
 
 class StridedStorage(FollowedStorage):

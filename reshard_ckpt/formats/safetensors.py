@@ -27,7 +27,7 @@ from math import prod
 
 from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import ITEM_BYTES, Ints
+from ..core.catalog.specs import ITEM_BYTES
 from ..engine.loading.stream import Run
 from ..errors import CorruptError, UsageError
 from ..format.shard_file import METADATA, Header, Member, header, header_cost, header_num_bytes, parse_header
@@ -74,24 +74,19 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
         if sharding is None:
             _add_tensors(builder, header, file, names, where)
             continue
-        for member, part in _parts(header, file, names, _parse_sharding(sharding, where), where):
+        for member, part in _parts(header, file, names, sharding, where):
             sharded.setdefault(member.name, []).append((member, part))
     for name, parts in sharded.items():
         _join_parts(builder, name, parts)
     return builder.finish(metadata or None)
 
 
-def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
-    """Return the offsets of each of a file's tensors in the global tensor."""
+def _parts(header: Header, file: int, names: frozenset[str] | None, sharding: str, where: str) -> Iterator[tuple[Member, Part]]:
+    """Yield the tensors of a file that torch's writer made, each as a part of the global tensor."""
     try:
-        return {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
+        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise CorruptError(f"{where}: its {SHARDING} is not what torch writes ({error!r:.200}); use another copy") from error
-
-
-def _parts(
-    header: Header, file: int, names: frozenset[str] | None, offsets: Mapping[str, Ints], where: str
-) -> Iterator[tuple[Member, Part]]:
     for member, at in _listed_members(header, names, where):
         begin = offsets.get(member.name, ())
         if len(begin) != len(member.shape) or not all(type(low) is int and low >= 0 for low in begin):

@@ -70,9 +70,9 @@ class NewFile:
     end: Callable[[Sequence[int]], bytes] | None = None
 
     @property
-    def end_bytes(self) -> int:
-        """The number of bytes behind the last part."""
-        return len(self.end([0] * len(self.parts))) if self.end else 0
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.offsets[-1] + (len(self.end([0] * len(self.parts))) if self.end else 0)
 
     @property
     def offsets(self) -> list[int]:
@@ -98,7 +98,7 @@ def write_files(
     StorageError
         The store failed.
     """
-    sizes = {file.key: file.offsets[-1] + file.end_bytes for file in files}
+    sizes = {file.key: file.size for file in files}
     kept = frozenset[str]() if notes is None else _keep_finished(comm, storage, files, sizes, notes)
     missing = [file for file in files if file.key not in kept]
     mine = list(_share(missing, comm, by_file=not storage.hints.shares_files))

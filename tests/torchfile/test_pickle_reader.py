@@ -194,7 +194,7 @@ def test_keys_of_paths_that_collide_are_refused_before_they_meet():
     [
         (None, {}, "state_dict_metadata is no dict"),
         ({}, None, "storage_data is no dict"),
-        ({"w": 3}, {}, "names and what they are"),
+        ({"w": 3}, {}, "neither a tensor nor a value"),
         ({"w": _of("BytesStorageMetadata", {})}, {}, "'w'"),
         ({"w": _of("TensorStorageMetadata", {})}, {}, "'size'"),
         ({}, Pairs([(_of("MetadataIndex", {"fqn": 3}), 1)]), "without a name"),

@@ -188,9 +188,9 @@ class EngineState:
             model[fqn] = part
         # Tied parameters have second names, too.
         for name, param in self._engine.module.named_parameters(remove_duplicate=False):
-            fqn = self.names.get(param)
-            if fqn != self.name(name) and fqn in model:
-                model[self.name(name)] = model[fqn]
+            first = self.names.get(param)
+            if first is not None and first != self.name(name) and first in model:
+                model[self.name(name)] = model[first]
         return model, state
 
     def _entries(self) -> Iterator[Entry]:

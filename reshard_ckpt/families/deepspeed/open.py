@@ -174,7 +174,10 @@ class _Tag:
             self._add_module(mp, model)
         self._add_experts()
         self._add_layers()
-        self._add_values()
+        self._state.merged_groups()
+        for key, value in self._models[0].content.items():
+            if key not in NOT_VALUES and isinstance(key, str):
+                self._state.tree(self._models[0], (ROOT, key), value)
         return self._builder.finish(links_from_names=False)
 
     def _add_zero(self, mp: int, model: TorchFile) -> None:
@@ -328,13 +331,6 @@ class _Tag:
                     del found[fqn]
                     found[other] = fqn
         return found
-
-    def _add_values(self) -> None:
-        first = self._models[0]
-        self._state.merged_groups()
-        for key, value in first.content.items():
-            if key not in NOT_VALUES and isinstance(key, str):
-                self._state.tree(first, (ROOT, key), value)
 
 
 FORMAT = Format(

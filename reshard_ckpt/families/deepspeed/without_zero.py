@@ -24,7 +24,7 @@ from ...plugins.groups import named_group
 from ...plugins.torchfile import FileTensor, PickledTensor, TorchFile
 from .model_parallel import ModelParallelParts
 from .names import OPTIMIZER, ROOT, parameter_name, state_link
-from .places import Params, RankState, open_state
+from .places import Params, open_state
 from .values import StateAdder, add_group, add_shard
 
 SAMPLE = 64
@@ -56,7 +56,14 @@ def add_without_zero(
     if "fp32_groups_flat" in state:
         params = flat_groups(state["fp32_groups_flat"], model, module)
         if params is not None:
-            _add_flat(mp, model, open_state(params, state, 0, where), parts, adder)
+            opened = open_state(params, state, 0, where)
+            for group in opened.groups:
+                shards = parts.shards(mp, group.params)
+                add_group(adder.builder, model, group, shards, {})
+                adder.shared(model, group, shards)
+            adder.groups(model, opened.param_groups)
+            if mp == 0:
+                adder.tree(model, (ROOT, OPTIMIZER), opened.values)
             return
     elif "fp32_groups" in state:
         if (names := apart(state["fp32_groups"], model, module)) is not None:
@@ -69,16 +76,6 @@ def add_without_zero(
             _add_apart(mp, model, state, names, module, parts, adder)
             return
     adder.refuse(where)
-
-
-def _add_flat(mp: int, model: TorchFile, opened: RankState, parts: ModelParallelParts, adder: StateAdder) -> None:
-    for group in opened.groups:
-        shards = parts.shards(mp, group.params)
-        add_group(adder.builder, model, group, shards, {})
-        adder.shared(model, group, shards)
-    adder.groups(model, opened.param_groups)
-    if mp == 0:
-        adder.tree(model, (ROOT, OPTIMIZER), opened.values)
 
 
 def _add_apart(

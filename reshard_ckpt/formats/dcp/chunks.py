@@ -192,11 +192,23 @@ class _PartFinder:
             return
         name = f"{self._storage.url}: {fqn}"
         try:
-            layout, room = self._layout(fqn, chunk, data, name)
-            self._check(layout, self._tensors[fqn], chunk, room, name)
-            file = chunk.extent.file
-            self._budget.spend(file, self._sizes[file] or 0, chunk.num_elements * layout.dtype.itemsize, name)
-            self._add(fqn, chunk, layout, name)
+            head, room = self._layout(fqn, chunk, data, name)
+            if head.dtype != self._tensors[fqn].dtype or head.shape != chunk.lengths:
+                raise CorruptError(
+                    f"{name}: .metadata has {self._tensors[fqn].dtype} of size {chunk.lengths} at {chunk.offsets}, and its file "
+                    f"{head.dtype} of size {head.shape}; torch saved it wrongly, so use another checkpoint"
+                )
+            if head.end > room:
+                raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
+            key, run, each = chunk.extent.file, chunk.run, head.dtype.itemsize
+            self._budget.spend(key, self._sizes[key] or 0, chunk.num_elements * each, name)
+            file, base = self._files[key], chunk.extent.offset + head.at
+            if run is None:
+                self.parts[fqn] += parts_of_box(chunk.offsets, chunk.lengths, head.strides, file, base, each, name)
+            elif head.is_row_major:
+                self.parts[fqn].append(Part(run.offsets, run.lengths, file, base + run.skip * each, run.start, run.count))
+            else:
+                raise CorruptError(f"{name}: its flat chunk has strides {head.strides}; use another checkpoint")
         except CheckpointError as error:
             self._unreadable[fqn] = error
 
@@ -242,21 +254,3 @@ class _PartFinder:
         if max((layout.end for layout in layouts.values()), default=0) > size:
             raise CorruptError(f"{name}: {extent.file} is shorter than its safetensors header says; use another checkpoint")
         return layouts
-
-    def _check(self, head: TensorLayout, tensor: SavedTensor, chunk: Chunk, room: int, name: str) -> None:
-        if head.dtype != tensor.dtype or head.shape != chunk.lengths:
-            raise CorruptError(
-                f"{name}: .metadata has {tensor.dtype} of size {chunk.lengths} at {chunk.offsets}, and its file "
-                f"{head.dtype} of size {head.shape}; torch saved it wrongly, so use another checkpoint"
-            )
-        if head.end > room:
-            raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
-
-    def _add(self, fqn: str, chunk: Chunk, head: TensorLayout, name: str) -> None:
-        run, file, base, each = chunk.run, self._files[chunk.extent.file], chunk.extent.offset + head.at, head.dtype.itemsize
-        if run is None:
-            self.parts[fqn] += parts_of_box(chunk.offsets, chunk.lengths, head.strides, file, base, each, name)
-            return
-        if not head.is_row_major:
-            raise CorruptError(f"{name}: its flat chunk has strides {head.strides}; use another checkpoint")
-        self.parts[fqn].append(Part(run.offsets, run.lengths, file, base + run.skip * each, run.start, run.count))

@@ -26,7 +26,7 @@ from ..catalog_builder import CatalogBuilder
 from ..source import Format, RawValue, Source
 from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
-from .folder import is_folder, read_folder
+from .folder import Merger, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
 from .names import (
     GroupEntry,
@@ -85,10 +85,11 @@ def _raw_values(storage: Storage, saved: Metadata) -> Iterator[tuple[str, RawVal
             yield name, RawValue(saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
-def add_folder(builder: CatalogBuilder, storage: Storage, saved: Metadata, *, parameters: Sequence[str] = ()) -> None:
-    """Add the tensors and values of a folder that another library wrote to a catalog builder.
+def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadata], *, parameters: Sequence[str] = ()) -> None:
+    """Add the content of folders that another library wrote to a catalog.
 
-    The paths in its metadata have been converted to those of this library.
+    The paths in their metadata are those of this library already. A name with different content in two folders becomes
+    unreadable.
 
     Parameters
     ----------
@@ -96,6 +97,7 @@ def add_folder(builder: CatalogBuilder, storage: Storage, saved: Metadata, *, pa
         The names of all parameters of the optimizer, in any order. If its state has one group, which lists as many parameters by
         number, these names take the place of the numbers.
     """
+    saved = Merger(storage).merge(parts)
     _Folder(builder, storage, saved, names_of(saved, as_saved=True), parameters=parameters).add(by_number=True)
 
 

@@ -2,23 +2,20 @@
 
 1. *Read* the metadata of each folder. Their classes may be another library's copies of DCP's.
 2. *Rename*: replace each path in the state that the other library saved by this library's path of the same thing.
-3. *Merge* all into one `Metadata`, whose content is added to a catalog as that of a DCP folder is.
+3. Their content is then added to a catalog together, as that of a DCP folder is (`read.add_parts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ...core.trees import name_of, unflatten
 from ...errors import CorruptError, UnsupportedError
 from ...storage.protocol import Storage
-from ..catalog_builder import CatalogBuilder
-from .folder import Merger
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Classes, Extent, Metadata, SavedTensor, read_metadata
 from .names import KeyPath
-from .read import add_folder
 from .values import read_values
 
 PathOf = Callable[[KeyPath], KeyPath | None]
@@ -105,17 +102,6 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
         else:
             values[name] = saved.values[fqn]
     return replace(saved, tensors=tensors, values=values, paths=paths)
-
-
-def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadata], *, parameters: Sequence[str] = ()) -> None:
-    """Add the content of all parts to a catalog. A name with different content in two of them becomes unreadable.
-
-    Parameters
-    ----------
-    parameters
-        The names of all parameters of the optimizer, in any order. They replace the numbers in its one group.
-    """
-    add_folder(builder, storage, Merger(storage).merge(parts), parameters=parameters)
 
 
 def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,15 @@ def read_values(
     values: dict[str, Any] = {}
     unreadable: dict[str, CheckpointError] = {}
     known: dict[bytes, Any] = {}
-    for fqn, data in _read_all(storage, extents, unreadable):
-        name = f"{storage.url}: {fqn}"
+    sizes = FileSizes(storage)
+    for fqn, extent in extents.items():
+        name, why = f"{storage.url}: {fqn}", sizes.problem(fqn, extent)
+        if why is None and extent.length > MAX_VALUE_BYTES:
+            why = CorruptError(f"{name} has {extent.length} bytes, more than a value has; use another checkpoint")
+        if why is not None:
+            unreadable[fqn] = why
+            continue
+        data = bytes(read_range(storage, extent.file, extent.offset, extent.length))
         try:
             if data not in known:
                 known[data] = _load(data, name, otherwise)
@@ -55,20 +62,6 @@ def read_values(
         else:
             values[fqn] = known[data]
     return ReadValues(values, unreadable)
-
-
-def _read_all(
-    storage: Storage, extents: Mapping[str, Extent], unreadable: dict[str, CheckpointError]
-) -> Iterator[tuple[str, bytes]]:
-    sizes = FileSizes(storage)
-    for fqn, extent in extents.items():
-        why = sizes.problem(fqn, extent)
-        if why is None and extent.length > MAX_VALUE_BYTES:
-            why = CorruptError(f"{storage.url}: {fqn} has {extent.length} bytes, more than a value has; use another checkpoint")
-        if why is not None:
-            unreadable[fqn] = why
-            continue
-        yield fqn, bytes(read_range(storage, extent.file, extent.offset, extent.length))
 
 
 def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None) -> Any:

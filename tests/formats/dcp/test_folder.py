@@ -274,7 +274,7 @@ def test_a_shard_is_of_the_rank_whose_file_it_lies_in(tmp_path):
         file = f"__{rank}_0.distcp"
         save({"w": torch.full((1, 4), float(rank))}, tmp_path / "one")
         shutil.copy(tmp_path / "one" / "__0_0.distcp", tmp_path / file)
-        (extent,) = (chunk.extent for chunk in read_folder(open_storage(tmp_path / "one")).saved.tensors["w"].chunks)
+        (extent,) = (chunk.extent for chunk in read_folder(open_storage(tmp_path / "one")).tensors["w"].chunks)
         chunks.append(Chunk((row, 0), (1, 4), Extent(file, extent.offset, extent.length)))
         shutil.rmtree(tmp_path / "one")
     tensors = {"w": SavedTensor(torch.float32, (3, 4), tuple(chunks))}
