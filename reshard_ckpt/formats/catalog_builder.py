@@ -204,6 +204,7 @@ class CatalogBuilder:
         """Return all parts of a tensor that were added so far."""
         tensor, found = self.tensors[name], []
         for columns in self._rows:
+            # columns: tensor, box, start, count, file, offset of the rows of one call; here: the rows of this tensor
             here = np.flatnonzero(columns[0] == tensor.number)
             for box, start, count, file, offset in zip(*(column[here].tolist() for column in columns[1:]), strict=True):
                 offsets, lengths = self._boxes[box]
@@ -326,6 +327,7 @@ class CatalogBuilder:
         # offsets[b], lengths[b]: box number b, padded to `width` dims; the boxes of listed parts come after those of `box`
         offsets = pad_rows([*(o for o, _ in self._boxes), *(part.offsets for part in parts)], width, 0)
         lengths = pad_rows([*(n for _, n in self._boxes), *(part.lengths for part in parts)], width, 1)
+        # own: the columns of the listed parts; columns: these, and behind them the rows of each call of `rows`
         own = [[n for n, _ in listed], range(len(self._boxes), len(offsets)), [p.start for p in parts]]
         own += [[p.num_elements for p in parts], [p.file for p in parts], [p.offset for p in parts]]
         columns = [np.concatenate(c) for c in zip((*(np.array(c, np.int64) for c in own),), *self._rows, strict=True)]

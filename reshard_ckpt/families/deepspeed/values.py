@@ -125,6 +125,7 @@ def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor:
     if not len(runs.param):
         return
     number, at, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+    # box[r]: the number of the box of run r's parameter; -1 if that has several boxes, or none
     box = names.box[runs.param]
     # plain_ones[r]: whether the parameter of run r is one box, so that the run is a row as it is
     plain_ones = box >= 0

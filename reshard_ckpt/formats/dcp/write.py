@@ -196,6 +196,7 @@ def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
         return
     size = np.array([shape], np.int64)
     _, offsets, lengths = cut_boxes(np.zeros_like(size), size, np.array([each]), np.array([CHUNK_BYTES]))
+    # offsets[i], lengths[i]: box i. Box i + 1 begins in the tensor where box i ends, so each is a run of the whole.
     start = 0
     for corner, box in zip(map(tuple, offsets.tolist()), map(tuple, lengths.tolist()), strict=True):
         yield corner, box, Run(index, whole.offsets, shape, start, prod(box))
