@@ -265,7 +265,7 @@ def serve(pipe: Connection) -> None:
     """Run the store and the proxy, and arm the proxy to kill as the driver asks."""
     with moto_server() as endpoint, fault_proxy(endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
         set_endpoint(patch, proxy.endpoint)
-        pipe.send((proxy.endpoint, make_bucket(endpoint)))
+        pipe.send((endpoint, proxy.endpoint, make_bucket(endpoint)))
         while (asked := pipe.recv()) is not None:
             if asked == "seen":
                 proxy.fault = lambda method, path: ""
@@ -292,7 +292,7 @@ class Driver:
         self._pipe, theirs = multiprocessing.Pipe()
         self._server = fork(lambda: serve(theirs), timeout_s=86_400)
         theirs.close()
-        self.endpoint, self._bucket = self._pipe.recv()
+        self._endpoint, self._proxy, self._bucket = self._pipe.recv()
         self._found = folder / "found"
         self._count = 0
 
@@ -305,11 +305,13 @@ class Driver:
         return f"{self._bucket}/{self._count}"
 
     def start(self, job: Callable[[], object], ready: int | None = None) -> int:
+        """Fork a job: one that may be killed waits until it is `ready`, and sends its requests through the proxy."""
+
         def run() -> None:
             if ready is not None:
                 os.read(ready, 1)
             with pytest.MonkeyPatch.context() as patch:
-                set_endpoint(patch, self.endpoint)
+                set_endpoint(patch, self._endpoint if ready is None else self._proxy)
                 self._found.write_text(str(job()))
 
         return fork(run)

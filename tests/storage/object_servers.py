@@ -18,7 +18,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,11 +54,27 @@ def make_bucket(endpoint: str) -> str:
     return f"s3://{name}"
 
 
+def _keep_answers_of_moto() -> None:
+    """Have moto keep the service that a host names, and the parsed times of a listing: a third of each request.
+
+    Both are functions of their arguments alone. The names are private: where one is gone, nothing changes.
+    """
+    from moto.core import serialize
+    from moto.moto_server import werkzeug_app
+
+    dispatcher: Any = getattr(werkzeug_app, "DomainDispatcherApplication", None)
+    for owner, name in ((dispatcher, "get_backend_for_host"), (serialize, "parse_to_aware_datetime")):
+        function = getattr(owner, name, None)
+        if function is not None and not hasattr(function, "cache_info"):
+            setattr(owner, name, lru_cache(maxsize=10_000)(function))
+
+
 @contextmanager
 def moto_server() -> Iterator[str]:
     """Run moto's S3 in a thread of this process, and yield its endpoint."""
     from moto.server import ThreadedMotoServer
 
+    _keep_answers_of_moto()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
