@@ -24,6 +24,7 @@ from reshard_ckpt.errors import (
     NameCollisionError,
     UnsupportedError,
 )
+from tests.damage import Calls
 from tests.layouts import shapes, values_of
 
 SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -276,16 +277,11 @@ def test_what_cannot_be_read_is_named_when_it_is_wanted_and_stops_nothing_else(t
     assert checkpoint.convert(tmp_path / "x.pt", tmp_path / "hf").num_tensors == 1
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (Path("/tmp/never-written-by-a-checkpoint"), "x"))
-
-
 def test_code_in_a_file_never_runs(tmp_path: Path):
-    torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "x.pt")
+    torch.save({"w": torch.ones(2), "evil": Calls(Path.write_text, tmp_path / "written", "x")}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match="could run any code"):
         checkpoint.read(tmp_path / "x.pt")
-    assert not Path("/tmp/never-written-by-a-checkpoint").exists()
+    assert not (tmp_path / "written").exists()
 
 
 def rezipped(source: bytes, compression: int, edit: Callable[[str, bytes], bytes | None]) -> bytes:

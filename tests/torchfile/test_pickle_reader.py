@@ -16,6 +16,7 @@ from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
 from reshard_ckpt.torchfile.pickle_reader import StandInObject, read_pickle
 from reshard_ckpt.torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
+from tests.damage import Calls
 from tests.tries import examples
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
@@ -40,21 +41,11 @@ def test_what_is_emitted_is_a_pickle(value: Any):
     assert pickle.loads(pickled(value)) == value
 
 
-class _Run:
-    """Pickled, it runs a function when it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("function", [os.system, eval, exec, __import__, open, os.unlink, pickle.loads, print])
 def test_nothing_is_called(tmp_path, function: Any, protocol: int):
     there = tmp_path / "there"
-    data = pickle.dumps({"a": _Run(function, f"open({str(there)!r}, 'w')" if function is eval else str(there))}, protocol)
+    data = pickle.dumps({"a": Calls(function, f"open({str(there)!r}, 'w')" if function is eval else str(there))}, protocol)
     there.write_text("untouched")
     with pytest.raises(UnsupportedError, match=r"names the global \w+\.\w+, which .*nothing was executed"):
         read_metadata(data, name="m")

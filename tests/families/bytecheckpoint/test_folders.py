@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
+from tests.damage import Calls
 from tests.launch import run_ranks
 
 DATA = Path(os.environ.get("BYTECHECKPOINT_FOLDERS") or Path(__file__).resolve().parents[2] / "data" / "bytecheckpoint").resolve()
@@ -149,21 +150,16 @@ def test_a_cut_folder_names_what_is_missing(copied: Path) -> None:
     assert any("a folder of ByteCheckpoint, which has model/.metadata" in line for line in said.value.looked_for)
 
 
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("executed",)
-
-
 def test_hostile_metadata_and_extra_state_run_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = copied / "extra_state" / "extra_state_rank_1.pt"
-    torch.save({"step": Evil()}, extra)
+    torch.save({"step": Calls(print, "executed")}, extra)
     with pytest.raises(UnsupportedError, match=r"names the global __builtin__.print, .* nothing was executed"):
         checkpoint.read(copied, ["extra_state"])
     extra.write_bytes(b"PK\x03\x04 no zip")
     with pytest.raises(CorruptError, match=r"extra_state_rank_1.pt: is no whole zip, as torch.save writes it"):
         checkpoint.read(copied, ["extra_state"])
     marker = b"bytecheckpoint.checkpointer.meta_type"
-    (copied / "model" / ".metadata").write_bytes(pickle.dumps([marker, Evil()]))
+    (copied / "model" / ".metadata").write_bytes(pickle.dumps([marker, Calls(print, "executed")]))
     with pytest.raises(UnsupportedError, match=r"names the global builtins.print"):
         checkpoint.catalog(copied)
     (copied / "model" / ".metadata").write_bytes(marker)

@@ -20,6 +20,7 @@ import torch
 from reshard_ckpt import FlatShard, checkpoint
 from reshard_ckpt.core.catalog.specs import StateLink
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
+from tests.damage import Calls
 from tests.families.deepspeed.jobs import CLIENT, Net, digest, digests
 from tests.warm_python import warm_python
 
@@ -146,16 +147,6 @@ def test_root_of_a_native_checkpoint_opens_by_latest(tmp_path: Path) -> None:
         checkpoint.read(tmp_path)
 
 
-class _Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = torch.load(file, weights_only=False, pickle_module=_Lenient)
     change(state)
@@ -185,7 +176,10 @@ def _model_file(root: Path) -> Path:
 
 def test_foreign_class_in_client_state_makes_that_value_unreadable_and_runs_nothing(unpack: Unpack, tmp_path: Path) -> None:
     root = unpack(ZERO)
-    _rewrite(_model_file(root), lambda state: state.update(evil=_Evil(tmp_path / "run"), numpy=np.float64(3), tuples={(1, 2): 3}))
+    _rewrite(
+        _model_file(root),
+        lambda state: state.update(evil=Calls(os.mkdir, str(tmp_path / "run")), numpy=np.float64(3), tuples={(1, 2): 3}),
+    )
     catalog = checkpoint.catalog(root)
     assert set(catalog.unreadable) == {"deepspeed.evil", "deepspeed.numpy", "deepspeed.tuples"}
     with pytest.raises(UnsupportedError, match=r"deepspeed.evil needs posix.mkdir.*nothing was executed"):
@@ -210,7 +204,7 @@ def digests_of(root: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("key", ["param_shapes", "module", None])
 def test_hostile_pickle_is_refused_and_not_run(key: str | None, unpack: Unpack, tmp_path: Path) -> None:
-    root, evil = unpack(ZERO), _Evil(tmp_path / "run")
+    root, evil = unpack(ZERO), Calls(os.mkdir, str(tmp_path / "run"))
     if key is None:
         torch.save(evil, _model_file(root))
     else:

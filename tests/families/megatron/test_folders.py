@@ -20,6 +20,7 @@ from reshard_ckpt.format.objects import Named
 from reshard_ckpt.formats.source import open_source, with_options
 from reshard_ckpt.torchfile.object_writer import object_bytes
 from reshard_ckpt.torchfile.objects import read_object
+from tests.damage import Calls
 from tests.families.megatron import values
 from tests.families.megatron.folders import FSDP, NAMES, VERSIONS, expected, unpack
 
@@ -162,17 +163,7 @@ def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.catalog(tmp_path)
 
 
-class _RunsCode:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch evil",)
-
-
-class _Evaluates:
-    def __reduce__(self) -> Any:
-        return eval, ("1",)
-
-
-@pytest.mark.parametrize("hostile", [_RunsCode(), _Evaluates()])
+@pytest.mark.parametrize("hostile", [Calls(os.system, "touch evil"), Calls(eval, "1")])
 def test_a_hostile_common_state_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: object) -> None:
     monkeypatch.chdir(tmp_path)
     root = unpack("0.16.1-dense", tmp_path)

@@ -17,6 +17,7 @@ from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError,
 from reshard_ckpt.families.megatron import places
 from reshard_ckpt.families.megatron.open import read_metadata
 from reshard_ckpt.storage import open_storage
+from tests.damage import Calls
 from tests.families.megatron import values
 from tests.families.megatron.folders import RANKS, unpack
 
@@ -251,14 +252,10 @@ def test_models_before_the_core_and_other_experts_are_refused(tmp_path: Path) ->
         checkpoint.catalog(tmp_path / "etp")
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch reshard_ckpt_was_here",)
-
-
 def test_hostile_files_are_refused_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path / "value", lambda rank: {"a": grid(1, 2), "b": Evil()}, tp=1, user=Evil())
+    evil = Calls(os.system, "touch reshard_ckpt_was_here")
+    path = write(tmp_path / "value", lambda rank: {"a": grid(1, 2), "b": evil}, tp=1, user=evil)
     catalog = checkpoint.catalog(path)
     assert "calls" in str(catalog.unreadable["args.user"])
     assert "model.b" in catalog.unreadable

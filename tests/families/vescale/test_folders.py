@@ -17,6 +17,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.families.vescale.open import open_vescale
 from reshard_ckpt.storage import open_storage
+from tests.damage import Calls
 from tests.distributed.net import reference
 from tests.families.vescale.writing import MASTER, Sharded, known_as_vescale, split, write_folder
 from tests.launch import run_ranks
@@ -166,15 +167,10 @@ def test_cut_folders_name_what_is_missing(tmp_path: Path) -> None:
         checkpoint.catalog(path)
 
 
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("executed",)
-
-
 def test_hostile_metadata_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "ckpt")
     marker = "vescale.checkpoint.storage.filesystem"
-    (path / "model" / ".metadata").write_bytes(pickle.dumps([marker, Evil()]))
+    (path / "model" / ".metadata").write_bytes(pickle.dumps([marker, Calls(print, "executed")]))
     with pytest.raises(UnsupportedError, match=r"names the global builtins.print"):
         checkpoint.catalog(path)
     good = write(tmp_path / "other") / "optimizer" / "pp_0" / ".metadata"
