@@ -148,13 +148,6 @@ class StridedStorage(FollowedStorage):
         super().__init__(own, {})
         self._tensors = tensors
 
-    def stat(self, keys: Sequence[str]) -> list[int | None]:
-        return [self.size(key) for key in keys]
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        for key, offset, buffers in ranges:
-            self.read_into(key, offset, buffers)
-
     def size(self, key: str) -> int | None:
         tensor = self._tensors.get(key)
         return super().size(key) if tensor is None else tensor.numel() * tensor.itemsize

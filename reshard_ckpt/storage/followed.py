@@ -4,12 +4,9 @@ It reads those files in the other folders; it writes, lists and deletes only in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from .protocol import ANY, Document, Hints, Lock, Storage, Version, Writer
-
-T = TypeVar("T")
 
 
 class FollowedStorage(Storage):
@@ -44,36 +41,13 @@ class FollowedStorage(Storage):
         storage, key = self._place(key)
         storage.read_into(key, offset, buffers)
 
-    def read(self, key: str, limit: int) -> bytes:
+    def document(self, key: str, limit: int) -> Document:
         storage, key = self._place(key)
-        return storage.read(key, limit)
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        by_store: dict[int, tuple[Storage, list[tuple[str, int, Sequence[memoryview]]]]] = {}
-        for key, offset, buffers in ranges:
-            storage, key = self._place(key)
-            by_store.setdefault(id(storage), (storage, []))[1].append((key, offset, buffers))
-        for storage, its_ranges in by_store.values():
-            storage.read_ranges(its_ranges)
-
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        return self._by_store(keys, lambda storage, its_keys: storage.read_many(its_keys, limit))
+        return storage.document(key, limit)
 
     def size(self, key: str) -> int | None:
         storage, key = self._place(key)
         return storage.size(key)
-
-    def stat(self, keys: Sequence[str]) -> list[int | None]:
-        return self._by_store(keys, lambda storage, its_keys: storage.stat(its_keys))
-
-    def _by_store(self, keys: Sequence[str], call: Callable[[Storage, list[str]], list[T]]) -> list[T]:
-        """Call each store with its keys, and return the results in the order of `keys`."""
-        places = [self._place(key) for key in keys]
-        found: dict[tuple[int, str], T] = {}
-        for storage in {id(storage): storage for storage, _ in places}.values():
-            its_keys = [key for owner, key in places if owner is storage]
-            found.update({(id(storage), key): result for key, result in zip(its_keys, call(storage, its_keys), strict=True)})
-        return [found[id(storage), key] for storage, key in places]
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
         return self._own.create(key, size, replace=replace)

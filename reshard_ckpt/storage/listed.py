@@ -2,8 +2,8 @@
 
 Every format looks for its own marks, and reads the heads of all files, one after the other. In an object store each look is a
 round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small documents, and
-reads the heads of all files of one kind at once as soon as the first of them is wanted. It asks for nothing twice: one call alone
-may use it.
+reads the heads of all files of one kind at once as soon as the first of them is wanted. It asks for nothing twice, so it does not
+see later changes: make one for each public call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .followed import FollowedStorage
-from .protocol import MissingKey, Storage, flat_bytes, folder_parts, key_parts, missing, too_large
+from .protocol import MissingKey, Storage, fill, flat_bytes, folder_parts, key_parts, missing, too_large
 
 HEAD_BYTES = 64 << 10
 """Bytes of the head of a file that are read before anyone asks for them."""
@@ -59,15 +59,17 @@ class ListedStorage(FollowedStorage):
         return self._sizes
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
-        depth = len(folder_parts(prefix))
-        return tuple(sorted({parts[depth] for key, _ in self.list(prefix) if len(parts := key.split("/")) > depth + 1}))
+        return Storage.folders(self, prefix)  # from the listing, not asked for again
 
     def size(self, key: str) -> int | None:
         key_parts(key)
         return self._files().get(key)
 
     def stat(self, keys: Sequence[str]) -> list[int | None]:
-        return [self.size(key) for key in keys]
+        return [self.size(key) for key in keys]  # not at once: the listing is made by the first
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        self._own.read_ranges(ranges)
 
     def read(self, key: str, limit: int) -> bytes:
         # Once a file was missing, others will be: then the files are listed.
@@ -97,9 +99,7 @@ class ListedStorage(FollowedStorage):
             return
         if key not in self._heads:
             self._read_heads(key)
-        for view in views:
-            view[:] = self._heads[key][offset : offset + len(view)]
-            offset += len(view)
+        fill(views, self._heads[key][offset:end])
 
     def _read_heads(self, wanted: str) -> None:
         """Read the heads of a file and of the other files of its kind in its folder, at once."""

@@ -42,7 +42,6 @@ from .protocol import (
     ANY,
     Buffer,
     Document,
-    MissingKey,
     Storage,
     Version,
     Writer,
@@ -95,34 +94,27 @@ class LocalStorage(Storage):
         return os.path.join(self._root, *parts)
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> LocalWriter:
-        *folders, name = parts = key_parts(key)
-        path = self._path(parts)
         if replace:
             self.delete([key])
-        with Explained("create", path):
-            try:
-                fd = self._create(folders, name, _NEW_FILE)
-            except FileExistsError:
-                raise exists(path) from None
-        return LocalWriter(self, key, path, fd)
+        return self._writer(key, _NEW_FILE)
 
     def write_at(self, key: str, offset: int) -> LocalWriter:
+        return self._writer(key, _NEW_FILE & ~os.O_EXCL, offset)
+
+    def _writer(self, key: str, flags: int, begin: int | None = None) -> LocalWriter:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
         with Explained("create", path):
-            fd = self._create(folders, name, _NEW_FILE & ~os.O_EXCL)
-            os.lseek(fd, offset, os.SEEK_SET)
-        return LocalWriter(self, key, path, fd, begin=offset)
-
-    def _create(self, folders: Sequence[str], name: str, flags: int) -> int:
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                with self._folder(folders, make=True) as folder:
-                    return os.open(name, flags, _FILE_MODE, dir_fd=folder)
-            except FileNotFoundError:
-                # Another rank that cleans up may remove the empty folder just after this rank found or made it.
-                if not tries_left:
-                    raise
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    with self._folder(folders, make=True) as folder:
+                        return LocalWriter(self, key, path, os.open(name, flags, _FILE_MODE, dir_fd=folder), begin)
+                except FileExistsError:
+                    raise exists(path) from None
+                except FileNotFoundError:
+                    # Another rank that cleans up may remove the empty folder just after this rank found or made it.
+                    if not tries_left:
+                        raise
         raise AssertionError
 
     @contextmanager
@@ -167,7 +159,7 @@ class LocalStorage(Storage):
             wanted = sum(map(len, views))
             raise short_file(path, offset, wanted, wanted - left)
 
-    def read(self, key: str, limit: int) -> bytes:
+    def document(self, key: str, limit: int) -> Document:
         path = self._path(key_parts(key))
         with Explained("read", path):
             try:
@@ -176,17 +168,7 @@ class LocalStorage(Storage):
                 raise missing(path) from None
         if len(data) > limit:
             raise too_large(path, limit)
-        return data
-
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        found: list[Document | None] = []
-        for key in keys:
-            try:
-                data = self.read(key, limit)
-                found.append(Document(data, version_of(data)))
-            except MissingKey:
-                found.append(None)
-        return found
+        return Document(data, version_of(data))
 
     def size(self, key: str) -> int | None:
         path = self._path(key_parts(key))
@@ -311,42 +293,33 @@ class LocalStorage(Storage):
 class LocalWriter(Writer):
     """A new file below a `LocalStorage`, or from byte `begin` on the part of one that other processes write, too."""
 
-    def __init__(self, storage: LocalStorage, key: str, path: str, fd: int, *, begin: int | None = None) -> None:
-        self._storage, self._key, self._path = storage, key, path
+    def __init__(self, storage: LocalStorage, key: str, path: str, fd: int, begin: int | None) -> None:
+        self._storage, self._key, self._where = storage, key, path
         self._fd: int | None = fd
-        self._done, self._is_own = False, begin is None
-        self._written = self._begun = begin or 0
+        self._is_own = begin is None
+        self._written = self._begun = os.lseek(fd, begin or 0, os.SEEK_SET)
 
-    def write(self, data: Buffer) -> None:
-        if self._fd is None:
-            raise ValueError(f"{self._path}: written after it was closed")
-        with Explained("write", self._path):
-            view = flat_bytes(data)
+    def _write(self, view: memoryview) -> None:
+        assert self._fd is not None
+        with Explained("write", self._where):
             write_all(self._fd, view)
         self._written += len(view)
         if self._written - self._begun >= _WRITE_OUT_BYTES:
             begin_write_out(self._fd, self._begun, self._written - self._begun)
             self._begun = self._written
 
-    def finish(self) -> None:
-        if self._done:
-            return
-        with Explained("write", self._path):
+    def _finish(self) -> None:
+        with Explained("write", self._where):
             if self._fd is not None:
                 os.fsync(self._fd)
             self._close()  # network file systems may report a failed write only here
-        self._done = True
 
     def _close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
-    def abort(self) -> None:
-        if self._done:
-            return
-        self._done = True
-        # The caller raises the reason for this abort; an error of the clean-up must not hide it.
+    def _abort(self) -> None:
         with suppress(OSError):
             self._close()
         if self._is_own:

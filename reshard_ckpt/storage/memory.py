@@ -16,7 +16,6 @@ from .local import version_of
 from .protocol import (
     ABSENT,
     ANY,
-    Buffer,
     Document,
     Hints,
     Lock,
@@ -25,9 +24,9 @@ from .protocol import (
     Writer,
     conflict,
     exists,
+    fill,
     flat_bytes,
     folder_parts,
-    folders_above,
     key_parts,
     missing,
     short_file,
@@ -35,7 +34,6 @@ from .protocol import (
 )
 
 _LOCK = threading.Lock()
-_HINTS = Hints(shares_files=False)
 
 
 def _after_fork() -> None:
@@ -69,16 +67,14 @@ def _below(folder: str) -> Sequence[str]:
 class MemoryStorage(Storage):
     """A `Storage` in the memory of this process."""
 
+    hints = Hints(shares_files=False)
+
     def __init__(self, name: str) -> None:
         self._root = f"{name}/"
 
     @property
     def url(self) -> str:
         return f"memory://{self._root[:-1]}"
-
-    @property
-    def hints(self) -> Hints:
-        return _HINTS
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -112,9 +108,6 @@ class MemoryStorage(Storage):
         if _below(path + "/"):
             raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
 
-    def sync(self, keys: Iterable[str]) -> None:
-        folders_above(keys)
-
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         data = self._get(key)
         if data is None:
@@ -124,26 +117,15 @@ class MemoryStorage(Storage):
         source = memoryview(data)[offset:]
         if len(source) < wanted:
             raise short_file(self._where(key), offset, wanted, len(source))
-        for view in views:
-            view[:] = source[: len(view)]
-            source = source[len(view) :]
+        fill(views, source)
 
-    def read(self, key: str, limit: int) -> bytes:
+    def document(self, key: str, limit: int) -> Document:
         data = self._get(key)
         if data is None:
             raise missing(self._where(key))
         if len(data) > limit:
             raise too_large(self._where(key), limit)
-        return data
-
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        found: list[Document | None] = []
-        for key in keys:
-            data = self._get(key)
-            if data is not None and len(data) > limit:
-                raise too_large(self._where(key), limit)
-            found.append(None if data is None else Document(data, version_of(data)))
-        return found
+        return Document(data, version_of(data))
 
     def size(self, key: str) -> int | None:
         data = self._get(key)
@@ -153,14 +135,6 @@ class MemoryStorage(Storage):
         start = self._root + "/".join((*folder_parts(prefix), ""))
         with _LOCK:
             return [(path.removeprefix(self._root), len(_FILES[path])) for path in _below(start)]
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
-        depth = len(folder_parts(prefix))
-        names = [key.split("/") for key, _ in self.list(prefix)]
-        return tuple(sorted({parts[depth] for parts in names if len(parts) > depth + 1}))
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> MemoryLock | None:
         if self._get(key) is None:
@@ -194,9 +168,6 @@ class MemoryStorage(Storage):
                 if _FILES.pop(path, None) is not None:
                     del _PATHS[bisect_left(_PATHS, path)]
 
-    def close(self) -> None:
-        pass
-
 
 class MemoryLock(Lock):
     """A lock on a file in memory."""
@@ -221,20 +192,16 @@ class MemoryWriter(Writer):
     """A new file in memory; it can be read once it is finished."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
-        self._storage, self._key = storage, key
-        self._parts: list[bytes] | None = []
+        self._storage, self._key, self._where = storage, key, storage._where(key)
+        self._parts: list[bytes] = []
 
-    def write(self, data: Buffer) -> None:
-        if self._parts is None:
-            raise ValueError(f"{self._key}: written after it was closed")
-        self._parts.append(bytes(flat_bytes(data)))
+    def _write(self, view: memoryview) -> None:
+        self._parts.append(bytes(view))
 
-    def finish(self) -> None:
-        if self._parts is not None:
-            self._storage._put(self._key, b"".join(self._parts))
-            self._parts = None
+    def _finish(self) -> None:
+        self._storage._put(self._key, b"".join(self._parts))
+        self._parts.clear()
 
-    def abort(self) -> None:
-        if self._parts is not None:
-            self._parts = None
-            self._storage.delete([self._key])
+    def _abort(self) -> None:
+        self._parts.clear()
+        self._storage.delete([self._key])

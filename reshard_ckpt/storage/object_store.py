@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn
 
 from ..errors import StorageError
 from .object_client import client_of, explained, is_refusal, obstore
@@ -32,7 +32,6 @@ from .protocol import (
     ABSENT,
     ANY,
     PROBE,
-    Buffer,
     Document,
     Hints,
     Lock,
@@ -41,18 +40,16 @@ from .protocol import (
     Storage,
     Version,
     Writer,
+    at_once,
     conflict,
+    fill,
     flat_bytes,
     folder_parts,
-    folders_above,
     key_parts,
     missing,
     short_file,
     too_large,
 )
-
-T = TypeVar("T")
-S = TypeVar("S")
 
 HINTS = Hints(
     requests=32,
@@ -126,9 +123,6 @@ class ObjectStorage(Storage):
             obstore().copy(self._client, source._path(key), self._path(to))
         return True
 
-    def sync(self, keys: Iterable[str]) -> None:
-        folders_above(keys)
-
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path, where = self._path(key), self._where(key)
         views = [flat_bytes(buffer) for buffer in buffers]
@@ -149,39 +143,19 @@ class ObjectStorage(Storage):
             raise
         if len(data) != wanted:
             raise short_file(where, offset, wanted, len(data))
-        at = 0
-        for view in views:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
+        fill(views, data)
 
-    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        _at_once(lambda asked: self.read_into(*asked), ranges)
-
-    def read(self, key: str, limit: int) -> bytes:
-        return self._document(key, limit).data
-
-    def _document(self, key: str, limit: int) -> Document:
+    def document(self, key: str, limit: int) -> Document:
         with explained("read", self._where(key)):
             found = obstore().get(self._client, self._path(key))
             if found.meta["size"] > limit:
                 raise too_large(self._where(key), limit)
             return Document(bytes(found.bytes()), _version_of(found.meta))
 
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        def read(key: str) -> Document | None:
-            with suppress(MissingKey):
-                return self._document(key, limit)
-            return None
-
-        return _at_once(read, keys)
-
     def size(self, key: str) -> int | None:
         with suppress(MissingKey), explained("look at", self._where(key)):
             return int(obstore().head(self._client, self._path(key))["size"])
         return None
-
-    def stat(self, keys: Sequence[str]) -> list[int | None]:
-        return _at_once(self.size, keys)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
@@ -194,9 +168,6 @@ class ObjectStorage(Storage):
         with explained("list", self._where(prefix)):
             found = obstore().list_with_delimiter(self._client, path or None)
         return tuple(sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]))
-
-    def free_bytes(self) -> int | None:
-        return None
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
         key_parts(key)
@@ -236,8 +207,52 @@ class ObjectStorage(Storage):
         """Whether the server takes an ETag in quotes; the first call of a process asks it."""
         bucket = (self._scheme, self._bucket)
         if bucket not in _QUOTED:
-            _QUOTED[bucket] = probe(self._client, self.url, self._prefix)
+            try:
+                _QUOTED[bucket] = self._probed()
+            except ConditionsIgnored:  # once more: a sweep of another process may have deleted the first object
+                _QUOTED[bucket] = self._probed()
         return _QUOTED[bucket]
+
+    def _probed(self) -> bool:
+        """Prove that the server honours the conditions of a PUT, and return whether it takes an ETag in quotes.
+
+        The object lies in a folder that is named as those of saves, so that a sweep deletes it if this process is killed
+        meanwhile.
+
+        Raises
+        ------
+        ConditionsIgnored
+            The server ignores them, or takes no ETag in either form.
+        """
+        client, url = self._client, self.url
+        path = f"{self._prefix}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}/{PROBE}"
+
+        def put(data: bytes, mode: Any) -> Any:
+            try:
+                return obstore().put(client, path, data, mode=mode, use_multipart=False)
+            except Exception as error:
+                if is_refusal(error):
+                    return None
+                raise
+
+        try:
+            with explained("write", f"{url}: {path}"):
+                first = _version_of(put(b"1", "overwrite"))
+                # The two that wait for nothing else at once: each would be a round trip.
+                created, second = at_once(self, *(partial(put, b"2", mode) for mode in ("create", _update(first, quoted=True))))
+                quoted = second is not None
+                if created is not None:
+                    raise _ignores(url, "If-None-Match: * (create)")
+                if not quoted and put(b"3", _update(first, quoted=False)) is None:
+                    raise ConditionsIgnored(
+                        f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}"
+                    )
+                if put(b"4", _update(first, quoted)) is not None:
+                    raise _ignores(url, "If-Match (update)")
+                return quoted
+        finally:
+            with suppress(Exception):
+                obstore().delete(client, path)
 
     def _published(self, path: str, where: str, sent: str, error: Exception, until: float) -> tuple[Version, bool]:
         """Return the version of an object after a PUT that failed, and whether it carries the id of that PUT."""
@@ -255,7 +270,7 @@ class ObjectStorage(Storage):
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]
         batches = [paths[begin : begin + DELETE_AT_ONCE] for begin in range(0, len(paths), DELETE_AT_ONCE)]
-        for error in filter(None, _at_once(self._delete_batch, batches)):
+        for error in filter(None, at_once(self, *(partial(self._delete_batch, batch) for batch in batches))):
             raise error
 
     def _delete_batch(self, paths: Sequence[str]) -> StorageError | None:
@@ -265,7 +280,7 @@ class ObjectStorage(Storage):
                 try:
                     obstore().delete(self._client, list(paths))
                 except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
-                    _at_once(self._delete_one, paths)
+                    at_once(self, *(partial(self._delete_one, path) for path in paths))
         except StorageError as error:
             return error
         return None
@@ -273,9 +288,6 @@ class ObjectStorage(Storage):
     def _delete_one(self, path: str) -> None:
         with suppress(FileNotFoundError):
             obstore().delete(self._client, path)
-
-    def close(self) -> None:
-        pass
 
 
 class ObjectWriter(Writer):
@@ -285,12 +297,8 @@ class ObjectWriter(Writer):
         self._client, self._path, self._where, self._part_bytes = client, path, where, part_bytes
         self._part = bytearray()
         self._upload: Any = None
-        self._is_open = True
 
-    def write(self, data: Buffer) -> None:
-        if not self._is_open:
-            raise ValueError(f"{self._where}: written after it was closed")
-        view = flat_bytes(data)
+    def _write(self, view: memoryview) -> None:
         while len(view):
             room = self._part_bytes - len(self._part)
             self._part += view[:room]
@@ -308,9 +316,7 @@ class ObjectWriter(Writer):
             part, self._part = bytes(self._part), bytearray()
             self._upload.write(part)
 
-    def finish(self) -> None:
-        if not self._is_open:
-            return
+    def _finish(self) -> None:
         with explained("write", self._where):
             if self._upload is None:
                 obstore().put(self._client, self._path, bytes(self._part), use_multipart=False)
@@ -318,14 +324,9 @@ class ObjectWriter(Writer):
                 if self._part:
                     self._send()
                 self._upload.close()
-        self._is_open = False
 
-    def abort(self) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _abort(self) -> None:
         if self._upload is not None:
-            # The caller raises the reason for this abort; an error of the clean-up must not hide it.
             with suppress(Exception):
                 self._upload.__exit__(InterruptedError, InterruptedError(), None)
 
@@ -338,55 +339,11 @@ class ConditionsIgnored(StorageError):
     """The server ignores a condition."""
 
 
-def probe(client: Any, url: str, prefix: str) -> bool:
-    """Prove that a bucket's server honours the conditions of a PUT, and return whether it takes an ETag in quotes.
-
-    The object lies in a folder that is named as those of saves, so that a sweep deletes it if this process is killed meanwhile.
-
-    Raises
-    ------
-    StorageError
-        It ignores them, or takes no ETag in either form.
-    """
-    with suppress(ConditionsIgnored):
-        return _probed(client, url, prefix)
-    return _probed(client, url, prefix)  # once more: a sweep of another process may have deleted the first object
-
-
-def _probed(client: Any, url: str, prefix: str) -> bool:
-    path = f"{prefix}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}/{PROBE}"
-
-    def put(data: bytes, mode: Any) -> Any:
-        try:
-            return obstore().put(client, path, data, mode=mode, use_multipart=False)
-        except Exception as error:
-            if is_refusal(error):
-                return None
-            raise
-
-    try:
-        with explained("write", f"{url}: {path}"):
-            first = _version_of(put(b"1", "overwrite"))
-            # The two that wait for nothing else at once: each would be a round trip.
-            created, second = _at_once(lambda mode: put(b"2", mode), ["create", _update(first, quoted=True)])
-            quoted = second is not None
-            if created is not None:
-                _refuse(url, "If-None-Match: * (create)")
-            if not quoted and put(b"3", _update(first, quoted=False)) is None:
-                raise ConditionsIgnored(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
-            if put(b"4", _update(first, quoted)) is not None:
-                _refuse(url, "If-Match (update)")
-            return quoted
-    finally:
-        with suppress(Exception):
-            obstore().delete(client, path)
-
-
 _USE = "use a store with conditional writes: S3, GCS, Azure, SeaweedFS, MinIO and Ceph have them (docs/object-stores.md)"
 
 
-def _refuse(url: str, condition: str) -> NoReturn:
-    raise ConditionsIgnored(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
+def _ignores(url: str, condition: str) -> ConditionsIgnored:
+    return ConditionsIgnored(f"{url}: this server ignores {condition}, so two jobs would overwrite each other unseen; {_USE}")
 
 
 def _give_up(where: str, error: Exception) -> NoReturn:
@@ -414,11 +371,3 @@ def _update(version: Version, quoted: bool) -> dict[str, str]:
     tag, _, number = version.tag.partition("\n")
     condition = {"e_tag": tag if quoted else tag.strip('"')}
     return {**condition, "version": number} if number else condition
-
-
-def _at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    """Call a function with each item, as many at once as the store serves well."""
-    if len(items) <= 1:
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(min(HINTS.requests, len(items)), thread_name_prefix="reshard-ckpt-store") as pool:
-        return list(pool.map(call, items))

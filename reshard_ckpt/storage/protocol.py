@@ -6,7 +6,7 @@ catalog) are read whole and replaced whole with `publish`, the only operation th
 Durable means that it survives a power cut. A file's bytes are durable after `Writer.finish`, its name after `Storage.sync`.
 
 Stores differ: a round trip to a disk takes microseconds, to an object store 30 ms, and an object store has no locks (`Hints`).
-Methods that take several keys or ranges have a plain loop as their default; a store with slow round trips runs them at once.
+Methods that take several keys or ranges ask for one after the other; where round trips are slow, they ask for all at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptError, StorageError
@@ -104,16 +105,41 @@ class PublishUnknown(StorageError):
 
 
 class Writer(Protocol):
-    """One new file, written front to back. Leaving its ``with`` block finishes it, or aborts it if that block raised."""
+    """One new file, written front to back. Leaving its ``with`` block finishes it, or aborts it if that block raised.
+
+    A store's own writer has `_write`, `_finish` and `_abort`, which are only called while the file is open. `_where` names the
+    file in messages.
+    """
+
+    _where: str
+    _is_open: bool = True
 
     def write(self, data: Buffer) -> None:
         """Append all of `data`."""
+        if not self._is_open:
+            raise ValueError(f"{self._where}: written after it was closed")
+        self._write(flat_bytes(data))
 
     def finish(self) -> None:
         """Make the bytes durable and close; once finished, this does nothing."""
+        if self._is_open:
+            self._finish()
+            self._is_open = False
 
     def abort(self) -> None:
         """Close and remove the file; after `finish` or `abort`, this does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._abort()
+
+    def _write(self, view: memoryview) -> None:
+        """Append single bytes."""
+
+    def _finish(self) -> None:
+        """Make the bytes durable and close. If this raises, it is called again, or `_abort` is."""
+
+    def _abort(self) -> None:
+        """Close and remove the file. The caller raises the reason; an error of this clean-up must not hide it."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -217,8 +243,10 @@ class Storage(Protocol):
     def sync(self, keys: Iterable[str]) -> None:
         """Make it durable that these files exist, or that they are deleted, and that the folders above them exist.
 
-        It counts for all files in these folders that any process has made or deleted before this call.
+        It counts for all files in these folders that any process has made or deleted before this call. By default only check the
+        keys, for stores where nothing is durable later than it is visible.
         """
+        folders_above(keys)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, from byte `offset` on.
@@ -232,12 +260,11 @@ class Storage(Protocol):
         """
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Call `read_into` with each key, offset and buffers, as many at once as the store serves well."""
-        for key, offset, buffers in ranges:
-            self.read_into(key, offset, buffers)
+        """Call `read_into` with each key, offset and buffers."""
+        at_once(self, *(partial(self.read_into, *asked) for asked in ranges))
 
-    def read(self, key: str, limit: int) -> bytes:
-        """Read the whole file.
+    def document(self, key: str, limit: int) -> Document:
+        """Read the whole file, with its version.
 
         Raises
         ------
@@ -247,30 +274,39 @@ class Storage(Protocol):
             It is larger than `limit` bytes.
         """
 
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        """Read whole files with their versions, as many at once as the store serves well; None for a file that is missing.
+    def read(self, key: str, limit: int) -> bytes:
+        """Read the whole file, as `document` does."""
+        return self.document(key, limit).data
 
-        Raises
-        ------
-        CorruptError
-            A file is larger than `limit` bytes.
-        """
+    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
+        """Read several `document`; None for a file that is missing."""
+
+        def read(key: str) -> Document | None:
+            with suppress(MissingKey):
+                return self.document(key, limit)
+            return None
+
+        return at_once(self, *(partial(read, key) for key in keys))
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
 
     def stat(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the `size` of each file, asked for at once."""
-        return [self.size(key) for key in keys]
+        """Return the `size` of each file."""
+        return at_once(self, *(partial(self.size, key) for key in keys))
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """List the keys and sizes of all files in the folder `prefix` and below it, sorted by key."""
 
     def free_bytes(self) -> int | None:
         """Return the number of bytes that this user can still write here, or None if the store cannot tell."""
+        return None
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         """List the names of the folders directly below the folder `prefix`, sorted."""
+        depth = len(folder_parts(prefix))
+        names = [key.split("/") for key, _ in self.list(prefix)]
+        return tuple(sorted({parts[depth] for parts in names if len(parts) > depth + 1}))
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
         """Lock a file, without waiting. A lock excludes all others; a `shared` one excludes only locks that are not shared.
@@ -351,7 +387,8 @@ class Storage(Protocol):
         """
 
     def close(self) -> None:
-        """Close open files; a later call opens them again."""
+        """Close open files; a later call opens them again. By default there are none."""
+        return
 
     def __enter__(self: Self) -> Self:
         return self
@@ -405,6 +442,14 @@ def flat_bytes(data: Buffer) -> memoryview:
     if view.nbytes == 0:
         return memoryview(bytearray())  # an empty view of several dims cannot be cast
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def fill(views: Iterable[memoryview], data: Buffer) -> None:
+    """Copy bytes into views of single bytes, one after the other."""
+    left = memoryview(data)
+    for view in views:
+        view[:] = left[: len(view)]
+        left = left[len(view) :]
 
 
 def read_range(storage: Storage, key: str, offset: int, num_bytes: int) -> memoryview:

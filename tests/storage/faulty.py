@@ -48,13 +48,9 @@ class FaultyStorage(Storage):
         self.before("read_into", key)
         self.inner.read_into(key, offset, buffers)
 
-    def read(self, key: str, limit: int) -> bytes:
+    def document(self, key: str, limit: int) -> Document:
         self.before("read", key)
-        return self.inner.read(key, limit)
-
-    def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        self.before("read", " ".join(keys))
-        return self.inner.read_many(keys, limit)
+        return self.inner.document(key, limit)
 
     def size(self, key: str) -> int | None:
         self.before("size", key)

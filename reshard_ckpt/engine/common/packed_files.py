@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...core.catalog.model import FileEntry
 from ...core.catalog.packed import PackedRows, pack, unpack
 from ...storage.followed import FollowedStorage
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, fill, flat_bytes
 
 Part = tuple[int, int, PackedRows | None]
 """The end of a part of a file, in the plain file and in the packed one; its rows, or None if its bytes are as they are."""
@@ -66,10 +66,8 @@ class UnpackedStorage(FollowedStorage):
         if key not in self._files:
             self.stored.read_into(key, offset, buffers)
             return
-        plain = memoryview(self._plain(key, offset, offset + sum(buffer.nbytes for buffer in buffers)))
-        for buffer in buffers:
-            buffer.cast("B")[:] = plain[: buffer.nbytes]
-            plain = plain[buffer.nbytes :]
+        views = [flat_bytes(buffer) for buffer in buffers]
+        fill(views, self._plain(key, offset, offset + sum(map(len, views))))
 
     def _plain(self, key: str, low: int, high: int) -> bytes:
         """Return bytes ``[low, high)`` of the plain file; one request reads the packed bytes that they need."""
@@ -97,17 +95,7 @@ class UnpackedStorage(FollowedStorage):
         # The store would copy the packed bytes, and whoever copies from here wants the plain file.
         return key not in self._files and super().copy(source, key, to)
 
-    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        self.stored.read_ranges([one for one in ranges if one[0] not in self._files])
-        for key, offset, buffers in ranges:
-            if key in self._files:
-                self.read_into(key, offset, buffers)
-
     def size(self, key: str) -> int | None:
-        return self.stat([key])[0]
-
-    def stat(self, keys: Sequence[str]) -> list[int | None]:
+        size, file = self.stored.size(key), self._files.get(key)
         # A file of the size that the catalog says has the plain size; each byte more or less shows.
-        saved = {key: file.size - file.stored_bytes for key, file in self._files.items()}
-        sizes = zip(keys, self.stored.stat(keys), strict=True)
-        return [None if size is None else size + saved.get(key, 0) for key, size in sizes]
+        return size if size is None or file is None else size + file.size - file.stored_bytes
