@@ -83,7 +83,7 @@ class Persisting:
     before
         The previous generation on its way to the store. This one waits until that one is done.
     then
-        Called at the end: whether the generation is in the store, and whether this has written it.
+        Called at the end as ``then(is_stored, is_new)``: whether the store has the generation, and whether this call wrote it.
 
     Attributes
     ----------

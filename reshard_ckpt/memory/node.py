@@ -56,7 +56,7 @@ class RunMemory:
     """The memory of one run on this node: root of the run, path of its folder on the tmpfs, and the bytes that it takes."""
 
     root: str
-    path: str
+    path: Path
     num_bytes: int
 
 
@@ -71,14 +71,11 @@ def user_folder(folder: str) -> Path:
         The folder is a link, belongs to another user, or gives rights to other users.
     """
     path = _user_path(folder)
-    try:
+    with _explained(path):
         os.makedirs(folder, exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         _check_owner(path)
-    except OSError as error:
-        kind = NoRoom if error.errno in _FULL else StorageError
-        raise kind(f"{path}: {error.strerror}; pass Memory(folder=…) of a tmpfs that this user can write") from error
     return path
 
 
@@ -239,7 +236,7 @@ def runs(folder: str) -> Iterator[RunMemory]:
                 root = os.readlink(path / "root")
             except OSError:
                 root = "?"
-            yield RunMemory(root, str(path), _bytes_in(path))
+            yield RunMemory(root, path, _bytes_in(path))
 
 
 def _bytes_in(path: Path) -> int:

@@ -103,13 +103,12 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
     wanted = None if root is None else run_path(folder, root)
     out = []
     for run in runs(folder):
-        path = Path(run.path)
-        if wanted in (None, path):
+        if wanted in (None, run.path):
             lineage = None
             with suppress(CheckpointError), open_storage(run.root) as storage:  # the store may be away, or the note damaged
-                lineage = _lineage(path, storage)
-            steps = tuple(_held_step(path, generation, lineage) for generation in find_generations(path))
-            out.append(HeldRun(run.root, run.num_bytes, is_entered(path), steps))
+                lineage = _lineage(run.path, storage)
+            steps = tuple(_held_step(run.path, generation, lineage) for generation in find_generations(run.path))
+            out.append(HeldRun(run.root, run.num_bytes, is_entered(run.path), steps))
     return out
 
 
@@ -136,7 +135,7 @@ def drop_held(root: str, folder: str = FOLDER) -> int:
         A job of the run is alive on this node.
     """
     path = _run(root, folder)
-    num_bytes = sum(run.num_bytes for run in runs(folder) if run.path == str(path))
+    num_bytes = sum(run.num_bytes for run in runs(folder) if run.path == path)
     remove_run(path)
     return num_bytes
 
@@ -189,21 +188,21 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
         num_bytes = _write_absent(path, generation, own, storage, catalog)
         # The copies of other nodes' files come last: these nodes may have written their files meanwhile.
         num_bytes += _write_absent(path, generation, here, storage, catalog)
-        there = at_once(storage, *(partial(_has_digests, storage, catalog, number) for number in range(len(catalog.files))))
-        absent = [file.key for file, is_there in zip(catalog.files, there, strict=True) if not is_there]
+
+        def is_there(number: int) -> bool:
+            """Tell whether the store has a file and its digests, which are written once the bytes of the file are durable."""
+            try:
+                open_files(storage, catalog, [number], [number])
+            except CorruptError:
+                return False
+            return True
+
+        there = at_once(storage, *(partial(is_there, number) for number in range(len(catalog.files))))
+        absent = [file.key for file, found in zip(catalog.files, there, strict=True) if not found]
         if not absent:
             publish(storage, generation)
     missing = sorted({generation.holders[key][0] for key in absent})
     return PersistReport(generation.step, target, num_bytes, not absent, tuple(missing))
-
-
-def _has_digests(storage: Storage, catalog: Catalog, number: int) -> bool:
-    """Whether the store has a file and its digests. The digests are written once the bytes of the file are durable."""
-    try:
-        open_files(storage, catalog, [number], [number])
-    except CorruptError:
-        return False
-    return True
 
 
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:

@@ -79,8 +79,11 @@ class SlotPool:
         """
         with self._lock:
             slots = self._slots.setdefault(source, [])
+            # Slots whose files somebody has deleted: their images would be lost with this process.
+            for removed in [held for held in slots if held.slot.is_removed]:
+                slots.remove(removed)
+                removed.slot.close()
             # From the cheapest to the dearest: a slot of this process, one of a dead process, new memory.
-            self._let_go_of_removed(slots)
             held = self._reusable(slots)
             if held is not None and held.slot.num_bytes < num_bytes:
                 self._remove(slots, held)
@@ -106,12 +109,6 @@ class SlotPool:
             self._entered = enter_run(self._folder, self._timeout_s)
         if not self._folder.is_dir():
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
-
-    def _let_go_of_removed(self, slots: list[HeldSlot]) -> None:
-        """Close slots whose files somebody has deleted: their images would be lost with this process."""
-        for held in [held for held in slots if held.slot.is_removed]:
-            slots.remove(held)
-            held.slot.close()
 
     def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
         """Choose one of these slots to refill; None if one more slot may be added."""
@@ -143,10 +140,7 @@ class SlotPool:
         with self._lock:
             self.generations = generations
             self._kept = [save_id for save_id in self._kept if save_id not in given_up]
-            for held in self._all():
-                if held.save_id in given_up and held.save_id not in self._pinned:
-                    held.slot.void()
-                    held.save_id = ""
+            self._empty(set(given_up) - self._pinned)
             # Each source needs a slot for each generation, and one to fill.
             for slots in self._slots.values():
                 for held in [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]:
@@ -259,10 +253,14 @@ class SlotPool:
     def free(self, save_id: str) -> None:
         """Free the slots of a save that failed, or that was deleted."""
         with self._lock:
-            for held in self._all():
-                if held.save_id == save_id:
-                    held.slot.void()
-                    held.save_id = ""
+            self._empty({save_id})
+
+    def _empty(self, save_ids: Collection[str]) -> None:
+        """Free the slots of some saves."""
+        for held in self._all():
+            if held.save_id in save_ids:
+                held.slot.void()
+                held.save_id = ""
 
     def has_all(self) -> bool:
         """Whether this process has all the slots that it will need: for each source one more than `generations`."""

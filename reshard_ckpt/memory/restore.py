@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
-
-import msgpack
+from typing import Any, cast
 
 from ..comm.links import Links, Serving, serving
-from ..comm.protocol import Comm, value_of_first
+from ..comm.protocol import Comm, merge_of_all, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
 from ..errors import CheckpointError
@@ -59,7 +57,7 @@ class Restorable:
     """
 
     generation: Generation
-    owners: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, Sequence[int]]
 
     def files_of(self, rank: int) -> list[str]:
         """List the files that a rank copies: each file is assigned to one of its owners."""
@@ -119,8 +117,7 @@ def find_newest(
         (*g.order, -1 if g.is_damaged else len(g.holders), files_here(folder, g) if leads else [], _lost(g, ids))
         for g in candidates
     ]
-    gathered = comm.gather(msgpack.packb(listed))
-    least, proposals = _proposals(comm, topology, gathered, at_least)
+    least, proposals = _proposals(comm, topology, listed, at_least)
     passed: dict[str, PassedOver] = {}
     for proposal in proposals:
         if proposal.line:
@@ -157,34 +154,35 @@ class _Proposal:
     line: str
     is_damaged: bool
     sender: int
-    owners: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, Sequence[int]]
 
 
-def _proposals(
-    comm: Comm, topology: Topology, gathered: Sequence[bytes] | None, at_least: Callable[[], int]
-) -> tuple[int, list[_Proposal]]:
-    """Return rank 0's `at_least` and the proposals, the newest first, on all ranks."""
-    message = None
-    if gathered is not None:
+def _proposals(comm: Comm, topology: Topology, listed: Sequence[Any], at_least: Callable[[], int]) -> tuple[int, list[_Proposal]]:
+    """Return rank 0's `at_least` and the proposals, the newest first, on all ranks, from the list of each rank. Collective."""
+
+    def proposed(of_ranks: list[Any]) -> Any:
         least = at_least()
-        found: dict[tuple[int, int, int, str], _Told] = {}
-        for rank, data in enumerate(gathered):
-            for attempt, step, number, save_id, num_files, keys, is_lost in msgpack.unpackb(data):
-                if step < least:
+        found: dict[tuple[Any, ...], _Told] = {}
+        for rank, of_rank in enumerate(of_ranks):
+            for *order, num_files, keys, is_lost in of_rank:
+                if order[1] < least:
                     continue
-                told = found.setdefault((attempt, step, number, save_id), _Told())
-                for key in keys:
-                    told.owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
+                told = found.setdefault(tuple(order), _Told())
+                _own(told.owners, keys, topology, rank)
                 told.is_lost |= is_lost
                 if num_files >= 0:  # −1: the rank's note of the generation is damaged
                     told.num_files = num_files
                     told.knowing.append(rank)
-        message = msgpack.packb((least, [told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)]))
-    least, proposals = msgpack.unpackb(comm.broadcast(message))
-    return int(least), [
-        _Proposal(str(save_id), str(line), bool(is_damaged), int(sender), {str(k): tuple(ranks) for k, ranks in owners.items()})
-        for save_id, line, is_damaged, sender, owners in proposals
-    ]
+        return least, [told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)]
+
+    least, proposals = merge_of_all(comm, listed, proposed)
+    return least, [_Proposal(*fields) for fields in proposals]
+
+
+def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, rank: int) -> None:
+    """Add the ranks of a rank's node to the owners of some files."""
+    for key in keys:
+        owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
 
 
 @dataclass(slots=True)
@@ -196,7 +194,7 @@ class _Told:
     knowing: list[int] = field(default_factory=list)
     is_lost: bool = False
 
-    def proposal(self, order: tuple[int, int, int, str], size: int) -> tuple[str, str, bool, int, dict[str, list[int]]]:
+    def proposal(self, order: tuple[Any, ...], size: int) -> tuple[str, str, bool, int, dict[str, list[int]]]:
         """Return the fields of the `_Proposal` for this generation.
 
         Parameters
@@ -227,23 +225,23 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
     return NOTE.decoded(data, where="a generation from another node")
 
 
-def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, tuple[int, ...]]]:
+def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, Sequence[int]]]:
     """Let every node verify its files of a generation. Return the damage as a line (empty if it is whole), and the owners."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
         whole = whole_files(cast(Storage, images), generation.decoded_catalog(), mine)
-    answers = comm.gather(msgpack.packb(whole))
-    verdict = None
-    if answers is not None:
+
+    def merged(of_ranks: list[Any]) -> Any:
         owners: dict[str, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            for key in msgpack.unpackb(answer):
-                owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
-        verdict = msgpack.packb((owners, sorted(set(generation.holders) - set(owners))))
-    owners, lost = msgpack.unpackb(comm.broadcast(verdict))
+        for rank, keys in enumerate(of_ranks):
+            _own(owners, keys, topology, rank)
+        return owners
+
+    owners = merge_of_all(comm, whole, merged)
+    lost = sorted(set(generation.holders) - set(owners))
     damage = f"step {generation.step} in memory: damaged in every copy that is left: {', '.join(lost[:3])}" if lost else ""
-    return damage, {str(key): tuple(ranks) for key, ranks in owners.items()}
+    return damage, owners
 
 
 def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list[str]:
@@ -266,7 +264,7 @@ class JobImages:
     url = "memory of the job's nodes"
 
     def __init__(
-        self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
+        self, images: NodeImages, catalog: Catalog, owners: Mapping[str, Sequence[int]], rank: int, server: Serving | None
     ) -> None:
         self._images, self._server = images, server
         self._sizes: dict[str, int] = {}

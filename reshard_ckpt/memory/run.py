@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint.listing import metric_of
@@ -106,7 +105,7 @@ class MemoryRun:
                 stacklevel=4,
             )
         nonce = value_of_first(comm, lambda: uuid.uuid4().hex)
-        self._named = partial(self._store, nonce)
+        self._named: Callable[[str], Any] = lambda name: shared_store(f"memory/{nonce}/{name}", **self._session)
         self._tier = Tier(options, root, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
         self._lineage, self._folder = lineage, self._tier.folder
         copy = read_copy(self._folder) if topology.leads(comm.rank) else None
@@ -119,9 +118,6 @@ class MemoryRun:
         self._newest: Generation | None = None
         self._stored: set[str] = set()
         self._metrics: dict[int, float | None] = {}
-
-    def _store(self, nonce: str, name: str) -> Any:
-        return shared_store(f"memory/{nonce}/{name}", **self._session)
 
     def attempt_begun(self) -> None:
         """Before the first save of an attempt, drop superseded generations, and the ones of a killed job beyond the limit."""
@@ -158,8 +154,8 @@ class MemoryRun:
         """Yield the other roots under which this node has generations of this run, each with its newest step."""
         for run in runs(self.options.folder):
             with suppress(StorageError):  # a run of another job, whose errors do not concern this one
-                steps = [g.step for g in find_generations(Path(run.path)) if g.run == self._lineage.known.run]
-                if steps and Path(run.path) != self._folder:
+                steps = [g.step for g in find_generations(run.path) if g.run == self._lineage.known.run]
+                if steps and run.path != self._folder:
                     yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
@@ -208,7 +204,13 @@ class MemoryRun:
         handle = begin_save(path, state, chosen, choose)
         target, is_known = targets[0], threading.Event()
         if target is None:
-            handle.add_done_callback(partial(self._skipped, step))
+
+            def stored(done: SaveHandle) -> None:
+                if not done.failed():
+                    self.forget(step)  # a generation of this step in memory is older
+                    self._on_stored(step)
+
+            handle.add_done_callback(stored)
             return MemoryHandle(handle.running, None, lambda timeout: True)
 
         def committed(done: SaveHandle) -> None:
@@ -216,8 +218,7 @@ class MemoryRun:
                 if not done.failed() and target.generation is not None:
                     self._newest = target.generation
                     if target.persists:
-                        mine = [file.key for file in target.generation.decoded_catalog().files if file.rank == self._rank]
-                        begun.append(self._persist(target.generation, mine, path, by_name(target.generation.save_id)))
+                        begun.append(self._persist(target.generation, path, by_name(target.generation.save_id)))
             finally:
                 if not begun:
                     self._tier.pool.unpin(done.running.save_id)
@@ -231,16 +232,12 @@ class MemoryRun:
 
         return MemoryHandle(handle.running, target, in_store)
 
-    def _skipped(self, step: int, done: SaveHandle) -> None:
-        """After a save that went to the store instead, forget the older generation of its step."""
-        if not done.failed():
-            self.forget(step)
-            self._on_stored(step)
-
     def _persist(
-        self, generation: Generation, mine: Sequence[str], path: str, session: AbstractContextManager[Comm]
+        self, generation: Generation, path: str, session: AbstractContextManager[Comm], mine: Sequence[str] | None = None
     ) -> Persisting:
-        """Begin to write a generation to the store. Collective."""
+        """Begin to write a generation to the store; each rank writes the files `mine`, by default its own. Collective."""
+        if mine is None:
+            mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
 
         def over(is_stored: bool, is_new: bool) -> None:
             self._tier.pool.unpin(generation.save_id)
@@ -260,7 +257,7 @@ class MemoryRun:
         """Begin to write a generation of an ended job to the store, if the store lacks it. Collective."""
         path = self._path(found.generation.step)
         session = open_session("persist", path, **self._session)
-        return self._persist(found.generation, found.files_of(self._rank), path, session)
+        return self._persist(found.generation, path, session, found.files_of(self._rank))
 
     def _path(self, step: int) -> str:
         return f"{self._root.rstrip('/')}/{self._names.of(step)}"
@@ -278,27 +275,25 @@ class MemoryRun:
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place, as `load_given` does. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
-        where = f"{self._root}/{self._names.of(found.generation.step)} in memory"
-        make_links = None if found.is_local(self._tier.topology) else self._job_links
-
-        def opened(comm: Comm) -> AbstractContextManager[Any]:
-            return open_images(comm, self._folder, found, make_links)
-
         self._tier.adopt(found.generation)
-        return load_given(where, wanted, options, opened=opened), "memory" if make_links is None else "peer"
+        report = load_given(self._in_memory(found), wanted, options, opened=partial(self._opened, found))
+        return report, "memory" if found.is_local(self._tier.topology) else "peer"
 
     def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of a generation, on every rank."""
-        make_links = None if found.is_local(self._tier.topology) else self._job_links
-        where = f"{self._root}/{self._names.of(found.generation.step)} in memory"
-        with ExitStack() as held, open_session("read", where, **self._session) as comm:
+        with ExitStack() as held, open_session("read", self._in_memory(found), **self._session) as comm:
             # The images stay open until all ranks have left the session: other ranks may read from this one.
-            return read_from(held.enter_context(open_images(comm, self._folder, found, make_links)), names)
+            return read_from(held.enter_context(self._opened(found, comm)), names)
 
-    def _job_links(self, name: str) -> Links:
-        size = len(self._tier.topology.node_of)
-        store, ended = self._named(f"load/{name}")
-        return Links(store, ended, self._rank, size, timeout_s=self._timeout_s)
+    def _in_memory(self, found: Restorable) -> str:
+        return f"{self._root}/{self._names.of(found.generation.step)} in memory"
+
+    def _opened(self, found: Restorable, comm: Comm) -> AbstractContextManager[Any]:
+        def job_links(name: str) -> Links:
+            store, ended = self._named(f"load/{name}")
+            return Links(store, ended, self._rank, len(self._tier.topology.node_of), timeout_s=self._timeout_s)
+
+        return open_images(comm, self._folder, found, None if found.is_local(self._tier.topology) else job_links)
 
     def loaded(self, step: int) -> None:
         """Let the interval of ``persist_every`` begin at the loaded step."""
@@ -364,9 +359,8 @@ class MemoryRun:
         if self._newest is not None:
             generation = self._newest
             if generation.save_id not in self._stored:
-                mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
                 path = self._path(generation.step)
-                self._persist(generation, mine, path, open_session("persist", path, **self._session)).wait(None)
+                self._persist(generation, path, open_session("persist", path, **self._session)).wait(None)
             return
         found = self.find(self._newest_stored)
         for one in found.passed.values() if self._rank == 0 else ():

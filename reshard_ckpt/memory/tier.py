@@ -20,14 +20,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgpack
 import torch
 
 from ..comm.links import Links
-from ..comm.protocol import Comm
+from ..comm.protocol import Comm, merge_of_all, union
 from ..engine.common.tensor_bytes import on_device
 from ..engine.saving.commit import catalog_of
-from ..engine.saving.messages import Receipt, Receipts, WrittenFile, decode_receipts, encode_receipt
+from ..engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from ..engine.saving.options import SaveJob, Written
 from ..engine.saving.replicas import compare_replicas
 from ..engine.saving.staged_copy import StagedCopy
@@ -98,10 +97,8 @@ class Tier:
         """Take slots for a save on all ranks. If some rank has no room, take none, warn once, and return None. Collective."""
         layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
-        gathered = job.comm.gather(msgpack.packb((used, self._links is not None)))
-        message = None if gathered is None else msgpack.packb([msgpack.unpackb(one) for one in gathered])
-        pairs = msgpack.unpackb(job.comm.broadcast(message))
-        sizes = [int(size) for size, _ in pairs]
+        pairs = merge_of_all(job.comm, (used, self._links is not None))
+        sizes = [size for size, _ in pairs]
         # If one rank of a group has lost its links, all ranks of the group make new ones.
         if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
             self._links = None
@@ -134,17 +131,18 @@ class Tier:
         tuple of str
             The reason why this save cannot go to memory, and the reason why fewer generations are kept; empty if there is none.
         """
-        votes = job.comm.gather(msgpack.packb((refused, self.pool.short, self.pool.generations, self.pool.given_up())))
-        message = None
-        if votes is not None:
-            all_refused, all_short, generations, given_up = zip(*map(msgpack.unpackb, votes), strict=True)
+
+        def merge(votes: list[Any]) -> Any:
+            all_refused, all_short, generations, given_up = map(list, zip(*votes, strict=True))
             reasons = [next(filter(None, texts), "") for texts in (all_refused, all_short)]
-            message = msgpack.packb((*reasons, min(generations), sorted({one for some in given_up for one in some})))
-        refused, short, fewest, gone = msgpack.unpackb(job.comm.broadcast(message))
+            return *reasons, min(generations), sorted(union(given_up))
+
+        mine = (refused, self.pool.short, self.pool.generations, self.pool.given_up())
+        refused, short, fewest, gone = merge_of_all(job.comm, mine, merge)
         self.pool.agree(fewest, gone)
         if gone and self.topology.leads(self.rank):
             drop_generations(self.folder, [one.name for one in find_generations(self.folder) if one.save_id in gone])
-        return str(refused), str(short)
+        return refused, short
 
     def _warn_once(self, what: str, why: str) -> None:
         if self.rank == 0 and what not in self._warned:
@@ -232,25 +230,35 @@ class Tier:
         bool
             Whether the generation goes to the store.
         """
-        comm = job.comm
-        # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all nodes.
-        gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held), next_number(self.folder))))
-        message = None
-        if gathered is not None:
-            told = [msgpack.unpackb(data) for data in gathered]
-            published = self._published(job, step, decode_receipts([one[0] for one in told]), [one[1] for one in told])
-            message = msgpack.packb({**published, "number": max(one[2] for one in told)})
-        fields = msgpack.unpackb(comm.broadcast(message))
-        holders = {key: tuple(nodes) for key, nodes in fields["holders"].items()}
-        number = int(fields["number"])
-        generation = Generation(self.run, self.attempt, step, number, job.save_id, fields["catalog"], holders)
+        contents, ids = job.contents, self.topology.ids
+
+        def published(told: list[Any]) -> Any:
+            """Make the catalog; return it with the nodes that hold each file, and with `commit`'s numbers."""
+            assert contents is not None
+            receipts = decode_receipts([receipt for receipt, _, _ in told])
+            compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
+            catalog = encode_catalog(catalog_of(contents, receipts))
+            # holding[r]: the ids of the nodes that hold the images of rank r, its own first.
+            holding = [[ids[node]] for node in self.topology.node_of]
+            for rank, (_, sources, _) in enumerate(told):
+                for source in sources:
+                    holding[source].append(ids[self.topology.node_of[rank]])
+            holders = {file.key: holding[rank] for rank, file in zip(receipts.rank.tolist(), receipts.files, strict=True)}
+            # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all
+            # nodes.
+            number = max(number for _, _, number in told)
+            return catalog, holders, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
+
+        mine = (encode_receipt(receipt), held, next_number(self.folder))
+        catalog, holders, number, copies, persist = merge_of_all(job.comm, mine, published)
+        generation = Generation(self.run, self.attempt, step, number, job.save_id, catalog, holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
-            self._spare_bytes = max(2 * len(generation.catalog), MIN_SPARE_BYTES)
-        return generation, int(fields["copies"]), bool(fields["persist"])
+            self._spare_bytes = max(2 * len(catalog), MIN_SPARE_BYTES)
+        return generation, copies, persist
 
     def adopt(self, generation: Generation) -> None:
-        """Note a generation that is being loaded on this node too, if it is not known here. The load does not depend on it."""
+        """Keep the file of a generation that is being loaded, if this node lacks it. The load does not depend on it."""
         if not self.topology.leads(self.rank):
             return
         if not any(one.save_id == generation.save_id and not one.is_damaged for one in find_generations(self.folder)):
@@ -275,23 +283,6 @@ class Tier:
         self.pool.free(generation.save_id)
         if self.topology.leads(self.rank):
             drop_generations(self.folder, [generation.name])
-
-    def _published(self, job: SaveJob, step: int, receipts: Receipts, held: Sequence[Sequence[int]]) -> dict[str, Any]:
-        contents = job.contents
-        assert contents is not None
-        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
-        catalog = catalog_of(contents, receipts)
-        topology = self.topology
-        holding: list[list[str]] = [[topology.ids[node]] for node in topology.node_of]
-        for rank, sources in enumerate(held):
-            for source in sources:
-                holding[source].append(topology.ids[topology.node_of[rank]])
-        return {
-            "catalog": encode_catalog(catalog),
-            "holders": {file.key: holding[rank] for rank, file in zip(receipts.rank.tolist(), receipts.files, strict=True)},
-            "copies": min(len(nodes) - 1 for nodes in holding),
-            "persist": self._due(step),
-        }
 
     def _forget_older(self, generation: Generation) -> None:
         """Forget the generations that a new one replaces, and the oldest; remove unused slots of dead processes."""
