@@ -8,7 +8,7 @@
 5. Otherwise all ranks go back to the newest whole checkpoint, and the report says why. With ``policy="partial"``, only the lost
    regions come from that checkpoint (CPR: Maeng et al., 2020), if they are regions of embedding tables, or with `allow_mixed`.
 
-A survivor's state changes only in the last case. If that fails halfway, the state no longer counts as alive (`_Touched`).
+A survivor's state changes only in the last case. If that fails halfway, the state no longer counts as alive (`_TORN`).
 """
 
 from __future__ import annotations
@@ -91,29 +91,6 @@ class Policy:
             raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
 
 
-def run_recovery(
-    state: State,
-    alive: bool | State,
-    step: int | None,
-    policy: Policy,
-    checkpoints: Checkpoints | None,
-    session: Mapping[str, Any],
-) -> RecoveryReport:
-    """Recover as `recover` does, with the checkpoints to fall back on and the options of every session. Collective."""
-    with public_call():
-        if alive is True and _is_torn(state):
-            LOGGER.warning(
-                "recover: a recovery that failed has overwritten a part of this rank's state, so it does not count as alive"
-            )
-            alive = False
-        before = _versions(state)
-        try:
-            return _Recovery(state, alive, step, policy, checkpoints, session).run()
-        except BaseException:
-            _note_torn(state, before)
-            raise
-
-
 _TORN: set[tuple[int, int]] = set()
 """Address and version of each tensor that a failed recovery has changed. A tensor that changes again has another version."""
 
@@ -123,16 +100,16 @@ def _versions(state: State) -> dict[int, int]:
     return {memory.data_ptr(): 0 if memory.is_inference() else memory._version for memory in tensors}
 
 
-def _is_torn(state: State) -> bool:
-    return bool(_TORN) and not _TORN.isdisjoint(_versions(state).items())
+class Recovery:
+    """One call of `recover` on one rank, with its arguments.
 
-
-def _note_torn(state: State, before: Mapping[int, int]) -> None:
-    _TORN.update(pair for pair in _versions(state).items() if before.get(pair[0], pair[1]) != pair[1])
-
-
-class _Recovery:
-    """One call of `recover` on one rank."""
+    Parameters
+    ----------
+    checkpoints
+        The checkpoints to fall back on.
+    session
+        The options of every session.
+    """
 
     def __init__(
         self,
@@ -144,15 +121,37 @@ class _Recovery:
         session: Mapping[str, Any],
     ) -> None:
         self._state, self._step, self._checkpoints, self._session = state, step, checkpoints, session
-        self._policy = policy
+        self._policy, self._alive = policy, alive
         self._lost_names: dict[str, bool] = {}
         """The tensors that have lost regions on this rank, and whether survivors have other regions of them."""
-        self._keeps = alive is True
+
+    @property
+    def _keeps(self) -> bool:
         """Whether this rank's tensors are right as they are, so that nothing is loaded into them unless all ranks go back."""
-        self._source: State = state if alive is True else alive or {}
+        return self._alive is True
+
+    @property
+    def _source(self) -> State:
+        """The state that this rank offers to the others; empty if it is not alive."""
+        return self._state if self._alive is True else self._alive or {}
 
     def run(self) -> RecoveryReport:
-        """Recover. Collective: one session in which the survivors are asked and move their state, then the loads."""
+        """Recover. Collective. If that fails, note the tensors that have changed: they do not count as alive any more."""
+        with public_call():
+            before = _versions(self._state)
+            if self._keeps and not _TORN.isdisjoint(before.items()):
+                LOGGER.warning(
+                    "recover: a recovery that failed has overwritten a part of this rank's state, so it does not count as alive"
+                )
+                self._alive = False
+            try:
+                return self._recovered()
+            except BaseException:
+                _TORN.update(pair for pair in _versions(self._state).items() if before.get(*pair) != pair[1])
+                raise
+
+    def _recovered(self) -> RecoveryReport:
+        """Recover: one session in which the survivors are asked and move their state, then the loads."""
         try:
             with open_session("recover", self._policy.name, **self._session) as comm:
                 step = self._ask_survivors(comm)

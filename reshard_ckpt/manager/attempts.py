@@ -70,8 +70,8 @@ class AttemptLog:
 
     def close(self, *, failed: bool) -> None:
         """Record whether this attempt ended by a failure."""
-        self._own = replace(self._own, seen=self._own.began + self._own_s(), closed=not failed)
-        self._write()
+        self._own = replace(self._own, closed=not failed)
+        self.seen()
 
     def mtbf_s(self) -> float:
         """Estimate the mean time between failures in seconds."""

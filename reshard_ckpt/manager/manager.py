@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import open_session
+from ..comm import open_session, value_of_first
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import SaveReport, duration_s
 from ..engine.common.run_lineage import RunLineage
@@ -28,7 +28,7 @@ from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageErr
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
-from ..storage import Storage, open_storage
+from ..storage import open_storage
 from ..storage.protocol import begin
 from .attempts import PRIOR_S, AttemptLog
 from .exports import Exports
@@ -38,7 +38,7 @@ from .restoring import Restoring
 from .retention import Retention
 from .run_folder import checked_full_every, checked_root, known_names, refuse_memory_unless, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
-from .schedule import SaveCosts, SaveSchedule, interval_rule
+from .schedule import Decision, SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
 
 
@@ -139,7 +139,10 @@ class Manager(RunSteps):
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         self._num_ranks, rule = 1, None
         if target_pls is not None or interval is not None:
-            rule = interval_rule(interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks, self._mtbf_s)
+            rule = interval_rule(
+                interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
+                lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
+            )  # fmt: skip
         self._root = checked_root(root)  # once: the process may change its working folder
         refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
@@ -179,24 +182,19 @@ class Manager(RunSteps):
                         self._attempts = AttemptLog(storage)
             if grace_s:
                 self._preemption.finish_saves(grace_s, opening)
-            self._memory = (
-                None
-                if memory is None
-                else self._open_memory(memory, storage, "10min" if persist_every is None else persist_every)
-            )
+            if memory is not None:
+                with open_session("open the memory of", self._root, **self._session) as comm:
+                    self._memory = MemoryRun(
+                        memory, self._root, storage, self._names, comm, self._lineage,
+                        "10min" if persist_every is None else persist_every, self._stored.keeps, self._committed,
+                        grace_s=keep_s, **self._session,
+                    )  # fmt: skip
             self._held = opening.pop_all()
         self._restoring = Restoring(
             self._root, self._stored, self._lineage, self._memory, self._preemption.deferring,
             is_first=self._is_first, session=self._session,
         )  # fmt: skip
         self._schedule = None if rule is None else SaveSchedule(*rule, self._agree_at, self._costs if self._is_first else None)
-
-    def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
-        with open_session("open the memory of", self._root, **self._session) as comm:
-            return MemoryRun(
-                memory, self._root, storage, self._names, comm, self._lineage, persist_every, self._stored.keeps, self._committed,
-                grace_s=self._grace_s, **self._session,
-            )  # fmt: skip
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -252,20 +250,14 @@ class Manager(RunSteps):
         options
             Options of `checkpoint.save`.
         """
-        self._refuse_unless_open("save")
-        self._refuse_read_only()
-        if self._exports is not None:
-            self._exports.learn(state)
-        path = self._stored.new_path(checked_step(step))
-        self._compare_failures(step)
+        path = self._begin("save", step, state)
         if self._memory is not None:
             self._wait()
             self._memory.wait_for(step)
         with self._preemption.deferring(), self._costs.saving() as saved:
             self._restoring.begin_attempt()
             self._look_ahead()
-            options = {**self._session, "grace": self._grace_s, **self._base(), **options}
-            report = save(path, state, metadata=with_metric(metadata, metric), **options)
+            report = save(path, state, **self._options(metadata, metric, options))
             saved.append(report)
             if self._memory is not None:
                 self._memory.forget(step)  # a generation of this step in memory is older
@@ -284,18 +276,11 @@ class Manager(RunSteps):
         options
             Options of `checkpoint.async_save`.
         """
-        self._refuse_unless_open("async_save")
-        self._refuse_read_only()
-        if self._exports is not None:
-            self._exports.learn(state)
-        path = self._stored.new_path(checked_step(step))
-        self._compare_failures(step)
+        path = self._begin("async_save", step, state)
         with self._preemption.deferring():
             self._costs.begin()
             try:
-                options = {
-                    "metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **self._base(), **options,
-                }  # fmt: skip
+                options = self._options(metadata, metric, options)
                 self._restoring.begin_attempt()
                 if self._memory is None:
                     self._look_ahead()
@@ -324,12 +309,29 @@ class Manager(RunSteps):
             handle.add_done_callback(settle)
         return handle
 
-    def _base(self) -> dict[str, Any]:
-        """Return the option ``base=`` of the next save, after the one in progress; no option for a full save."""
-        if not self._full_every:
-            return {}
-        self._wait()
-        return {"base": self._stored.next_base(self._full_every)}
+    def _begin(self, call: str, step: int, state: Mapping[str, Any]) -> str:
+        """Check that a save may begin, and return its path.
+
+        With ``on_failure="warn"``, wait for earlier saves, and compare their failures. Collective then.
+        """
+        self._refuse_unless_open(call)
+        self._refuse_read_only()
+        if self._exports is not None:
+            self._exports.learn(state)
+        path = self._stored.new_path(checked_step(step))
+        if self._tolerated.are_tolerated:
+            self._wait()
+            with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
+                self._tolerated.compare(comm)
+        return path
+
+    def _options(self, metadata: Any, metric: float | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all options of a save. An incremental save first waits for the one in progress, which may be its base."""
+        base: dict[str, Any] = {}
+        if self._full_every:
+            self._wait()
+            base = {"base": self._stored.next_base(self._full_every)}
+        return {"metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **base, **options}
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint of one step, even if the rule keeps it. Files that another step refers to stay.
@@ -368,7 +370,9 @@ class Manager(RunSteps):
             if self._exports is not None:
                 self._exports.close(wait=not self._preemption.gave_up)
             failed = self._has_failed or self._pending.failed()
-            self._end_attempt(failed=failed)
+            attempts, self._attempts = self._attempts, None  # the first call of `close` notes how the attempt ended
+            if attempts is not None:
+                attempts.close(failed=failed)
             try:
                 if self._memory is not None and not self._is_closed:
                     self._memory.close(clean=not failed)
@@ -383,25 +387,10 @@ class Manager(RunSteps):
         self._has_failed = error is not None
         self.close()
 
-    def _mtbf_s(self) -> float:
-        return PRIOR_S if self._attempts is None else self._attempts.mtbf_s()
-
-    def _agree_at(self, step: int, own: bytes | None) -> bytes:
+    def _agree_at(self, step: int, own: Decision | None) -> Decision:
         with open_session("should_save", f"{self._root} at step {step}", **self._session) as comm:
-            return comm.broadcast(own)
-
-    def _end_attempt(self, *, failed: bool) -> None:
-        """Note in the log how this attempt ended; the first note counts."""
-        attempts, self._attempts = self._attempts, None
-        if attempts is not None:
-            attempts.close(failed=failed)
-
-    def _compare_failures(self, step: int) -> None:
-        """With ``on_failure="warn"``, wait for earlier saves, and compare their failures. Collective then."""
-        if self._tolerated.are_tolerated:
-            self._wait()
-            with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
-                self._tolerated.compare(comm)
+            save, look_at = value_of_first(comm, lambda: own)
+        return save, look_at
 
     def _look_ahead(self) -> None:
         if self._is_first and self._rule.keep_last is not None:

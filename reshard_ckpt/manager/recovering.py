@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.loading import Prepare
-from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, Policy, RecoveryReport, State, run_recovery
+from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, Policy, Recovery, RecoveryReport, State
 from ..comm import open_session, value_of_first
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
@@ -81,7 +81,7 @@ def recover(
         checkpoints = _OfManager(manager)
     elif path is not None:
         checkpoints = OfPath(path, session)
-    return run_recovery(state, alive, step, chosen, checkpoints, session)
+    return Recovery(state, alive, step, chosen, checkpoints, session).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..core.planning.interval import TierCosts, for_lost_samples
 from ..core.report import SaveReport, duration_s
@@ -28,22 +28,8 @@ WARM_UP_STEPS = 8
 _KEPT_STEPS, _KEPT_SAVES = 101, 5
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Rank 0's decision at a step: whether to save now, and the step of the next decision."""
-
-    save: bool
-    look_at: int
-
-    def encoded(self) -> bytes:
-        """Encode for the other ranks."""
-        return b"%d %d" % (self.save, self.look_at)
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Decision:
-        """Decode rank 0's message."""
-        save, look_at = map(int, data.split())
-        return cls(bool(save), look_at)
+Decision = tuple[bool, int]
+"""Rank 0's decision at a step: whether to save now, and the step of the next decision."""
 
 
 class SaveCosts:
@@ -163,13 +149,13 @@ class SaveSchedule:
     warm_up_steps
         Steps to time before the first save, at least 1.
     agree
-        Called as ``agree(step, data)`` on rank 0 and ``agree(step, None)`` on the others; returns rank 0's bytes on all ranks.
+        Called as ``agree(step, decision)`` on rank 0 and ``agree(step, None)`` on the others; returns the decision on all ranks.
     costs
         The measurements of rank 0; None on the other ranks.
     """
 
     def __init__(
-        self, interval: Interval, warm_up_steps: int, agree: Callable[[int, bytes | None], bytes], costs: SaveCosts | None
+        self, interval: Interval, warm_up_steps: int, agree: Callable[[int, Decision | None], Decision], costs: SaveCosts | None
     ) -> None:
         self._interval, self._agree, self._costs, self._warm_up_steps = interval, agree, costs, warm_up_steps
         self._look_at: int | None = None
@@ -184,29 +170,28 @@ class SaveSchedule:
         now = None if self._costs is None else self._costs.step(step)
         if self._look_at is not None and step < self._look_at:
             return False
-        own = None if self._costs is None or now is None else self._decide(step, now, self._costs).encoded()
-        decision = Decision.decoded(self._agree(step, own))
-        self._look_at = decision.look_at
-        return decision.save
+        own = None if self._costs is None or now is None else self._decide(step, now, self._costs)
+        is_due, self._look_at = self._agree(step, own)
+        return is_due
 
     def _decide(self, step: int, now: float, costs: SaveCosts) -> Decision:
         """Decide on rank 0 whether to save at this step."""
         self._began_at = now if self._began_at is None else self._began_at
         missing = self._warm_up_steps - costs.num_steps
         if costs.is_saving or missing > 0:
-            return Decision(False, step + max(missing, 1))
+            return False, step + max(missing, 1)
         interval_s = self._interval(costs)
         if interval_s is None:  # the first save measures the cost; if it failed, another one follows some steps later
             is_due = costs.began_at is None or step >= self._first_again
             if is_due:
                 self._first_again = step + WARM_UP_STEPS
-            return Decision(is_due, step + 1)
+            return is_due, step + 1
         since = self._began_at if costs.began_at is None else costs.began_at
         left = (interval_s - (now - since)) / max(costs.step_s, 1e-6)
         if left > 0.5:  # steps
             # Step times vary: decide again half-way, but not further ahead than the number of timed steps.
-            return Decision(False, step + max(1, min(math.floor(left / 2), costs.num_steps)))
-        return Decision(True, step + 1)
+            return False, step + max(1, min(math.floor(left / 2), costs.num_steps))
+        return True, step + 1
 
 
 def interval_rule(

@@ -42,7 +42,8 @@ class _Seen:
     removed
         The folders of removed steps whose grace has ended: when each was removed, in seconds since 1970.
     needed
-        Keys, from the root, of files of other steps that steps need whose grace has not ended.
+        Keys, from the root, of files that must stay because removed steps need them whose grace has not ended. The files belong
+        to other steps.
     """
 
     committed: dict[int, str]
@@ -176,7 +177,7 @@ class StoredSteps:
     def next_base(self, full_every: int) -> str | None:
         """Return the path of the step that the next save may refer to: the one committed or loaded last.
 
-        None if there is none, or if the last `full_every` saves, with the first of them, make a full one due.
+        None if there is no such step, or if a full save is due: one of every `full_every` saves is full.
         """
         step = self._good[-1] if self._good else -1
         num_saves = self._info(step).num_saves

@@ -14,7 +14,7 @@ from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import TierCosts, daly
 from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
-from reshard_ckpt.manager.schedule import WARM_UP_STEPS, SaveCosts, SaveSchedule, best_interval, interval_rule
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, Decision, SaveCosts, SaveSchedule, best_interval, interval_rule
 from reshard_ckpt.storage import open_storage
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
@@ -53,13 +53,15 @@ def run(
     return saved
 
 
-def alone(step: int, own: bytes | None) -> bytes:
+def alone(step: int, own: Decision | None) -> Decision:
     assert own is not None
     return own
 
 
 def timed(
-    interval: Callable[[SaveCosts], float], warm_up: int = WARM_UP_STEPS, agree: Callable[[int, bytes | None], bytes] = alone
+    interval: Callable[[SaveCosts], float],
+    warm_up: int = WARM_UP_STEPS,
+    agree: Callable[[int, Decision | None], Decision] = alone,
 ) -> tuple[SaveSchedule, SaveCosts, Clock]:
     """A schedule of one rank, and the clock that it goes by."""
     clock = Clock()
@@ -174,7 +176,7 @@ def test_no_save_is_due_while_one_is_under_way():
 def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: float):
     looks: list[int] = []
 
-    def agree(step: int, own: bytes | None) -> bytes:
+    def agree(step: int, own: Decision | None) -> Decision:
         looks.append(step)
         return alone(step, own)
 
