@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +14,10 @@ from typing import Any
 from ..comm import ALONE, Comm, SoloComm, open_session, value_of_first
 from ..core.catalog.model import Catalog, TensorKind, retyped, select_entries
 from ..core.catalog.specs import ITEM_BYTES
-from ..engine.common.progress import OnProgress, SharedTally, reporter
+from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
-from ..engine.loading.saved_values import blob_reader, open_values
+from ..engine.loading.saved_values import open_values
 from ..engine.loading.scales import ENTRIES, Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import agree_on_id
@@ -36,7 +36,7 @@ from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_
 from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .resharding import write_as_one_rank
 from .selecting import Names, SelectedNames, select_names, top_level_keys
-from .topology_options import check_rename
+from .topology_options import renamed_catalog
 
 MODEL = "model"
 MAX_SHARD_SIZE = "5GB"
@@ -214,7 +214,11 @@ def convert(
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
     if optimizer is not None and optimizer not in forms:
-        raise UsageError(_unknown_form(optimizer, to, writers.values()))
+        known = {"dcp": OPTIMIZER_FORMS, **{one.name: tuple(one.forms) for one in writers.values() if one.forms}}
+        choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, of_one))}" for name, of_one in known.items())
+        raise UsageError(
+            f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; pass one of them, or leave it out"
+        )
     form = optimizer or OPTIMIZER_FORMS[0]
     formats = with_options(forms[optimizer]) if optimizer is not None else known_formats
     if unstack and to != "safetensors":
@@ -224,7 +228,7 @@ def convert(
         open_shared_source(comm, src, formats, timeout_s=timeout_s) as source,
     ):
         report = reporter(progress if comm.rank == 0 else False)
-        conversion = _select(comm, source, to, root, select, exclude, rename, cast, verify, report)
+        conversion = _select(comm, source, to, root, select, exclude, rename, cast, verify=verify, report=report)
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
         identity = conversion.identity(to, max_bytes, unstack, form)
@@ -261,16 +265,10 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
         Writes the files beside the tensors, before these; it gets the catalog of the export.
     """
     with open_source(src) as source:
-        conversion = _select(SoloComm(), source, "safetensors", root, None, None, None, None, True, reporter(False))
+        conversion = _select(SoloComm(), source, "safetensors", root)
         place = _Place(conversion.comm, dst, src, None, not is_object_path(dst))
         beside = partial(write_beside, conversion.catalog)
         _write_folder("safetensors", None, conversion, place, parse_size(MAX_SHARD_SIZE), "", beside)
-
-
-def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
-    known = {"dcp": OPTIMIZER_FORMS, **{one.name: tuple(one.forms) for one in writers if one.forms}}
-    choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, forms))}" for name, forms in known.items())
-    return f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; pass one of them, or leave it out"
 
 
 def _select(
@@ -278,17 +276,16 @@ def _select(
     source: Source,
     to: str,
     root: str | None,
-    select: Names,
-    exclude: Names,
-    rename: Mapping[str, str] | Callable[[str], str] | None,
-    cast: Mapping[str, Any] | None,
-    verify: bool,
-    report: OnProgress,
+    select: Names = None,
+    exclude: Names = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    cast: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
+    report: OnProgress = silent,
 ) -> _Conversion:
-    check_rename(source.catalog, rename)
-    catalog = source.catalog
-    if rename is not None:
-        catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
+    """Choose the tensors and values of the result; all options as of `convert`."""
+    catalog = renamed_catalog(source, rename, verify=verify)
     # Names are changed first, then selected, then cut down to those below `top`.
     top = (MODEL if to == "safetensors" else "") if root is None else root
     selected = select_names(catalog, select, exclude)

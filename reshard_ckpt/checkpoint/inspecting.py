@@ -139,7 +139,7 @@ def inspect(
             *(line for line in entries if line.name in selected),
         )
         exact = set(names or ())
-        # What reads tensors imports torch, which takes seconds; a look at the catalog needs none.
+        # The functions that read tensors import torch, which takes seconds. A look at the catalog does not need it.
         if stats:
             from ..engine.checking.statistics import statistics
 

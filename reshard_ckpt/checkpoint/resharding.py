@@ -16,9 +16,8 @@ from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders
 from ..engine.common.files import FileDigests
 from ..engine.common.progress import OnProgress, reporter
-from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums
-from ..engine.loading.saved_values import blob_reader, open_values
+from ..engine.loading.saved_values import open_values
 from ..engine.loading.scales import Dequantizer
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
 from ..engine.resharding.read_back import ReadBack
@@ -43,7 +42,7 @@ from ..storage import Lock, LocksUnsupported, MissingKey, Storage, open_storage
 from ..storage.protocol import begin
 from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .selecting import Names, as_list, select_names
-from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
+from .topology_options import idle_axes, mesh_of, read_rules, renamed_catalog, stage_boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +167,7 @@ def reshard(
         looking = begin(target, lambda: look(target)) if comm.rank == 0 else None
         source = opened.enter_context(open_shared_source(comm, src, timeout_s=timeout_s))
         _check_target(source.storage, target)
-        check_rename(source.catalog, rename)
-        catalog = source.catalog
-        if rename is not None:
-            catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
+        catalog = renamed_catalog(source, rename, verify=verify)
         dequantizer = dequantizer_of(source, verify=verify) if cast else None
         choice = _choice(catalog, select, exclude, drop, cast, dequantizer)
         topology = TargetTopology(

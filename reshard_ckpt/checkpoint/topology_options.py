@@ -1,16 +1,19 @@
-"""The options that describe a new topology: a mesh, placement rules, stage boundaries; the functions here check them."""
+"""The options that describe a new topology and new names: a mesh, placement rules, stage boundaries, ``rename=``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import optimizer_of, state_name
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.report import check_text
+from ..engine.common.rename import renamed
+from ..engine.loading.saved_values import blob_reader
 from ..errors import UsageError
+from ..formats.source import Source
 
 MAX_RANKS = 1 << 17
 """The most ranks of a new topology; the plan of each rank takes memory."""
@@ -114,16 +117,22 @@ def _refuse_duplicate_keys(root: Any, where: str) -> None:
             waiting += [child for _, child in node.value]
 
 
-def check_rename(catalog: Catalog, rename: Any) -> None:
-    """Raise UsageError if a name in a rename mapping matches nothing in the checkpoint, which is surely a mistake.
+def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], str] | None, *, verify: bool) -> Catalog:
+    """Return the catalog of a source with the names that the option ``rename=`` gives.
 
     Raises
     ------
     UsageError
-        A name matches nothing.
+        An old name of the mapping matches nothing in the checkpoint, which is surely a mistake.
     """
-    if not isinstance(rename, Mapping):
-        return
+    if isinstance(rename, Mapping):
+        _check_old_names(source.catalog, rename)
+    if rename is None:
+        return source.catalog
+    return renamed(source.catalog, rename, read=blob_reader(source.storage, source.catalog, verify=verify))
+
+
+def _check_old_names(catalog: Catalog, rename: Mapping[str, str]) -> None:
     known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
     known |= {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
     # A name may also be that of a parameter in an optimizer's groups, even if that parameter has no state.
