@@ -30,7 +30,7 @@ Root = Annotated[
     typer.Option(
         "--root",
         metavar="NAME",
-        help="Take what is below this name, and leave the name out. By default 'model' for safetensors, else everything.",
+        help="Take only names below this one, and drop it from them. By default 'model' for safetensors, else everything.",
     ),
 ]
 
@@ -44,10 +44,11 @@ def convert(
     src: Src,
     dst: Dst,
     to: To = "safetensors",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of a safetensors file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a safetensors file.")] = "5GB",
     optimizer: Optimizer = None,
     unstack: Annotated[
-        bool, typer.Option("--unstack", help="For --to safetensors: layers that are stacked in one tensor, as a tensor each.")
+        bool,
+        typer.Option("--unstack", help="For --to safetensors: write layers that are stacked in one tensor as one tensor each."),
     ] = False,
     root: Root = None,
     select: Select = None,
@@ -55,7 +56,9 @@ def convert(
     rename: Rename = None,
     cast: Cast = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify the checksums of what is read.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not verify the checksums of the bytes that are read.")
+    ] = False,
     timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> None:

@@ -34,9 +34,7 @@ def mesh(of: Mesh | None) -> str:
     >>> mesh(Mesh(("pp", "tp"), (2, 4)))
     'pp=2, tp=4'
     """
-    if of is None:
-        return "unknown"
-    return ", ".join(f"{axis}={size}" for axis, size in of.by_axis.items()) or "one rank"
+    return "unknown" if of is None else str(of) or "one rank"
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:

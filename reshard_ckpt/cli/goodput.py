@@ -15,20 +15,22 @@ from .options import AsJson
 
 @command("reshard-ckpt goodput --state-gb 2000 --write-gbps 20 --stall 5 --mtbf 3h --nodes 64 --copies 1 -o lost.svg")
 def goodput(
-    state_gb: Annotated[float, typer.Option(help="GB of a checkpoint, of all nodes together.")],
-    write_gbps: Annotated[float, typer.Option(help="GB/s that the store takes, of all nodes together.")],
+    state_gb: Annotated[float, typer.Option(help="Size of a checkpoint in GB, over all nodes.")],
+    write_gbps: Annotated[float, typer.Option(help="GB/s at which all nodes together write to the store.")],
     mtbf: Annotated[str, typer.Option(help="Mean time between failures of the whole job: 6h, 40min.")],
     stall: Annotated[float, typer.Option(help="Seconds of training that one save loses.")] = 1.0,
-    read_gbps: Annotated[float | None, typer.Option(help="GB/s that the store gives; by default as it takes.")] = None,
+    read_gbps: Annotated[
+        float | None, typer.Option(help="GB/s at which they read from it; by default as fast as they write.")
+    ] = None,
     copy_gbps: Annotated[float, typer.Option(help="GB/s from one node to another.")] = 5.0,
-    restart: Annotated[str, typer.Option(help="From a failure until new processes ask for the state.")] = "5min",
+    restart: Annotated[str, typer.Option(help="Time from a failure until the new processes load the state.")] = "5min",
     nodes: Annotated[int, typer.Option(help="Nodes of the job.")] = 1,
     copies: Annotated[
         int | None,
-        typer.Option(help="Other nodes that hold a node's checkpoints in memory; none: no memory."),
+        typer.Option(help="Number of other nodes that hold a node's checkpoints in memory. By default no memory tier."),
     ] = None,
     node_share: Annotated[float, typer.Option(help="Share of the failures that take a node with its memory.")] = 1.0,
-    double_share: Annotated[float, typer.Option(help="Share of these that take a second node at the same time.")] = 0.0,
+    double_share: Annotated[float, typer.Option(help="Share of those failures that take a second node at the same time.")] = 0.0,
     max_overhead: Annotated[float, typer.Option(help="Share of time that saves may cost at most.")] = MAX_OVERHEAD,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Draw it: .png, .svg or .html.")] = None,
     as_json: AsJson = False,

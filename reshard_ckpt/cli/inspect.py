@@ -28,7 +28,7 @@ MAX_SHARDS = 64
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME", help="Tensors or values, what is above them, or patterns such as '*.bias'."),
+    typer.Argument(metavar="NAME", help="Tensors or values, a name that they are below, or patterns such as '*.bias'."),
 ]
 
 
@@ -42,7 +42,9 @@ def inspect(
     path: Path,
     names: Names = None,
     stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: min, max, mean, NaN and Inf counts.")] = False,
-    all_shards: Annotated[bool, typer.Option("--all", help=f"List every shard, also past {MAX_SHARDS}.")] = False,
+    all_shards: Annotated[
+        bool, typer.Option("--all", help=f"List every shard of a tensor, also if there are more than {MAX_SHARDS}.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint: a summary, a tree of names that folds equal layers, or single tensors in detail.

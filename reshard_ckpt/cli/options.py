@@ -11,7 +11,7 @@ from ..errors import UsageError
 
 Path = Annotated[
     str,
-    typer.Argument(metavar="PATH", help="A checkpoint: a folder, or what another format keeps as one."),
+    typer.Argument(metavar="PATH", help="A checkpoint: a folder, or a file of another format."),
 ]
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format that can be opened.")]
 TimeoutS = Annotated[float, typer.Option(metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")]
@@ -20,15 +20,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and 
 
 Select = Annotated[
     list[str] | None,
-    typer.Option("--select", metavar="NAME", help="What to take: a name, what is below it, or a pattern."),
+    typer.Option("--select", metavar="NAME", help="Take only this: a name, with everything below it, or a pattern."),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option("--exclude", metavar="NAME", help="What not to take, likewise."),
+    typer.Option("--exclude", metavar="NAME", help="Leave this out: a name, with everything below it, or a pattern."),
 ]
 Rename = Annotated[
     list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="Another name, also for what is below it."),
+    typer.Option("--rename", metavar="OLD=NEW", help="Give a name, and everything below it, another name."),
 ]
 Cast = Annotated[
     list[str] | None,

@@ -24,10 +24,10 @@ def plot(
     name: Name = None,
     to: Annotated[
         str | None,
-        typer.Option(metavar="AXES", help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks."),
+        typer.Option(metavar="AXES", help="Another mesh, as dp=2,tp=4: also draw which saved shard feeds which of its ranks."),
     ] = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Where the time of the save went; .json is for Perfetto and chrome://tracing.")
+        bool, typer.Option("--timeline", help="Draw the times of the save; .json is for Perfetto and chrome://tracing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

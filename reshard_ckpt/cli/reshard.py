@@ -28,7 +28,7 @@ def reshard(
     src: Src,
     dst: Annotated[
         str,
-        typer.Argument(metavar="DST", help="Where to write; what is there is replaced in the last step."),
+        typer.Argument(metavar="DST", help="Where to write; a checkpoint there is replaced in the last step."),
     ],
     mesh: Annotated[
         str,
@@ -37,18 +37,25 @@ def reshard(
     rules: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file: name patterns with placements.")] = None,
     stages: Annotated[
         str | None,
-        typer.Option(metavar="LAYERS", help="The first layer of each pipeline stage but the first: 8,16,24. Evenly by default."),
+        typer.Option(
+            metavar="LAYERS",
+            help="The first layer of each pipeline stage except stage 0: 8,16,24. By default layers are divided evenly.",
+        ),
     ] = None,
     select: Select = None,
     exclude: Exclude = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Leave a whole part out: optimizer."),
+        typer.Option(metavar="NAME", help="Leave out a whole part of the state: optimizer."),
     ] = None,
     rename: Rename = None,
     cast: Cast = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
-    verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the bytes that would be read and written; write nothing.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Verify the bytes that are read, and read back the bytes that were written.")
+    ] = True,
     timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
 ) -> None:

@@ -15,30 +15,30 @@ from .options import AsJson
 
 @command("reshard-ckpt sizes --parameters 7e9 --ranks 64 --nodes 8 --keep-last 3 --copies 1")
 def sizes(
-    parameters: Annotated[float, typer.Option(help="How many parameters the model has: 7e9.")],
+    parameters: Annotated[float, typer.Option(help="Number of parameters of the model: 7e9.")],
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters that are saved: float32, bfloat16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, lion, momentum, sgd or none.")] = "adamw",
     optimizer_dtype: Annotated[
         str | None,
-        typer.Option(help="Of its tensors; by default as the parameters."),
+        typer.Option(help="Dtype of the optimizer's tensors; by default that of the parameters."),
     ] = None,
     masters: Annotated[bool, typer.Option("--masters", help="The optimizer holds float32 copies of the parameters.")] = False,
     ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1,
-    nodes: Annotated[int, typer.Option(help="Machines that they are on.")] = 1,
-    keep_last: Annotated[int, typer.Option(help="As for Manager: the newest.")] = 1,
-    keep_every: Annotated[int | None, typer.Option(help="As for Manager: multiples of a step.")] = None,
-    keep_best: Annotated[int, typer.Option(help="As for Manager: the best.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Machines of the job.")] = 1,
+    keep_last: Annotated[int, typer.Option(help="As for Manager: number of newest checkpoints to keep.")] = 1,
+    keep_every: Annotated[int | None, typer.Option(help="As for Manager: also keep multiples of this step.")] = None,
+    keep_best: Annotated[int, typer.Option(help="As for Manager: number of best checkpoints to keep.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the run, for --keep-every.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between saves, likewise.")] = 1,
+    save_every: Annotated[int, typer.Option(help="Steps between saves, for --keep-every.")] = 1,
     host_buffer_bytes: Annotated[
         int | None,
-        typer.Option(help="The bound of async_save's memory on a rank."),
+        typer.Option(help="Limit of async_save's host memory on a rank, in bytes."),
     ] = None,
     copies: Annotated[
         int | None,
-        typer.Option(help="Other nodes that hold a node's checkpoints in memory; none: no memory."),
+        typer.Option(help="Number of other nodes that hold a node's checkpoints in memory. By default no memory tier."),
     ] = None,
-    generations: Annotated[int, typer.Option(help="Saves that the memory tier keeps.")] = 2,
+    generations: Annotated[int, typer.Option(help="Number of saves that the memory tier keeps.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Compute the disk space and host memory that the checkpoints of a job take."""

@@ -15,7 +15,7 @@ from .options import AsJson, Path, TimeoutS, Workers
 @command("reshard-ckpt verify ckpt/step_100")
 def verify(
     path: Path,
-    sha256: Annotated[bool, typer.Option("--sha256", help="Also hold every file against the SHA-256 manifest.")] = False,
+    sha256: Annotated[bool, typer.Option("--sha256", help="Also compare every file with the SHA-256 manifest.")] = False,
     workers: Workers = None,
     timeout_s: TimeoutS = 3600.0,
     as_json: AsJson = False,
@@ -37,7 +37,7 @@ def verify(
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         fine = "every byte is as it was written"
         if report.bytes_unverified:
-            fine = "all files are there, whole; nothing can be said of their bytes, as this format has no checksums"
+            fine = "all files are there, whole; their bytes cannot be verified, as this format has no checksums"
         print_text(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:
         print_note("load another checkpoint, or restore the files that are named")

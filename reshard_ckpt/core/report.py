@@ -128,7 +128,7 @@ class LoadReport:
     values
         Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
     kept
-        Things that the checkpoint lacks although ``allow_missing=`` permits it: they keep their value. Not a problem.
+        Tensors and values that the checkpoint lacks, and that ``allow_missing=`` lets keep their value. Not a problem.
     saved_as
         Tensors that this rank loaded from another name, which differs only in steps that module wrappers add. Not a problem.
     converted

@@ -120,11 +120,11 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), me
         for rank, run, others in zip(ranks, runs, copies, strict=True)
     ]
     saved = Shown(lay_out(shape, *boxes_of(runs, len(shape))), [rank_colour(rank) for rank in ranks], tips)
-    title = "Saved" if catalog.mesh is None or not catalog.mesh.axes else f"Saved on {_mesh(catalog.mesh)}"
+    title = "Saved" if catalog.mesh is None or not catalog.mesh.axes else f"Saved on {catalog.mesh}"
     titles = [(title, f"colour: the rank that wrote it{_copies_text(copies)}")]
     other = None if mesh is None else _wanted(catalog, name, wanted, mesh)
     if mesh is not None:
-        titles.append((f"Wanted on {_mesh(mesh)}", "outline: a new rank's part; colour: who wrote it"))
+        titles.append((f"Wanted on {mesh}", "outline: a new rank's part; colour: who wrote it"))
     sizes = [shown.size(len(shape)) for shown in (saved, *([] if other is None else [other.shown]))]
     width, height = (max(of) for of in zip(*sizes, strict=True))
     wide = [max(width, text_width(title, 10.5), text_width(below, 8.5)) + GAP for title, below in titles]
@@ -217,11 +217,6 @@ def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
     if len(known) > MAX_LEGEND:
         listed = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, len(PALETTE)).astype(int))]
     return {rank_label(rank, mesh): rank_colour(rank) for rank in listed}
-
-
-def _mesh(mesh: Mesh) -> str:
-    """Spell a mesh, as in ``dp=2, tp=4``."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.by_axis.items())
 
 
 def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:

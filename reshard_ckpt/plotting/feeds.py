@@ -55,10 +55,8 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     names = [name, *(other for other in catalog.names if other != name and _is_cut_with(placed[name], placed, other))]
     shapes = [catalog.shape(catalog.index(n)) for n in names]
     held, boxes = target_rows(shapes, [placed[n] for n in names], names, mesh, {})
-    mine = held.tensor == 0
-    columns = (held.rank[mine], held.box[mine], held.start[mine], held.count[mine])
     runs: dict[int, list[Run]] = {}
-    for rank, box, start, count in zip(*(column.tolist() for column in columns), strict=True):
+    for rank, _, box, start, count in held.take(held.tensor == 0).rows():
         runs.setdefault(rank, []).append((*boxes[box], start, count))
     # alike: the ranks that hold the same runs.
     alike: dict[tuple[Run, ...], list[int]] = {}
@@ -93,6 +91,7 @@ def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
 def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
     """Plan the load of all wanted parts of a tensor, to find the boxes that go from each saved rank to each part."""
     shape = catalog.shape(tensor)
+    # whole, strides (1, D): the shape of the tensor and its strides; a scalar counts as a vector of one element.
     whole = np.array([shape or (1,)], np.int64)
     ndim, strides = whole.shape[1], strides_of(whole)
     runs = [(offsets or (0,), lengths or (1,), start, count) for of in wanted for offsets, lengths, start, count in of.runs]
@@ -111,6 +110,7 @@ def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
     plan = plan_load(catalog, np.full(len(wanted), tensor), pieces, window_bytes=1 << 62)
     rank_of = np.array([file.rank for file in catalog.files] or [0], np.int64)
     width = max(plan.lengths.shape[1], ndim)
+    # An overlap's place in the destination is that of its first element in the tensor, so its digits are the coordinates.
     return Fed(
         offsets=(plan.dst[:, None] // strides % whole)[:, : len(shape)],
         lengths=pad_left(plan.lengths, width, 1)[:, width - len(shape) :],

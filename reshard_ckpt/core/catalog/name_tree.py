@@ -79,7 +79,12 @@ class _Folder:
         groups: dict[Hashable, list[tuple[str, Node, int]]] = {}
         for part, node, look in found:
             groups.setdefault(("fold", look) if _is_number(part) else ("one", part), []).append((part, node, look))
-        return [(_join(_merge([node for _, node, _ in group], _label(group))), group[0][2]) for group in groups.values()]
+        merged: list[tuple[Node, int]] = []
+        for group in groups.values():
+            nodes = [node for _, node, _ in group]
+            label = "" if len(group) == 1 else spans([int(part) for part, _, _ in group])  # such as "0-31"
+            merged.append((_join(_merge(nodes, label)), group[0][2]))
+        return merged
 
     def _node(self, part: str, branch: _Branch, prefix: str) -> tuple[Node, int]:
         """Return the node of a branch with everything below it, and the number of its look."""
@@ -105,13 +110,8 @@ def _is_number(part: str) -> bool:
     return part.isdecimal() and len(part) <= _MAX_DIGITS
 
 
-def _label(group: Sequence[tuple[str, Node, int]]) -> str:
-    """Return the label of siblings that are folded together, such as ``0-31``."""
-    return group[0][0] if len(group) == 1 else spans([int(part) for part, _, _ in group])
-
-
 def _merge(nodes: Sequence[Node], label: str) -> Node:
-    """Merge nodes that look the same, and so have the same children in the same order, into one."""
+    """Merge nodes that look the same, and so have the same children in the same order, into one; a single one stays as it is."""
     first = nodes[0]
     if len(nodes) == 1:
         return first

@@ -21,6 +21,9 @@ BITS = (8, 4)
 PACKABLE = ("F32", "F16", "BF16")
 """The dtypes of rows that may be packed."""
 
+_NUMPY = {"F32": "<f4", "F16": "<f2"}
+"""Numpy's dtypes; it has none for BF16."""
+
 _HEAD = np.dtype([("low", "<f4"), ("scale", "<f4")])
 """The minimum and the scale, which precede the codes of each row."""
 
@@ -73,6 +76,7 @@ def pack(rows: PackedRows, plain: bytes | memoryview) -> tuple[bytes, bytes]:
     tuple
         The packed bytes, and the plain bytes that `unpack` makes of them.
     """
+    # values (N, width): the numbers of each row; low, scale (N,): its minimum, and the step between two codes.
     values = _to_float(rows.dtype, plain).reshape(-1, rows.width)
     # Plus 0, which makes 0.0 of -0.0: the minimum and the maximum of both depend on the processor and on the place in memory.
     zero, most = np.float32(0), np.float32(2**rows.bits - 1)
@@ -116,11 +120,11 @@ def _joined(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 def _to_float(dtype: str, data: bytes | memoryview) -> NDArray[np.float32]:
     if dtype == "BF16":  # the upper half of a float32
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
+    return np.frombuffer(data, _NUMPY[dtype]).astype(np.float32)
 
 
 def _from_float(dtype: str, values: NDArray[np.float32]) -> bytes:
     if dtype == "BF16":  # rounded to the nearest, ties to even
         whole = values.view(np.uint32)
         return ((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).astype("<u2").tobytes()
-    return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
+    return values.astype(_NUMPY[dtype]).tobytes()

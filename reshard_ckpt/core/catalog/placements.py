@@ -143,7 +143,7 @@ def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) ->
 
 
 def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
-    """Tell whether two placements are the same, as far as the order in which axes cut is known of both."""
+    """Tell whether two placements are the same. The order in which axes cut a dim is compared only if both record it."""
     if a is None or b is None or len(a) != len(b):
         return a == b
     unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]
@@ -162,11 +162,6 @@ def spell_axis(placement: AxisPlacement) -> str:
 # --- the table ------------------------------------------------------------------------------------------------------------------
 
 
-def _keep(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
-    """Keep all of the region."""
-    return region
-
-
 def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
     """Keep this coordinate's part of one dim."""
     dim = placement.dim
@@ -179,11 +174,6 @@ def _cut_flat(region: LocalRegion, placement: AxisPlacement, num: int, index: in
     """Keep this coordinate's part of the flattened region, in chunks of equal size."""
     kept = chunk([region.flat or (0, region.num_elements)], num, index)
     return replace(region, flat=kept[0] if kept else (0, 0))
-
-
-def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion | None:
-    """Keep all of the region if this coordinate holds the tensor, else return None."""
-    return region if index in placement.coords else None
 
 
 def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
@@ -251,7 +241,11 @@ def _spell_shard(placement: AxisPlacement) -> str:
 _KINDS = (
     PlacementKind(name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard),
     PlacementKind(
-        name="replicate", form="replicate", cut=_keep, parse=_parse_word("replicate"), spell=lambda placement: "replicate"
+        name="replicate",
+        form="replicate",
+        cut=lambda region, placement, num, index: region,
+        parse=_parse_word("replicate"),
+        spell=lambda placement: "replicate",
     ),
     PlacementKind(
         name="flat", form="flat", cut=_cut_flat, parse=_parse_word("flat"), spell=lambda placement: "flat", flattens=True
@@ -268,7 +262,7 @@ _KINDS = (
     PlacementKind(
         name="resident",
         form="resident(i, …)",
-        cut=_if_resident,
+        cut=lambda region, placement, num, index: region if index in placement.coords else None,
         parse=_parse_resident,
         spell=lambda placement: f"on({spans(placement.coords)})",
     ),

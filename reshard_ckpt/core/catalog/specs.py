@@ -213,6 +213,9 @@ class Mesh:
     axes: tuple[str, ...]
     sizes: Ints
 
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}={size}" for axis, size in self.by_axis.items())
+
     @property
     def size(self) -> int:
         return prod(self.sizes)

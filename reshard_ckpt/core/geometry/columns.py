@@ -15,8 +15,10 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .runs import I64, Mask
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 Table = TypeVar("Table", bound="ColumnTable")
 
@@ -28,6 +30,15 @@ class ColumnTable:
     def take(self: Table, rows: Any) -> Table:
         """Return the table with only these rows: indices in the order wanted, a mask, or a slice."""
         return type(self)(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """Yield the rows, as plain numbers."""
+        return zip(*(column.tolist() for column in columns_of(self)), strict=True)
+
+    @classmethod
+    def empty(cls: type[Table]) -> Table:
+        """Return a table of int64 columns without rows."""
+        return cls(*[np.zeros(0, np.int64)] * len(fields(cls)))
 
 
 def columns_of(table: ColumnTable) -> list[I64]:
@@ -78,7 +89,10 @@ def lex_order(*columns: I64) -> I64:
         if bits + width > room:
             part, width = _dense(part, width)
         if bits + width > room:
-            key, bits = _dense_pair(key, bits, part, width)
+            # Replace each pair by its rank: sort by the minor part, then stably by the major one.
+            minor = _sorted(part, width)[1]
+            order = minor[_sorted(key[minor], bits)[1]]
+            key, bits = _places(order, is_new(key[order], part[order]))
         else:
             key, bits = (key << width) | part, bits + width
     return _sorted(key, bits)[1]
@@ -162,14 +176,6 @@ def _dense(key: I64, bits: int) -> tuple[I64, int]:
     """Replace each value by its rank among the distinct ones; returns the ranks, and the bits that the largest takes."""
     ordered, order = _sorted(key, bits)
     return _places(order, is_new(ordered))
-
-
-def _dense_pair(key: I64, bits: int, part: I64, width: int) -> tuple[I64, int]:
-    """Replace each pair by its rank among the distinct pairs, as `_dense` does; `key` is the more significant part."""
-    # Sort by the minor part, then stably by the major one.
-    minor = _sorted(part, width)[1]
-    order = minor[_sorted(key[minor], bits)[1]]
-    return _places(order, is_new(key[order], part[order]))
 
 
 def _places(order: I64, new: Mask) -> tuple[I64, int]:

@@ -16,13 +16,13 @@ their own. `chunk` cuts them as ``torch.chunk`` does, including uneven sizes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+from .columns import I64 as I64
+from .columns import ColumnTable, concatenated
+from .columns import Mask as Mask
 
 
 def pad_left(rows: I64, width: int, fill: int) -> I64:
@@ -90,7 +90,7 @@ def less(low: I64, high: I64) -> Mask:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
+class Boxes(ColumnTable):
     """Boxes that runs were cut into, in order of run: ``parent`` is the index of the run, offsets are relative to its box."""
 
     parent: I64
@@ -133,14 +133,9 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     partial = np.flatnonzero(~whole & (count > 0))
     cut = _cut(lengths[partial], start[partial], count[partial])
     keep = np.flatnonzero(whole)
-    parent = np.concatenate([keep, partial[cut.parent]])
+    boxes = concatenated([Boxes(keep, np.zeros_like(lengths[keep]), lengths[keep]), replace(cut, parent=partial[cut.parent])])
     # A stable sort, so that the boxes of a run stay in the order of the run.
-    order = np.argsort(parent, kind="stable")
-    return Boxes(
-        parent[order],
-        np.concatenate([np.zeros_like(lengths[keep]), cut.offsets])[order],
-        np.concatenate([lengths[keep], cut.lengths])[order],
-    )
+    return boxes.take(np.argsort(boxes.parent, kind="stable"))
 
 
 def _digits(position: I64, strides: I64, lengths: I64) -> I64:
@@ -162,9 +157,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     begun = np.zeros((num, dims + 1), dtype=bool)
     inner_first = (first > 0)[:, ::-1]
     begun[:, :dims] = np.logical_or.accumulate(inner_first, axis=1)[:, ::-1]
-    parents: list[I64] = []
-    offsets: list[I64] = []
-    sizes: list[I64] = []
+    boxes: list[Boxes] = []
 
     def emit(mask: Mask, dim: int, digits: I64, low: I64, high: I64) -> None:
         """Add a box for each masked run: one index on the dims before `dim`, ``low … high`` along it, all of the dims after."""
@@ -175,9 +168,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
         size = np.ones((len(rows), dims), dtype=np.int64)
         size[:, dim] = (high - low)[rows]
         size[:, dim + 1 :] = lengths[rows, dim + 1 :]
-        parents.append(rows)
-        offsets.append(offset)
-        sizes.append(size)
+        boxes.append(Boxes(rows, offset, size))
 
     # In the order of the run: head, middle, tail. next_whole[i, d]: the first slice of dim d that run i has from its beginning.
     next_whole = first + begun[:, 1:]
@@ -187,10 +178,9 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
         emit(split == dim, dim, first, next_whole[:, dim], last[:, dim])
     for dim in range(1, dims):
         emit(dim > split, dim, last, np.zeros_like(start), last[:, dim])
-    parent = np.concatenate(parents)
+    cut = concatenated(boxes)
     # A stable sort, so that each run keeps the order in which its boxes were added.
-    order = np.argsort(parent, kind="stable")
-    return Boxes(parent[order], np.concatenate(offsets)[order], np.concatenate(sizes)[order])
+    return cut.take(np.argsort(cut.parent, kind="stable"))
 
 
 def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64, I64, I64]:

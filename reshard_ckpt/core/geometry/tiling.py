@@ -211,6 +211,7 @@ def find_faults(
 
 def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
     """Describe two overlapping runs of a tensor; the region is the overlap of the boxes around them."""
+    # lows, highs (2, D): the box around each of the two runs.
     lows, highs = bounds(boxes[0][pair.box], boxes[1][pair.box], pair.start, pair.count)
     low = lows.max(axis=0)
     high = np.maximum(highs.min(axis=0), low)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable
+from ..geometry.columns import ColumnTable, concatenated
 from ..geometry.runs import I64
 
 ROW_ALIGN_BYTES = 256 << 10
@@ -70,7 +70,7 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
     loads : (ranks,)
         Bytes that each rank writes already; updated in place.
     """
-    parts: list[tuple[I64, I64, I64, I64]] = []
+    parts = [Assigned.empty()]
     groups = sorted(groups, key=lambda group: (len(group.ranks), int(group.ranks[0])))
     # The solid items of all groups come first, because the streams can level out the loads that these cause.
     for group in groups:
@@ -78,20 +78,15 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
         for i in group.solid[np.argsort(-sizes, kind="stable")].tolist():
             rank = group.ranks[np.argmin(loads[group.ranks])]
             loads[rank] += num_elements[i] * item_bytes[i]
-            parts.append((np.array([i]), np.array([rank]), np.array([0]), num_elements[i : i + 1]))
+            parts.append(Assigned(np.array([i]), np.array([rank]), np.array([0]), num_elements[i : i + 1]))
     for group in groups:
         if len(group.items):
             parts.append(_cut_stream(group, num_elements, item_bytes, slice_elements, loads))
-    if not parts:
-        empty = np.zeros(0, np.int64)
-        return Assigned(empty, empty, empty, empty)
-    item, rank, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Assigned(item, rank, start, count)
+    return concatenated(parts)
 
 
-def _cut_stream(
-    group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64
-) -> tuple[I64, I64, I64, I64]:
+def _cut_stream(group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
+    """Cut the items of a group, end to end, into one part for each rank; add the bytes of each rank to `loads`."""
     # ends[i]: bytes of the stream up to the end of item i; quota: bytes for each rank; at: the cuts, in bytes of the stream.
     items = group.items
     ends = np.cumsum(num_elements[items] * item_bytes[items])
@@ -120,4 +115,4 @@ def _cut_stream(
     keep = count > 0
     item, rank = items[bound_item[keep]], group.ranks[turn[keep]]
     np.add.at(loads, rank, count[keep] * item_bytes[item])
-    return item, rank, bound_element[keep], count[keep]
+    return Assigned(item, rank, bound_element[keep], count[keep])

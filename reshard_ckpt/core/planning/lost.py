@@ -77,6 +77,7 @@ def _boxes_of(catalog: Catalog, tensor: int, ndim: int) -> list[Box]:
     row = catalog.rows_of(tensor)
     rows, box = catalog.rows, catalog.rows.box[row]
     lengths = catalog.boxes.lengths[box]
+    # cut: the rows as boxes; offsets: where these begin in the tensor, padded on the left as all of the catalog.
     cut = decompose(lengths, rows.start[row], rows.count[row])
     offsets = catalog.boxes.offsets[box][cut.parent] + cut.offsets
     width = offsets.shape[1]

@@ -122,8 +122,8 @@ def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
     """Group names by their form without the parts of wrappers."""
+    found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(bare(name), []).append(name)
     return found

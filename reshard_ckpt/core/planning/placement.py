@@ -84,8 +84,8 @@ def derive(
         by_axis = {p.axis: p for p in declared[t]}
         found = (spelled[numbers[t]] for spelled, numbers in shown)
         placements.append(tuple(by_axis.get(p.axis, p) for p in found))
-    held = _HeldBounds(holding.tensor, holding.rank, holding.box, box_offsets, box_offsets + box_lengths)
-    return _with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, held)
+    bounds = box_offsets, box_offsets + box_lengths
+    return _with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, holding, bounds)
 
 
 def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
@@ -138,6 +138,7 @@ def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Piece
 
 def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
     """Count the distinct numbers of each tensor."""
+    # order: the entries by tensor and number, so that equal ones are neighbours.
     order = lex_order(tensor, number) if len(tensor) else tensor
     return np.bincount(tensor[order][is_new(tensor[order], number[order])], minlength=num_tensors)
 
@@ -152,6 +153,7 @@ def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> 
         return np.ones(num_tensors, bool)
     order = lex_order(tensor, coordinate, number)
     tensor, coordinate, number = tensor[order], coordinate[order], number[order]
+    # pairs[t], coordinates[t]: how many distinct pairs, and how many distinct coordinates, tensor t has.
     pairs = np.bincount(tensor[is_new(tensor, coordinate, number)], minlength=num_tensors)
     coordinates = np.bincount(tensor[is_new(tensor, coordinate)], minlength=num_tensors)
     alike: Mask = pairs == coordinates * _count_distinct(tensor, number, num_tensors)
@@ -169,17 +171,6 @@ Hypothesis = tuple[tuple[int, ...], Ints]
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldBounds:
-    """The tensor, rank and box of each piece, and the bounds of each box, (B, D), padded on the left."""
-
-    tensor: I64
-    rank: I64
-    box: I64
-    low: I64
-    high: I64
-
-
-@dataclass(frozen=True, slots=True)
 class PlacementTable:
     """Distinct placements, and for each tensor the index of its own."""
 
@@ -187,7 +178,9 @@ class PlacementTable:
     of_tensor: I64
 
 
-def _with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: _HeldBounds) -> PlacementTable:
+def _with_cuts(
+    mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: PieceTable, bounds: tuple[I64, I64]
+) -> PlacementTable:
     """Return the table with turns (the order in which axes cut a dim) and sections added, where the pieces show them.
 
     Parameters
@@ -195,14 +188,17 @@ def _with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: _
     shape : (T, D), ndim : (T,)
     held
         The pieces that all ranks hold, in order of tensor.
+    bounds : (B, D), (B, D)
+        The lowest corner of each box that `held` numbers, and the one behind its highest; padded on the left.
     """
+    low, high = bounds
     wanted = {i: dims for i, p in enumerate(table.placements) if (dims := _open_dims(p))}
     if not wanted:
         return table
     # asked[t]: the placement of tensor t lacks turns; fits[t]: inner axes cut first explains its pieces.
     asked = np.isin(table.of_tensor, list(wanted))
     coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
-    fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, coordinates)
+    fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, bounds, coordinates)
     placements, of_tensor = list(table.placements), table.of_tensor.copy()
     number = {placement: i for i, placement in reversed(list(enumerate(placements)))}
     known: dict[object, int] = {}
@@ -213,13 +209,14 @@ def _with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: _
         key = (int(of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
         if key not in known:
             old = placements[of_tensor[t]]
-            found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], held.low[box], held.high[box])
+            found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], low[box], high[box])
             new = _filled(mesh, old, found)
             known[key] = number.setdefault(new, len(placements))
             placements += [new] if known[key] == len(placements) else []
         of_tensor[t] = known[key]
     for i in np.unique(table.of_tensor[fits]).tolist():
-        found = {dim: (_inner_first(mesh, placements[i], dim), ()) for dim in wanted[i]}
+        # By dim, the axes that shard it, innermost first.
+        found = {dim: (tuple(sorted(map(mesh.axes.index, names), reverse=True)), ()) for dim, names in wanted[i].items()}
         new = _filled(mesh, placements[i], found)
         at = number.setdefault(new, len(placements))
         placements += [new] if at == len(placements) else []
@@ -236,11 +233,6 @@ def _open_dims(placement: Placement) -> dict[int, list[str]]:
     return {dim: [p.axis for p in axes] for dim, axes in by_dim.items() if len({p.turn for p in axes} - {None}) < len(axes)}
 
 
-def _inner_first(mesh: Mesh, placement: Placement, dim: int) -> tuple[int, ...]:
-    """Return the mesh axes that shard a dim, innermost first, by number."""
-    return tuple(sorted((mesh.axes.index(p.axis) for p in placement if p.kind == "shard" and p.dim == dim), reverse=True))
-
-
 def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -> Placement:
     """Return the placement with the turns and sections of a hypothesis for each dim in `found`."""
 
@@ -255,7 +247,14 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 
 
 def _inner_first_fits(
-    mesh: Mesh, table: PlacementTable, asked: Mask, shape: I64, ndim: I64, held: _HeldBounds, coordinates: I64
+    mesh: Mesh,
+    table: PlacementTable,
+    asked: Mask,
+    shape: I64,
+    ndim: I64,
+    held: PieceTable,
+    bounds: tuple[I64, I64],
+    coordinates: I64,
 ) -> Mask:
     """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
     # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.
@@ -282,7 +281,7 @@ def _inner_first_fits(
         first[at, column] += skipped
         length[at, column] = np.minimum(step, length[at, column] - skipped)
     # within: the piece lies, on each dim, in the range of its rank. One piece outside refutes its tensor.
-    within = (held.low[box] >= first) & (held.high[box] <= first + length)
+    within = (bounds[0][box] >= first) & (bounds[1][box] <= first + length)
     fits = np.array(asked, bool)
     fits[tensor[np.flatnonzero(~within.all(axis=1))]] = False
     return fits
@@ -344,6 +343,7 @@ def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I6
         for turn, axis in enumerate(order):
             ranges = cut_ranges(ranges, sections if turn == 0 else (), mesh.sizes[axis], int(where[at, axis]))
         begin, end = (np.array(column, np.int64) for column in ([r[0] for r in ranges], [sum(r) for r in ranges]))
+        # inside[i, r]: piece i lies in range r.
         inside = (pieces[mine, :1] >= begin) & (pieces[mine, 1:] <= end)
         if not inside.any(axis=1).all():
             return False

@@ -116,7 +116,7 @@ def _sections(where: str, raw: Any) -> dict[int, Ints]:
     return out
 
 
-def first_saying(rules: Sequence[Rule], name: str) -> Iterator[Rule]:
+def rules_for(rules: Sequence[Rule], name: str) -> Iterator[Rule]:
     """Return the rules that match a name, in order."""
     return (rule for rule in rules if fnmatchcase(name, rule.pattern))
 

@@ -111,6 +111,7 @@ class SavedPlacements:
         mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
         if mesh is None or self._writers is None or axis not in mesh.axes:
             return 0
+        # ranks: the rank that wrote each row of the tensor.
         ranks = self._writers[self._catalog.rows.file[self._catalog.rows_of(source)]]
         return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 

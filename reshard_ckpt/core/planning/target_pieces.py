@@ -16,6 +16,7 @@ import numpy as np
 
 from ..catalog.placements import Box, local_region
 from ..catalog.specs import Ints, Mesh
+from ..geometry.columns import ColumnTable
 from ..geometry.runs import I64, Range, pad_rows
 from .local_metadata import JobMetadata, TensorColumns
 from .target_placement import TargetPlacement
@@ -25,7 +26,7 @@ Row = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRows:
+class TargetRows(ColumnTable):
     """The pieces of all ranks, in order of rank: the index of the tensor, and the run ``start, count`` of the box with index
     ``box``.
     """
@@ -86,7 +87,8 @@ class _TargetRowsBuilder:
             if placed.follows is not None:
                 leader = self.index[placed.follows]
                 ranks = held[leader] if leader in held else set(self._rows_alone(leader)[:, 0].tolist())
-                self._add(i, self._rows_following(i, ranks))
+                rows_alone = self._rows_alone(i)
+                self._add(i, rows_alone[np.isin(rows_alone[:, 0], sorted(ranks))])
         for i, holders in blobs.items():
             whole = self._box(((0,), self.shapes[i]))
             self._add(i, _as_table((rank, whole, 0, prod(self.shapes[i])) for rank in holders))
@@ -118,11 +120,6 @@ class _TargetRowsBuilder:
                 rows += ((rank, *run) for run in held[at])
             self.alike[key] = _as_table(rows)
         return self.alike[key]
-
-    def _rows_following(self, tensor: int, ranks: set[int]) -> I64:
-        """Return the rows of a tensor that these ranks hold."""
-        rows = self._rows_alone(tensor)
-        return rows[np.isin(rows[:, 0], sorted(ranks))]
 
     def _held(self, tensor: int, placed: TargetPlacement, where: Ints, flat: Range | None = None) -> list[tuple[int, int, int]]:
         """Return box, start and count of the runs that the rank at coordinates `where` holds of a tensor.

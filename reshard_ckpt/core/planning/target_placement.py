@@ -26,7 +26,7 @@ from ..catalog.names import optimizer_of
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
 from .pipeline_stages import expert_dim, experts_of, layer_dim, spread, stages_of
-from .placement_rules import Rule, first_saying, unmatched
+from .placement_rules import Rule, rules_for, unmatched
 from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 
 
@@ -47,6 +47,14 @@ class TargetPlacement:
     def flat_axis(self) -> int | None:
         """The axis along which the tensor is flat, or None."""
         return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
+
+    def on(self, axis: str) -> AxisPlacement:
+        """Return the placement on one axis."""
+        return next(p for p in self.axes if p.axis == axis)
+
+    def with_axis(self, placement: AxisPlacement) -> TargetPlacement:
+        """Return the same placement with another one on its axis."""
+        return replace(self, axes=tuple(placement if p.axis == placement.axis else p for p in self.axes))
 
     def without_flat(self) -> TargetPlacement:
         """Return the same placement with every flat axis replicated."""
@@ -84,27 +92,27 @@ class _Placer:
         self.groups = topology.groups or {}
         self.saved = SavedPlacements(catalog, names, topology.mesh)
         self.by_name: dict[str, Mapping[str, Ints]] = {}
+        self.placed: dict[str, TargetPlacement] = {}
 
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
         if slips:
             raise UsageError(f"rules: {', '.join(map(repr, slips[:5]))}: no tensor has such a name; correct the pattern")
         self.by_name = {axis: self._given_by_names(axis) for axis in GIVEN_BY_NAMES if axis in self.mesh.axes}
-        placed = {name: self._place(name) for name in self.names}
-        for axis in self.mesh.axes:
-            self._divide_again(axis, placed)
-        for name, p in placed.items():
+        self.placed = {name: self._place(name) for name in self.names}
+        for number, axis in enumerate(self.mesh.axes):
+            self._divide_again(axis, number * len(self.names))
+        for name, p in self.placed.items():
             if sum(KINDS[a.kind].flattens for a in p.axes) > 1:
                 raise UsageError(f"{name}: flat on several axes; a tensor can be flat on one: correct the rules")
-        return placed
+        return self.placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
         """Map tensors to the coordinates along `axis` that hold them: stages of a pipeline, or experts.
 
         Tensors whose names say neither a stage nor an expert are left out.
         """
-        size = self.mesh.sizes[self.mesh.axes.index(axis)]
-        saved_size = self.saved.sizes.get(axis, 1)
+        size, saved_size = self.mesh.by_axis[axis], self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:
             return self._stages(size, saved_size)
         if size == saved_size:
@@ -169,7 +177,7 @@ class _Placer:
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
         """Return the placement that a rule gives a tensor on an axis; for state without a rule, that of its parameter."""
-        own = next((rule.axes[axis] for rule in first_saying(self.topology.rules, name) if axis in rule.axes), None)
+        own = next((rule.axes[axis] for rule in rules_for(self.topology.rules, name) if axis in rule.axes), None)
         told = axis in GIVEN_BY_NAMES  # on these axes all state lies with its parameter, whatever its shape
         parameter = self.saved.links[name].parameter if told else self.saved.parameter_of_same_shape(name)
         if own is not None or parameter is None:
@@ -177,7 +185,7 @@ class _Placer:
         # State that was divided (as ZeRO does) stays divided although a rule shards its parameter.
         if not told and axis in self.saved.placements[name] and self.saved.placements[name][axis].kind in ("flat", "resident"):
             return None
-        return next((rule.axes[axis] for rule in first_saying(self.topology.rules, parameter) if axis in rule.axes), None)
+        return next((rule.axes[axis] for rule in rules_for(self.topology.rules, parameter) if axis in rule.axes), None)
 
     def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
         """Place a tensor on one axis by the first source that has an answer (see the module)."""
@@ -229,7 +237,7 @@ class _Placer:
         """Return the sections of each dim: from a rule, else as the axis that cuts the dim first recorded them."""
         shape = self.saved.shapes[name]
         names = [name, self.saved.parameter_of_same_shape(name)]
-        rules = [rule for n in names if n is not None for rule in first_saying(self.topology.rules, n) if rule.sections]
+        rules = [rule for n in names if n is not None for rule in rules_for(self.topology.rules, n) if rule.sections]
         if not rules:
             kept = [recorded[p.axis] for p in axes if p.kind == "shard" and p.axis in recorded]
             return {p.dim: p.sections for p in kept if p.dim is not None and p.turn == 0 and sum(p.sections) == shape[p.dim]}
@@ -242,32 +250,33 @@ class _Placer:
     def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
         """Return the axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
-        said = next((rule.order for rule in first_saying(self.topology.rules, name) if rule.order), None)
+        said = next((rule.order for rule in rules_for(self.topology.rules, name) if rule.order), None)
         if said is not None:
             place = {axis: i for i, axis in enumerate(said)}
             return sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place)))
         turns = {i: p.turn for i in inner_first if (p := recorded.get(axes[i].axis)) is not None and p.turn is not None}
         return sorted(inner_first, key=lambda i: turns[i]) if len(turns) == len(inner_first) else inner_first
 
-    def _divide_again(self, axis: str, placed: dict[str, TargetPlacement]) -> None:
-        """Divide anew, over an axis, the tensors that are flat there or that only some of its coordinates held whole."""
-        at = self.mesh.axes.index(axis)
+    def _divide_again(self, axis: str, first_vector: int) -> None:
+        """Divide anew, over an axis, the tensors that are flat there or that only some of its coordinates held whole.
+
+        Vectors of this axis are numbered from `first_vector` on.
+        """
         # divided: these tensors by optimizer and key of the state, so all "exp_avg" of an optimizer together.
         divided: dict[tuple[str, str], list[str]] = {}
-        for name, p in placed.items():
-            if p.axes[at].kind == "flat" or self._was_divided(name, axis):
+        for name, p in self.placed.items():
+            if p.on(axis).kind == "flat" or self._was_divided(name, axis):
                 link = self.saved.links[name]
                 divided.setdefault((link.optimizer, link.key), []).append(name)
         # flat: the groups that are cut as elements; vectors: the ones among them that are cut end to end as one vector.
-        flat = {key for key, members in divided.items() if self._is_vector(members, axis, at, placed)}
-        vectors = {key for key in flat if not self._each_alone(divided[key], at, placed)}
-        for number, key in enumerate(sorted(vectors)):
+        flat = {key for key, members in divided.items() if self._is_vector(members, axis)}
+        vectors = {key for key in flat if not self._each_alone(divided[key], axis)}
+        for number, key in enumerate(sorted(vectors), first_vector):
             for i, name in enumerate(self._in_order(divided[key], axis)):
-                p = _with_axis(placed[name], at, AxisPlacement(axis, "flat"))
-                placed[name] = replace(p, vector=(at * len(self.names) + number, i))
+                self.placed[name] = replace(self.placed[name].with_axis(AxisPlacement(axis, "flat")), vector=(number, i))
         # Tensors of all other groups stay whole, and are spread over the coordinates by size.
         whole = [name for key, members in divided.items() if key not in flat for name in members]
-        self._spread(axis, at, self._follow(axis, at, whole, {n for key in flat for n in divided[key]}, placed), placed)
+        self._spread(axis, self._follow(axis, whole, {name for key in flat for name in divided[key]}))
 
     def _was_divided(self, name: str, axis: str) -> bool:
         """Tell whether a tensor was whole on some coordinates only; a rule decides instead, True if it is ``flat``."""
@@ -277,13 +286,13 @@ class _Placer:
         saved = self.saved.placement_on(name, axis)
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
-    def _is_vector(self, members: Sequence[str], axis: str, at: int, placed: Mapping[str, TargetPlacement]) -> bool:
+    def _is_vector(self, members: Sequence[str], axis: str) -> bool:
         """Tell whether tensors are cut as elements, not spread whole.
 
         They are if some of them are flat, or if the ranks that hold them ascend in the order of the optimizer: then all were
         parts of one vector.
         """
-        if any(placed[name].axes[at].kind == "flat" for name in members):
+        if any(self.placed[name].on(axis).kind == "flat" for name in members):
             return True
         optimizer = self.saved.optimizer(members[0])
         if all(self.saved.shapes[name] == () for name in members) or optimizer is None:
@@ -292,10 +301,9 @@ class _Placer:
         several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
         return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
-    def _each_alone(self, members: Sequence[str], at: int, placed: Mapping[str, TargetPlacement]) -> bool:
+    def _each_alone(self, members: Sequence[str], axis: str) -> bool:
         """Tell whether each tensor was cut on its own: then all are flat, and each begins on coordinate 0."""
-        axis = self.mesh.axes[at]
-        if any(self._ruled(name, axis) is not None or placed[name].axes[at].kind != "flat" for name in members):
+        if any(self._ruled(name, axis) is not None or self.placed[name].on(axis).kind != "flat" for name in members):
             return False
         return not any(self.saved.first_coordinate(name, axis) for name in members)
 
@@ -316,7 +324,7 @@ class _Placer:
         place = {fqn: i for i, fqn in enumerate(() if optimizer is None else self.groups.get(optimizer, ()))}
         return sorted(members, key=lambda name: place.get(self.saved.links[name].fqn, len(place)))
 
-    def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
+    def _follow(self, axis: str, whole: Sequence[str], flat: set[str]) -> list[str]:
         """Let whole state follow the flat state of the same parameter; return the whole tensors that have none to follow."""
         # leader: for each parameter a flat tensor of its state.
         leader = {self.saved.unit(name): name for name in sorted(flat)}
@@ -326,12 +334,12 @@ class _Placer:
         for name in self.names:
             link, leads = self.saved.links[name], leader.get(self.saved.unit(name))
             if leads is not None and name not in flat and (link.optimizer, link.key) in kinds:
-                placed[name] = replace(_with_axis(placed[name], at, AxisPlacement(axis, "replicate")), follows=leads)
-        return [name for name in whole if placed[name].follows is None]
+                self.placed[name] = replace(self.placed[name].with_axis(AxisPlacement(axis, "replicate")), follows=leads)
+        return [name for name in whole if self.placed[name].follows is None]
 
-    def _spread(self, axis: str, at: int, whole: Sequence[str], placed: dict[str, TargetPlacement]) -> None:
+    def _spread(self, axis: str, whole: Sequence[str]) -> None:
         """Divide whole tensors over an axis by size, keeping the state of one parameter together."""
-        size = self.mesh.sizes[at]
+        size = self.mesh.by_axis[axis]
         # The size is unchanged: tensors stay on the coordinates that held them.
         if size == self.saved.sizes.get(axis):
             return
@@ -341,17 +349,12 @@ class _Placer:
             bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.saved.shapes[name])
         chosen = spread(bytes_of, size)
         for name in whole:
-            placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self.saved.unit(name)],), size))
+            self.placed[name] = self.placed[name].with_axis(_resident(axis, (chosen[self.saved.unit(name)],), size))
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:
     """Return the placement of a tensor on these coordinates of an axis."""
     return AxisPlacement(axis, "replicate") if len(coords) == size else AxisPlacement(axis, "resident", None, coords)
-
-
-def _with_axis(placed: TargetPlacement, at: int, placement: AxisPlacement) -> TargetPlacement:
-    """Return the same placement with another one on axis number `at`."""
-    return replace(placed, axes=(*placed.axes[:at], placement, *placed.axes[at + 1 :]))
 
 
 def _ascending(numbers: Sequence[int]) -> bool:

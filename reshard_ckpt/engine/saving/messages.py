@@ -104,10 +104,6 @@ class StoredRuns(ColumnTable):
     file: I64
     offset: I64
 
-    def rows(self) -> Iterator[tuple[int, ...]]:
-        """Iterate over the rows as plain numbers."""
-        return zip(*(column.tolist() for column in columns_of(self)), strict=True)
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:

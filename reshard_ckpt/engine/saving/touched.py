@@ -133,12 +133,14 @@ def _agreed(of_ranks: list[Any]) -> Any:
 def _merged(exchange: Exchange, scores: Scores) -> Scores:
     """Add up the scores of all ranks, or join them if they are bool. Each rank merges a part, and sends it to all."""
     is_bool = scores.dtype == bool
+    # mine: this rank's scores, 8 to a byte if they are bool. Rank r merges entries bounds[r] to bounds[r + 1] of all ranks.
     mine = np.packbits(scores) if is_bool else scores
     bounds = np.linspace(0, len(mine), exchange.size + 1).astype(np.int64)
     sizes = (np.diff(bounds) * mine.itemsize).tolist()
     own = sizes[exchange.rank]
     parts = torch.empty(own * exchange.size, dtype=torch.uint8)
     exchange.start(_as_bytes(mine), sizes, parts, [own] * exchange.size)()
+    # of_ranks (ranks, part): the part of this rank from every rank; merged: all merged parts, by rank.
     of_ranks = parts.numpy().view(mine.dtype).reshape(exchange.size, -1)
     part = np.bitwise_or.reduce(of_ranks, axis=0) if is_bool else of_ranks.sum(axis=0, dtype=mine.dtype)
     merged = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -244,7 +246,7 @@ def pick(
     new: list[_Item] = []
     packs: list[torch.Tensor] = []
     is_narrow: list[bool] = []
-    stored = [StoredRuns(*[np.zeros(0, np.int64)] * 5)]
+    stored = [StoredRuns.empty()]
     for i, (row, start, count) in enumerate(items):
         index, local = local_shards.rows[row]
         each, width = local.tensor.element_size(), prod(local.piece.lengths[1:])
@@ -331,6 +333,7 @@ def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> tor
 
 def _runs_of(items: Sequence[_Item]) -> dict[str, Any]:
     """List the runs in all packs, and the byte of the pack at which each begins."""
+    # local, start, count, ahead: one entry for each run of each pack, pack by pack; `local` is the number of the pack's item.
     packs = [(i, item.each, *item.runs) for i, item in enumerate(items) if item.runs]
     none = [np.zeros(0, np.int64)]
     local = np.concatenate([*(np.full(len(start), i) for i, _, start, _ in packs), *none])

@@ -22,7 +22,7 @@ import torch
 from ...core.catalog.model import Catalog, FileEntry, TensorKind
 from ...core.catalog.specs import PieceColumns, TensorSpec, width_of
 from ...core.catalog.summary import bytes_by_file
-from ...core.geometry.columns import ColumnTable, columns_of, concatenated, is_new, lex_order
+from ...core.geometry.columns import ColumnTable, concatenated, is_new, lex_order
 from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
 from ...core.planning.load_plan import plan_load
 from ...errors import CorruptError, StorageError, UsageError
@@ -38,7 +38,8 @@ MIN_LIVE = 0.25
 """If the base needs less than this share of a file, the bytes are written anew, so that the file can be deleted."""
 
 _REWRITTEN = 0.1
-"""Share of a base's bytes that one save writes anew for that reason, or one file. Files of the smallest shares come first."""
+"""The most bytes that one save writes anew for that reason, as a share of the base's bytes; it may always write one file anew.
+Files with the smallest share of needed bytes come first."""
 
 _ONE_WINDOW = 1 << 62
 """Window size for `plan_load` that no file reaches, so that no span is cut."""
@@ -93,7 +94,8 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
 
 
 def _left_behind(sizes: I64, live: I64, min_live: float) -> I64:
-    """Return the numbers of the files that a save no longer refers to; of each, `live` bytes are needed."""
+    """Return the numbers of the files whose bytes a save writes anew; the base needs ``live[i]`` bytes of file i."""
+    # sparse: the files with few needed bytes, in order of their share; rewritten: these bytes, added up so far.
     sparse: I64 = np.flatnonzero(live < min_live * sizes)
     sparse = sparse[np.argsort(live[sparse] / sizes[sparse], kind="stable")]
     rewritten = np.cumsum(live[sparse])
@@ -163,7 +165,8 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
         if digests is not None:
             found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, views, scratch))
     each = np.array([run.local.tensor.element_size() for run in runs], np.int64)
-    stored = _joined(found)
+    stored = concatenated([StoredRuns.empty(), *found])
+    stored = stored.take(lex_order(stored.item, stored.start))
     if base.verify:
         stored = stored.take(np.array([is_equal(base, runs, row, scratch) for row in stored.rows()], bool))
     stored = merged(stored, each)
@@ -271,7 +274,7 @@ def _bytes_of(
     base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
 ) -> Iterator[memoryview]:
     """Yield the bytes of a stretch in order: the header from the base, all other bytes from this rank's memory."""
-    for begin, end, item, start, each in zip(*(column.tolist() for column in columns_of(stretch)[1:]), strict=True):
+    for _, begin, end, item, start, each in stretch.rows():
         if item == _HEADER:
             header = memoryview(bytearray(end))
             base.storage.read_into(base.catalog.files[file].key, 0, [header])
@@ -296,12 +299,6 @@ def is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: 
             return False
         offset += len(chunk)
     return True
-
-
-def _joined(found: Sequence[StoredRuns]) -> StoredRuns:
-    """Concatenate unchanged runs, in order of item and start."""
-    runs = concatenated([StoredRuns(*[np.zeros(0, np.int64)] * 5), *found])
-    return runs.take(lex_order(runs.item, runs.start))
 
 
 def merged(runs: StoredRuns, each: I64) -> StoredRuns:
