@@ -36,16 +36,32 @@ _LINKS = ("optimizer", "key", "parameter")
 MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
 
-_SECTIONS: dict[str, frozenset[str]] = {
-    "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical", "lossy"}),
-    "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords", "turn", "num_sections", "sections"}),
-    "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint", "packed"}),
-    "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows", *_LINKS}),
-    "boxes": frozenset({"count", "offsets", "lengths"}),
-    "rows": frozenset({"box", "start", "count", "file", "offset"}),
-    "values": frozenset({"name", "path", "kind", "inline", "data", "num_blobs", "blobs", *_LINKS}),
+_SECTIONS: dict[str, dict[str, str]] = {
+    "info": {"plain": "save_id created_s mesh metadata critical lossy"},
+    "placements": {"ints": "num_axes dim num_coords coords turn num_sections sections", "texts": "axis kind"},
+    "files": {"texts": "key digests_key save_id checkpoint", "ints": "size rank", "bytes": "digest packed"},
+    "tensors": {
+        "texts": "name dtypes",
+        "ints": "dtype kind ndim alias placement num_rows optimizer key parameter",
+        "matrix": "shape",
+    },
+    "boxes": {"plain": "count", "matrix": "offsets lengths"},
+    "rows": {"ints": "box start count file offset"},
+    "values": {"texts": "name", "bytes": "path data", "ints": "kind inline num_blobs blobs optimizer key parameter"},
 }
-_KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, fields in _SECTIONS.items() for field in fields}
+"""The fields of each section, by the form in which they are stored: columns (`_PACK`), or plain msgpack."""
+
+_PACK: dict[str, Callable[[Any], Any]] = {
+    "ints": pack_ints,
+    "texts": pack_texts,
+    "bytes": pack_bytes,
+    "matrix": pack_matrix,
+    "plain": lambda value: value,
+}
+_FORMS = {
+    section: {field: form for form, fields in forms.items() for field in fields.split()} for section, forms in _SECTIONS.items()
+}
+_KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, forms in _FORMS.items() for field in forms}
 
 
 def encode_catalog(catalog: Catalog) -> bytes:
@@ -113,25 +129,23 @@ def section_digest(name: str, body: bytes) -> bytes:
 
 
 def _encode_sections(catalog: Catalog) -> dict[str, bytes]:
-    boxes, rows = catalog.boxes, catalog.rows
-    columns = {"box": rows.box, "start": rows.start, "count": rows.count, "file": rows.file, "offset": rows.offset}
-    sections = {
-        "info": _encode_info(catalog),
-        "placements": _encode_placements(catalog.placements),
-        "files": _encode_files(catalog.files),
-        "tensors": _encode_tensors(catalog.tensors_table),
-        "boxes": {
-            "count": len(boxes.offsets),
-            "offsets": pack_matrix(boxes.offsets),
-            "lengths": pack_matrix(boxes.lengths),
-        },
-        "rows": {name: pack_ints(column) for name, column in columns.items()},
-        "values": _encode_values(catalog),
+    rows = catalog.rows
+    sections: dict[str, dict[str, Any]] = {
+        "info": _info(catalog),
+        "placements": _placement_columns(catalog.placements),
+        "files": _file_columns(catalog.files),
+        "tensors": _tensor_columns(catalog.tensors_table),
+        "boxes": {"count": len(catalog.boxes.offsets), "offsets": catalog.boxes.offsets, "lengths": catalog.boxes.lengths},
+        "rows": {"box": rows.box, "start": rows.start, "count": rows.count, "file": rows.file, "offset": rows.offset},
+        "values": _value_columns(catalog),
     }
-    return {name: pack_table(fields) for name, fields in sections.items()}
+    return {
+        section: pack_table({field: _PACK[_FORMS[section][field]](value) for field, value in fields.items()})
+        for section, fields in sections.items()
+    }
 
 
-def _encode_info(catalog: Catalog) -> dict[str, Any]:
+def _info(catalog: Catalog) -> dict[str, Any]:
     mesh = catalog.mesh
     return {
         "save_id": catalog.save_id,
@@ -143,67 +157,65 @@ def _encode_info(catalog: Catalog) -> dict[str, Any]:
     }
 
 
-def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> dict[str, Any]:
+def _placement_columns(placements: tuple[tuple[AxisPlacement, ...], ...]) -> dict[str, Any]:
     axes = [axis for placement in placements for axis in placement]
     return {
-        "num_axes": pack_ints([len(placement) for placement in placements]),
-        "axis": pack_texts([axis.axis for axis in axes]),
-        "kind": pack_texts([axis.kind for axis in axes]),
-        "dim": pack_ints([0 if axis.dim is None else axis.dim + 1 for axis in axes]),
-        "num_coords": pack_ints([len(axis.coords) for axis in axes]),
-        "coords": pack_ints([c for axis in axes for c in axis.coords]),
-        "turn": pack_ints([0 if axis.turn is None else axis.turn + 1 for axis in axes]),
-        "num_sections": pack_ints([len(axis.sections) for axis in axes]),
-        "sections": pack_ints([size for axis in axes for size in axis.sections]),
+        "num_axes": [len(placement) for placement in placements],
+        "axis": [axis.axis for axis in axes],
+        "kind": [axis.kind for axis in axes],
+        "dim": [0 if axis.dim is None else axis.dim + 1 for axis in axes],
+        "num_coords": [len(axis.coords) for axis in axes],
+        "coords": [c for axis in axes for c in axis.coords],
+        "turn": [0 if axis.turn is None else axis.turn + 1 for axis in axes],
+        "num_sections": [len(axis.sections) for axis in axes],
+        "sections": [size for axis in axes for size in axis.sections],
     }
 
 
-def _encode_files(files: tuple[FileEntry, ...]) -> dict[str, Any]:
-    return {
-        # The key below the folder of the checkpoint that has the file; that folder is another column.
-        "key": pack_texts([file.key.removeprefix(file.folder) for file in files]),
-        "size": pack_ints([file.size for file in files]),
-        "digests_key": pack_texts([file.digests_key.removeprefix(file.folder) for file in files]),
-        "digest": pack_bytes([file.digest for file in files]),
-        "save_id": pack_texts([file.save_id for file in files]),
-        "rank": pack_ints([file.rank for file in files]),
-        "checkpoint": pack_texts([file.checkpoint for file in files]),
-        **({"packed": pack_bytes([msgpack.packb(file.packed) for file in files])} if any(file.packed for file in files) else {}),
-    }
+def _file_columns(files: tuple[FileEntry, ...]) -> dict[str, Any]:
+    columns: dict[str, Any] = {field: [getattr(file, field) for file in files] for field in _FILE_FIELDS}
+    for field in ("key", "digests_key"):  # below the folder of the checkpoint that has the file; the folder is another column
+        columns[field] = [getattr(file, field).removeprefix(file.folder) for file in files]
+    if any(file.packed for file in files):
+        columns["packed"] = [msgpack.packb(file.packed) for file in files]
+    return columns
 
 
-def _encode_tensors(table: TensorTable) -> dict[str, Any]:
+_FILE_FIELDS = ("key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint")
+"""The columns of files that every catalog has, in the order of `FileEntry`."""
+
+
+def _tensor_columns(table: TensorTable) -> dict[str, Any]:
     used, dtype = np.unique(table.dtype, return_inverse=True)
     return {
-        "name": pack_texts(table.names),
-        "dtypes": pack_texts([CODES[code] for code in used.tolist()]),
-        "dtype": pack_ints(dtype),
-        "kind": pack_ints(table.kind),
-        "ndim": pack_ints(table.ndim),
-        "shape": pack_matrix(table.shape),
-        "alias": pack_ints(table.alias + 1),
-        "placement": pack_ints(table.placement + 1),
-        "num_rows": pack_ints(np.diff(table.row_start)),
-        "optimizer": pack_ints(table.optimizer),
-        "key": pack_ints(table.key),
-        "parameter": pack_ints(table.parameter + 1),
+        "name": table.names,
+        "dtypes": [CODES[code] for code in used.tolist()],
+        "dtype": dtype,
+        "kind": table.kind,
+        "ndim": table.ndim,
+        "shape": table.shape,
+        "alias": table.alias + 1,
+        "placement": table.placement + 1,
+        "num_rows": np.diff(table.row_start),
+        "optimizer": table.optimizer,
+        "key": table.key,
+        "parameter": table.parameter + 1,
     }
 
 
-def _encode_values(catalog: Catalog) -> dict[str, Any]:
+def _value_columns(catalog: Catalog) -> dict[str, Any]:
     values, tensors = catalog.values_table, {name: catalog.index(name) for name in catalog.names}
     links = link_columns(catalog.value_names, [value.link for value in values], tensors)
     return {
-        "name": pack_texts([value.name for value in values]),
-        "path": pack_bytes([value.path for value in values]),
-        "kind": pack_ints([value.kind for value in values]),
-        "inline": pack_ints([value.data is not None for value in values]),
-        "data": pack_bytes([value.data for value in values if value.data is not None]),
-        "num_blobs": pack_ints([len(value.blobs) for value in values]),
-        "blobs": pack_ints([blob for value in values for blob in value.blobs]),
-        "optimizer": pack_ints(links["optimizer"]),
-        "key": pack_ints(links["key"]),
-        "parameter": pack_ints(links["parameter"] + 1),
+        "name": catalog.value_names,
+        "path": [value.path for value in values],
+        "kind": [value.kind for value in values],
+        "inline": [value.data is not None for value in values],
+        "data": [value.data for value in values if value.data is not None],
+        "num_blobs": [len(value.blobs) for value in values],
+        "blobs": [blob for value in values for blob in value.blobs],
+        **links,
+        "parameter": links["parameter"] + 1,
     }
 
 
@@ -312,19 +324,16 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
     keys = table.texts("key")
     count = len(keys)
     _refuse_repeated(table, "key", keys)
-    columns = (
-        keys,
-        table.ints("size", count).tolist(),
-        table.texts("digests_key", count),
-        table.byte_strings("digest", count),
-        table.texts("save_id", count),
-        table.ints("rank", count).tolist(),
-        table.texts("checkpoint", count),
-        [_decode_packed(table, data) for data in table.byte_strings("packed", count)]
-        if "packed" in table.fields
-        else [()] * count,
-    )
-    return tuple(_from_here(FileEntry(*entry)) for entry in zip(*columns, strict=True))
+    columns = [table.column(_FORMS["files"][field], field, count) for field in _FILE_FIELDS]
+    packed: list[tuple[PackedRows, ...]] = [()] * count
+    if "packed" in table.fields:
+        packed = [_decode_packed(table, data) for data in table.byte_strings("packed", count)]
+    files = []
+    for file in (FileEntry(*entry) for entry in zip(*columns, packed, strict=True)):
+        # The keys become relative to this checkpoint.
+        key, digests_key = (one and f"{file.folder}{one}" for one in file.keys)
+        files.append(replace(file, key=key, digests_key=digests_key) if file.checkpoint else file)
+    return tuple(files)
 
 
 def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
@@ -336,13 +345,6 @@ def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
     except (ValueError, TypeError):
         pass
     raise table.corrupt("packed", "is not a list of packed rows")
-
-
-def _from_here(file: FileEntry) -> FileEntry:
-    if not file.checkpoint:
-        return file
-    digests_key = file.digests_key and f"{file.folder}{file.digests_key}"
-    return replace(file, key=f"{file.folder}{file.key}", digests_key=digests_key)
 
 
 def _decode_links(table: Table, count: int) -> dict[str, I64]:

@@ -17,7 +17,6 @@ import numpy as np
 
 from ..core.catalog.model import BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.names import STATE
-from ..core.catalog.packed import PackedRows
 from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.geometry.columns import columns_of
 from ..core.geometry.runs import I64, Mask
@@ -25,7 +24,7 @@ from ..core.report import MAX_NAME_BYTES
 from .columns import MAX_MEMBERS
 
 MAX_DIMS = 32
-"""The most dims of a tensor: a matrix of columns may have as many (`columns.MAX_COLUMNS`)."""
+"""The most dims of a tensor, which is also the most columns of a matrix (`columns.MAX_COLUMNS`)."""
 
 MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
@@ -127,17 +126,12 @@ def _files(catalog: Catalog) -> Iterator[str]:
             yield f"file {file.key} has a digest of {len(file.digest)} bytes"
         if not 0 <= file.size <= MAX_BYTES or file.rank < 0:
             yield f"file {file.key} has {file.size} bytes and rank {file.rank}"
-        if file.packed and (file.packed[-1].end > file.size or not _are_in_order(file.packed)):
+        ends = [0, *(rows.end for rows in file.packed)]
+        if ends[-1] > file.size or any(rows.begin < end for rows, end in zip(file.packed, ends, strict=False)):
             yield f"file {file.key} has packed rows that overlap, or lie beyond its {file.size} bytes"
     keys = {file.key for file in catalog.files}
     if len(keys) != len(catalog.files):
         yield f"{len(catalog.files)} files have {len(keys)} different keys"
-
-
-def _are_in_order(packed: Sequence[PackedRows]) -> bool:
-    """Whether packed rows do not overlap."""
-    ends = [0, *(rows.end for rows in packed)]
-    return all(rows.begin >= end for rows, end in zip(packed, ends, strict=False))
 
 
 def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator[str]:

@@ -117,6 +117,13 @@ class Table:
         """Read a column of integers."""
         return self._ints(field, self.field(field, list), count)
 
+    def column(self, form: str, field: str, count: int) -> list[Any]:
+        """Read a column of one of the forms "ints", "texts" and "bytes"."""
+        if form == "ints":
+            numbers: list[int] = self.ints(field, count).tolist()
+            return numbers
+        return self.texts(field, count) if form == "texts" else self.byte_strings(field, count)
+
     def matrix(self, field: str, count: int) -> I64:
         """Read a (count, D) matrix."""
         columns = self.field(field, list)

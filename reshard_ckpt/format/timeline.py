@@ -59,7 +59,8 @@ def encode_timeline(
     Parameters
     ----------
     shift_s, uncertainty_s
-        By rank: seconds from the start of the timeline to that of the rank's own times, and `Timeline.uncertainty_s`.
+        By rank: seconds from the start of the timeline to the moment from which the rank counts its times, and
+        `Timeline.uncertainty_s`.
     steps
         The bytes of `encode_steps` of each rank, by rank.
     """
@@ -127,7 +128,7 @@ def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads
 
 
 def _numbers(data: bytes) -> Iterator[int]:
-    """Yield the integers of LEB128 bytes, a multiple of 4 of them."""
+    """Decode LEB128 bytes, and yield the integers. Their number must be a multiple of 4."""
     number = shift = count = 0
     for byte in data:
         number |= (byte & 127) << shift

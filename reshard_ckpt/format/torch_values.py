@@ -86,10 +86,6 @@ DECODERS: dict[str, Callable[[Any, int], Any]] = {
 """By tag, as in `value_decode`."""
 
 
-def _encode_parameter(value: torch.nn.Parameter, place: Any) -> Any:
-    return {"torch.Parameter": [value.requires_grad, _encode_tensor(value, place)]}
-
-
 def _encode_tensor(value: torch.Tensor, place: Any) -> Any:
     if value.layout in SPARSE_PARTS:
         parts = enumerate(getattr(value.detach(), part)() for part in SPARSE_PARTS[value.layout])
@@ -110,7 +106,7 @@ def _encode_tensor(value: torch.Tensor, place: Any) -> Any:
 
 ENCODERS: dict[type, Callable[[Any, Any], Any]] = {
     torch.Tensor: _encode_tensor,
-    torch.nn.Parameter: _encode_parameter,
+    torch.nn.Parameter: lambda value, place: {"torch.Parameter": [value.requires_grad, _encode_tensor(value, place)]},
     torch.dtype: lambda value, place: {"torch.dtype": str(value).removeprefix("torch.")},
     torch.Size: lambda value, place: {"torch.Size": list(value)},
     torch.device: lambda value, place: {"torch.device": str(value)},

@@ -44,17 +44,15 @@ def decode_node(node: Any, depth: int) -> Any:
         return decode_each(node, depth - 1)
     if kind is dict and len(node) == 1:
         ((tag, body),) = node.items()
-        decoder = _DECODERS.get(tag) or (_torch_decoder(tag) if type(tag) is str and tag.startswith("torch.") else None)
+        decoder = _DECODERS.get(tag)
+        if type(tag) is str and tag.startswith("torch."):
+            from .torch_values import DECODERS  # a catalog is read without torch, which takes seconds to import
+
+            decoder = DECODERS.get(tag)
         if decoder is not None:
             return decoder(body, depth - 1)
         raise CorruptError(f"the kind of value {tag!r:.80} is unknown: damaged, or written by a newer version")
     raise CorruptError("a value is not of the form that this version writes")
-
-
-def _torch_decoder(tag: str) -> Callable[[Any, int], Any] | None:
-    from .torch_values import DECODERS  # a catalog is read without torch, which takes seconds to import
-
-    return DECODERS.get(tag)
 
 
 def decode_each(nodes: list[Any], depth: int) -> list[Any]:
@@ -64,10 +62,12 @@ def decode_each(nodes: list[Any], depth: int) -> list[Any]:
     return [node if type(node) in _LEAVES else decode_node(node, depth) for node in nodes]
 
 
-def typed(body: Any, *kinds: type) -> tuple[Any, ...]:
-    """Check that a list has exactly one item of each of these types, in order, and return the items."""
-    if type(body) is not list or [type(item) for item in body] != list(kinds):
-        raise CorruptError("a value's parts are not what its kind has")
+def typed(body: Any, *kinds: type | None) -> tuple[Any, ...]:
+    """Check that a list has exactly one item of each of these types, in order, and return the items. None allows any type."""
+    if type(body) is not list or len(body) != len(kinds):
+        raise CorruptError("a value has another number of parts than its kind")
+    if any(kind not in (None, type(item)) for kind, item in zip(kinds, body, strict=True)):
+        raise CorruptError("a part of a value has another type than its kind has there")
     return tuple(body)
 
 
@@ -82,7 +82,7 @@ def _decode_items(body: Any, depth: int) -> list[Any]:
 def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
     pairs = one(body, list)
     if not {list}.issuperset(map(type, pairs)) or not {2}.issuperset(map(len, pairs)):
-        raise CorruptError("a value's parts are not what its kind has")
+        raise CorruptError("an entry of a dict is not a pair of a key and a value")
     keys = decode_each([key for key, _ in pairs], depth)
     _check_hashes(keys)
     if len(set(keys)) != len(keys):
@@ -131,22 +131,20 @@ def _decode_numpy_scalar(body: Any, depth: int) -> Any:
 
 
 def _decode_defaultdict(body: Any, depth: int) -> Any:
-    if type(body) is not list or len(body) != 2 or (body[0] is not None and body[0] not in FACTORIES):
-        raise CorruptError("a defaultdict's factory is none that is saved")
-    factory = None if body[0] is None else FACTORIES[body[0]]
-    return collections.defaultdict(factory, _decode_pairs(body[1], depth))
+    name, pairs = typed(body, None, None)
+    if name is not None and name not in FACTORIES:
+        raise CorruptError("the factory of a defaultdict is not one that is saved")
+    return collections.defaultdict(None if name is None else FACTORIES[name], _decode_pairs(pairs, depth))
 
 
 def _decode_object(body: Any, depth: int) -> Any:
-    if type(body) is not list or len(body) != 3 or not (type(body[0]) is type(body[1]) is str):
-        raise CorruptError("an object is not a module, a class and a value")
-    return rebuilt(body[0], body[1], decode_node(body[2], depth))
+    module, name, node = typed(body, str, str, None)
+    return rebuilt(module, name, decode_node(node, depth))
 
 
 def _decode_deque(body: Any, depth: int) -> Any:
-    if type(body) is not list or len(body) != 2 or type(body[0]) not in (type(None), int):
-        raise CorruptError("a deque's length is no integer")
-    return collections.deque(_decode_items(body[1], depth), body[0])
+    length, items = typed(body, None, None)
+    return collections.deque(_decode_items(items, depth), None if length is None else one(length, int))
 
 
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {

@@ -37,6 +37,8 @@ _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _NAN = float("nan")
 _LEAVES = frozenset({type(None), bool, bytes})
 _PLAIN_KEYS = _LEAVES | {str, int, float}
+_BASES = (int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+"""The plain types. A subclass of one is refused with the advice to convert it."""
 
 
 @dataclass(slots=True)
@@ -192,15 +194,11 @@ def _encode_items(items: Iterable[Any], place: _Place) -> list[Any]:
 
 
 def _encode_item(item: Any, place: _Place, step: Any) -> Any:
-    return item if _is_leaf(item) else _encode(item, place.child(step))
-
-
-def _is_leaf(item: Any) -> bool:
-    """Return whether an item is encoded as itself. This is the quick way for the items of long lists."""
     kind = type(item)
-    if kind is int:
-        return bool(_INT_MIN <= item <= _INT_MAX)
-    return kind in _LEAVES or (kind is float and not isnan(item)) or (kind is str and item.isascii())
+    # The quick way for long lists: these are encoded as themselves.
+    if kind in _LEAVES or (kind is str and item.isascii()) or (kind is float and not isnan(item)):
+        return item
+    return item if kind is int and _INT_MIN <= item <= _INT_MAX else _encode(item, place.child(step))
 
 
 def _encode_object(value: Any, place: _Place) -> Any:
@@ -271,10 +269,6 @@ def _numpy_dtype_code(dtype: np.dtype[Any], place: _Place) -> str:
     return code
 
 
-def _encode_array(value: np.ndarray[Any, Any], place: _Place) -> Any:
-    return {"numpy.ndarray": [_numpy_dtype_code(value.dtype, place), list(value.shape), _array_bytes(value, place)]}
-
-
 def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
     """Return the bytes of an array. Uninitialized memory may have invalid bools and text, which a reader would refuse."""
     if value.dtype.kind == "b":
@@ -305,17 +299,11 @@ def _advice(value: Any) -> str:
         hint = "put it in the state where the library sees it, or save a plain tensor"
     elif callable(value):
         hint = "code is not saved; save its name, and set it up again in the program"
-    elif isinstance(value, (int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)):
-        hint = f"its type would be lost; convert it to a plain {_plain_base(value)}"
+    elif base := next((base for base in _BASES if isinstance(value, base)), None):
+        hint = f"its type would be lost; convert it to a plain {'bytes' if base is bytearray else base.__name__}"
     else:
         hint = "convert it to plain values, or give it state_dict() and load_state_dict()"
     return f"{with_article(kind)} cannot be saved; {hint}"
-
-
-def _plain_base(value: Any) -> str:
-    bases = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-    base = next(b for b in bases if isinstance(value, b))
-    return "bytes" if base is bytearray else base.__name__
 
 
 _Encoder = Callable[[Any, _Place], Any]
@@ -336,5 +324,7 @@ _ENCODERS: dict[type, _Encoder] = {
     collections.Counter: lambda value, place: {"Counter": _encode_pairs(value, place)},
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda value, place: {"deque": [value.maxlen, _encode_items(value, place)]},
-    np.ndarray: _encode_array,
+    np.ndarray: lambda value, place: {
+        "numpy.ndarray": [_numpy_dtype_code(value.dtype, place), list(value.shape), _array_bytes(value, place)]
+    },
 }
