@@ -82,19 +82,15 @@ def _hashes(
     tally = Tally("sha256", sum(sizes), report)
 
     def one(key: str, size: int) -> bytes | CheckpointError:
+        hasher = hashlib.sha256()
         try:
-            return _hash(storage, key, size, tally)
+            for _, window in read_parts(storage, key, size, REQUEST_BYTES):
+                hasher.update(window)
+                tally.add(len(window))
         except CheckpointError as error:
             return error
+        return hasher.digest()
 
     count = num_threads(len(keys), storage.hints) if workers is None else workers
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-sha256") as pool:
         yield from zip(keys, pool.map(one, keys, sizes), strict=True)
-
-
-def _hash(storage: Storage, key: str, size: int, tally: Tally) -> bytes:
-    hasher = hashlib.sha256()
-    for _, window in read_parts(storage, key, size, REQUEST_BYTES):
-        hasher.update(window)
-        tally.add(len(window))
-    return hasher.digest()

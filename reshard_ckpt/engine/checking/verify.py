@@ -151,7 +151,10 @@ class _Check:
         """Read and verify one window; runs in the pool's threads."""
         entry = self.catalog.files[window.file]
         size = min(REQUEST_BYTES, entry.size - window.low)
-        data = self._buffer()[:size]
+        if not hasattr(self._local, "buffer"):  # of this thread
+            largest = max(entry.size for entry in self.catalog.files)
+            self._local.buffer = memoryview(bytearray(min(REQUEST_BYTES, largest)))
+        data = self._local.buffer[:size]
         try:
             self.storage.read_into(entry.key, window.low, [data])
         except CheckpointError as error:
@@ -161,13 +164,6 @@ class _Check:
         each, end = window.digests.block_bytes, window.low + size
         wrong = wrong_blocks([data], window.low, window.digests.values, each)
         return [_Damage(window.file, low, min(low + each, end)) for low in wrong]
-
-    def _buffer(self) -> memoryview:
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            largest = max(entry.size for entry in self.catalog.files)
-            buffer = self._local.buffer = memoryview(bytearray(min(REQUEST_BYTES, largest)))
-        return buffer
 
     def add(self, found: Iterable[str | _Damage]) -> None:
         """Add the findings of a window; damage that goes on where the last one ended is joined with it."""

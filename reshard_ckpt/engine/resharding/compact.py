@@ -16,10 +16,11 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.protocol import Comm, merge_of_all, value_of_first
 from ...core.catalog.model import Catalog, FileEntry
@@ -70,22 +71,11 @@ class CompactReport:
     checkpoints: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
+class _Copied(NamedTuple):
     """The key of a copied file, and the SHA-256 of the file and of its digests file; None without a manifest."""
 
     key: str
-    sha256: tuple[bytes, bytes] | None
-
-    @property
-    def packed(self) -> list[Any]:
-        """The copy as a message to rank 0."""
-        return [self.key, self.sha256]
-
-    @classmethod
-    def of(cls, key: str, sha256: list[bytes] | None) -> _Copied:
-        """Decode a message."""
-        return cls(key, None if sha256 is None else (sha256[0], sha256[1]))
+    sha256: Sequence[bytes] | None
 
     def entry(self, file: FileEntry) -> FileEntry:
         """Return the catalog entry of the copy of a file."""
@@ -137,7 +127,7 @@ def compact(
 
     def published(of_ranks: list[Any]) -> None:
         assert before is not None
-        copied = {int(index): _Copied.of(*packed) for of_rank in of_ranks for index, packed in of_rank}
+        copied = {index: _Copied(*packed) for of_rank in of_ranks for index, packed in of_rank}
         storage.sync([*keys.values(), *map(digests_key, keys.values())])
         _publish(storage, catalog, encoded, before, save_id, copied, listed)
 
@@ -145,7 +135,7 @@ def compact(
         count = num_threads(len(mine), storage.hints) if workers is None else workers
         with ThreadPoolExecutor(max(count, 1), thread_name_prefix="reshard-ckpt-compact") as pool:
             copies = list(pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), mine))
-        merge_of_all(comm, [[i, one.packed] for i, one in zip(mine, copies, strict=True)], published)
+        merge_of_all(comm, list(zip(mine, copies, strict=True)), published)
     except BaseException as error:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
             # The new catalog is not in place and will not come there, so nothing refers to the copies.

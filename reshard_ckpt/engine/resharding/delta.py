@@ -56,6 +56,7 @@ def encode_runs(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
     changed = np.flatnonzero(old != new)
     if not len(changed):
         return _HEAD.pack(1, 0)
+    # first[i]: a run begins at changed element i. start, end: the runs; gap, length: the same as distances.
     # A gap of one element costs no more to send than another pair.
     singles = _encode_singles(changed, new)
     first = np.concatenate([[True], np.diff(changed) > 2])

@@ -21,12 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
 from ...comm.protocol import Comm, merge_of_all, value_of_first
+from ...core.catalog.model import Catalog
 from ...core.catalog.specs import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
@@ -100,14 +101,17 @@ def groups_of(plan: ReshardPlan) -> list[list[int]]:
 
 def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
     """Return the old files that the files of some new ranks are made from, as far as their digests fit into memory together."""
-    catalog, runs = plan.catalog, [item.run for rank in ranks for item in plan.items(rank)]
-    if not runs:
-        return []
+    files = _files_of(plan.catalog, [item.run for rank in ranks for item in plan.items(rank)])
+    # sizes[i]: bytes of the digests of the first i + 1 files.
+    sizes = accumulate(digests_file_bytes(plan.catalog.files[file].size) for file in files)
+    return [file for file, size in zip(files, sizes, strict=True) if size <= DIGESTS_BYTES]
+
+
+def _files_of(catalog: Catalog, runs: Sequence[Run]) -> list[int]:
+    """Return the files of a catalog that hold the bytes of some runs."""
     source = np.array([run.tensor for run in runs], np.int64)
-    files = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file)
-    sizes = np.cumsum([digests_file_bytes(catalog.files[file].size) for file in files.tolist()])
-    kept: list[int] = files[sizes <= DIGESTS_BYTES].tolist()
-    return kept
+    files: list[int] = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file).tolist() if runs else []
+    return files
 
 
 def keep_finished(
@@ -126,8 +130,13 @@ def keep_finished(
     if not left:
         return ()
     whole = [one for one in layouts if there.get(one.key) == one.num_bytes and digests_key(one.key) in there]
-    mine = share((layout.num_bytes for layout in whole), comm.rank, comm.size)
-    finished = [astuple(file) for i in mine if (file := finished_file(target, whole[i])) is not None]
+    finished = []
+    for i in share((layout.num_bytes for layout in whole), comm.rank, comm.size):
+        # A finished file begins with the header of its layout, and its blocks match its digests.
+        key, size, digests_of_it = whole[i].key, whole[i].num_bytes, digests_key(whole[i].key)
+        digests = finished_digests(target, key, size, whole[i].header, target, digests_of_it)
+        if digests is not None:
+            finished.append(astuple(WrittenFile(key, size, digest128(digests))))
 
     def without_others(parts: list[Any]) -> list[Any]:
         kept = [WrittenFile(*file) for part in parts for file in part]
@@ -349,15 +358,6 @@ class _Output:
             self._file.abort()
 
 
-def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
-    """Return the file of this layout if an earlier attempt finished it, else None.
-
-    A finished file begins with the layout's header, and its blocks match its digests.
-    """
-    digests = finished_digests(storage, layout.key, layout.num_bytes, layout.header, storage, digests_key(layout.key))
-    return None if digests is None else WrittenFile(layout.key, layout.num_bytes, digest128(digests))
-
-
 def commit(
     comm: Comm,
     target: Storage,
@@ -431,13 +431,11 @@ def rank_share(plan: ReshardPlan, rank: int, save_id: str) -> RankShare:
     """Compute the files and bytes that are written for a new rank, and the old ranks whose files they come from."""
     catalog, layouts = plan.catalog, plan.layouts(rank, save_id)
     runs = [item.run for item in plan.items(rank)]
-    source = np.array([run.tensor for run in runs], np.int64)
-    files = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file).tolist() if runs else []
     each = item_bytes_of(catalog.tensors_table.dtype)
     return RankShare(
         rank=rank,
         num_files=len(layouts),
         bytes_written=sum(layout.num_bytes for layout in layouts),
         bytes_wanted=sum(run.count * int(each[run.tensor]) for run in runs),
-        sources=tuple(sorted({catalog.files[file].rank for file in files})),
+        sources=tuple(sorted({catalog.files[file].rank for file in _files_of(catalog, runs)})),
     )

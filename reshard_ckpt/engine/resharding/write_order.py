@@ -114,8 +114,11 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The windows of a group that one process writes: `begin[i]` to `end[i]` are their bytes of file sequence i, without headers.
-    The first one is number `first`, and they are `count`; None stands for all that follow."""
+    """The windows of a group that one process writes.
+
+    `first` is the number of the first window, and `count` how many there are; None stands for all that follow. In file sequence
+    i, without headers, the windows have bytes ``begin[i]`` to ``end[i]``.
+    """
 
     first: int
     count: int | None
