@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, Prepare, load_given
 from ..checkpoint.reading import read
@@ -30,6 +31,8 @@ from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageE
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun
 from .stored import StoredSteps
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +95,13 @@ class Restoring:
     ) -> LoadedStep:
         """Load the checkpoint of one step, as `load_given` does. With `goes_on`, the run goes on from this step."""
         passed: dict[str, PassedOver] = {}
-        options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
-        if self._memory is not None:
-            for verify in (False, True):
-                _, found = self._find(lambda: 0, passed, step, verify=verify)
-                loaded = self._from_memory(found, wanted, options, passed, verify=verify)
-                if loaded is not None:
-                    if goes_on:
-                        self.begin_at(step, in_store=False)
-                    return loaded
-        report = self._from_store(step, wanted, options)
+        memory = self._memory
+        options = {"verify_first": memory is not None and _may_keep(options), **self._session, **options}
+        loaded = None if memory is None else self._from_memory(step, lambda found: memory.load(found, wanted, options), passed)
+        report, tier = loaded or (self._from_store(step, wanted, options), "store")
         if goes_on:
-            self.begin_at(step, in_store=True)
-        return LoadedStep(step, report, _lines(passed))
+            self.begin_at(step, in_store=loaded is None)
+        return LoadedStep(step, report, _lines(passed), tier)
 
     def has(self, step: int) -> bool:
         """Return on every rank whether memory or the store has the checkpoint of a step. Collective."""
@@ -115,18 +112,9 @@ class Restoring:
 
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of one step; see `Manager.read`."""
-        if self._memory is not None:
-            passed: dict[str, PassedOver] = {}
-            for verify in (False, True):
-                _, found = self._find(lambda: 0, passed, step, verify=verify)
-                if found is None:
-                    break
-                try:
-                    return self._memory.read(found, names)
-                except (CorruptError, StorageError):
-                    if verify:
-                        raise
-        return read(self._stored.path(step), names)
+        memory = self._memory
+        values = None if memory is None else self._from_memory(step, lambda found: memory.read(found, names), {})
+        return read(self._stored.path(step), names) if values is None else values
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
         """Load the newest whole checkpoint; see `Manager.load_latest`."""
@@ -139,14 +127,17 @@ class Restoring:
                 step = self._newest_except(passed)
             else:
                 step, found = self._find(lambda: self._stored.newest_except(passed), in_memory, verify=verify)
-                loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
-                if loaded is not None and found is not None:
-                    self.begin_at(loaded.step, in_store=False)
-                    self._memory.persist_found(found)
-                    return loaded
                 if found is not None:
-                    verify = True  # it could not be loaded: try another copy of it, or the next older one
-                    continue
+                    loaded = self._tried(
+                        found, partial(self._memory.load, wanted=state, options=options), in_memory, verify=verify
+                    )
+                    if loaded is None:
+                        verify = True  # it could not be loaded: try another copy of it, or the next older one
+                        continue
+                    self.begin_at(found.generation.step, in_store=False)
+                    self._memory.persist_found(found)
+                    report, tier = loaded
+                    return LoadedStep(found.generation.step, report, _lines(in_memory, passed), tier)
             if step < 0:
                 break
             try:
@@ -179,23 +170,26 @@ class Restoring:
         with self._deferring():
             return load_given(self._stored.path(step), wanted, options)
 
-    def _from_memory(
-        self,
-        found: Restorable | None,
-        wanted: Mapping[str, Any] | Prepare,
-        options: Mapping[str, Any],
-        passed: dict[str, PassedOver],
-        passed_in_store: Mapping[int, str] = MappingProxyType({}),
-        *,
-        verify: bool,
-    ) -> LoadedStep | None:
-        """Load a generation. Return None if it is None or damaged; add a line to `passed` if its copies had been verified."""
-        if found is None or self._memory is None:
-            return None
+    def _from_memory(self, step: int, call: Callable[[Restorable], T], passed: dict[str, PassedOver]) -> T | None:
+        """Return the result of a call with the generation of a step; None if memory has no whole one. Collective."""
+        for verify in (False, True):
+            _, found = self._find(lambda: 0, passed, step, verify=verify)
+            result = None if found is None else self._tried(found, call, passed, verify=verify)
+            if result is not None:
+                return result
+        return None
+
+    def _tried(
+        self, found: Restorable, call: Callable[[Restorable], T], passed: dict[str, PassedOver], *, verify: bool
+    ) -> T | None:
+        """Return the result of a call with a generation; None if it is damaged.
+
+        Add a line to `passed` if its copies had been verified.
+        """
         step = found.generation.step
         try:
             with self._deferring():
-                report, tier = self._memory.load(found, wanted, options)
+                return call(found)
         except (CorruptError, StorageError) as error:
             if not verify:
                 LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
@@ -204,7 +198,6 @@ class Restoring:
                 raise
             self._pass_over({found.generation.save_id: PassedOver(f"step {step} in memory: {error}", is_damaged=True)}, passed)
             return None
-        return LoadedStep(step, report, _lines(passed, passed_in_store), tier)
 
     def _find(
         self, at_least: Callable[[], int], passed: dict[str, PassedOver], step: int | None = None, *, verify: bool
