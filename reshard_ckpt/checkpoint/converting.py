@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -25,7 +25,7 @@ from ..errors import UsageError
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
-from ..formats.destination import OutputFolder, new_file, new_folder
+from ..formats.destination import new_file, new_folder
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
 from ..formats.source import Format, Path, Source, known_formats, locate, open_shared_source, open_source, with_options
@@ -354,25 +354,19 @@ class _Place:
     identity: str | None
     overwrite: bool
 
-    @contextmanager
-    def folder(self) -> Iterator[OutputFolder]:
-        """Yield the folder to write in. Once all ranks have left the block, the result is in its place. Collective."""
-        with ExitStack() as stack:
+    def folder(self) -> AbstractContextManager[tuple[str, str]]:
+        """Open the folder to write in, and yield the paths of an `OutputFolder`. Collective."""
+        return self._made(new_folder(self.dst, self.src, identity=self.identity, overwrite=self.overwrite))
 
-            def made() -> list[str]:
-                folder = new_folder(self.dst, self.src, identity=self.identity, overwrite=self.overwrite)
-                output = stack.enter_context(folder)
-                return [output.result, output.resume_info]
-
-            yield OutputFolder(*value_of_first(self.comm, made))
-        value_of_first(self.comm, lambda: None)
+    def file(self) -> AbstractContextManager[str]:
+        """Open the file to write, and yield its path. Collective."""
+        return self._made(new_file(self.dst, self.src, overwrite=self.overwrite))
 
     @contextmanager
-    def file(self) -> Iterator[str]:
-        """Yield the path of the file to write; see `folder`."""
+    def _made(self, place: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Enter a context on rank 0. Once all ranks have left the block, it has ended, and the result is in its place."""
         with ExitStack() as stack:
-            file = new_file(self.dst, self.src, overwrite=self.overwrite)
-            yield value_of_first(self.comm, lambda: stack.enter_context(file))
+            yield value_of_first(self.comm, lambda: stack.enter_context(place))
         value_of_first(self.comm, lambda: None)
 
 
@@ -405,7 +399,7 @@ def _write_folder(
     saved, out, comm, run_bytes = conversion.saved, conversion.catalog, conversion.comm, conversion.run_bytes
     if writer is not None and not writer.shares:
         place = replace(place, identity=None)  # it expects an empty folder
-    with place.folder() as output, open_storage(output.result) as storage, LocalStorage(output.resume_info) as notes:
+    with place.folder() as (result, resume_info), open_storage(result) as storage, LocalStorage(resume_info) as notes:
         shared: Any = {"comm": comm, "notes": notes if storage.hints.shares_files else None}
         kept = 0
         if to == "safetensors":
@@ -422,7 +416,7 @@ def _write_folder(
             cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
             verify, report = conversion.verify, conversion.report
             done = write_as_one_rank(
-                comm, conversion.source, saved, cast, output.result, conversion.dequantizer, verify=verify, report=report
+                comm, conversion.source, saved, cast, result, conversion.dequantizer, verify=verify, report=report
             )
             kept = done.bytes_kept
         elif to == "dcp":

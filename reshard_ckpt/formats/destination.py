@@ -25,8 +25,8 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
@@ -41,8 +41,7 @@ _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 _TRIES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFolder:
+class OutputFolder(NamedTuple):
     """The folder in which a result is made.
 
     Attributes
