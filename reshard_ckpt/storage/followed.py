@@ -4,9 +4,19 @@ It reads those files in the other folders; it writes, lists and deletes only in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .protocol import ANY, Document, Hints, Lock, Storage, Version, Writer
+from .protocol import Document, Hints, Storage
+
+
+def _of_own(name: str) -> Any:
+    """Return a method of `FollowedStorage` that calls the method of this name of the checkpoint's own store."""
+
+    def call(self: FollowedStorage, *args: Any, **options: Any) -> Any:
+        return getattr(self._own, name)(*args, **options)
+
+    return call
 
 
 class FollowedStorage(Storage):
@@ -49,43 +59,22 @@ class FollowedStorage(Storage):
         storage, key = self._place(key)
         return storage.size(key)
 
-    def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
-        return self._own.create(key, size, replace=replace)
-
-    def write_at(self, key: str, offset: int) -> Writer:
-        return self._own.write_at(key, offset)
-
     def copy(self, source: Storage, key: str, to: str) -> bool:
         if source is self:
             source, key = self._place(key)
         return self._own.copy(source, key, to)
 
-    def sync(self, keys: Iterable[str]) -> None:
-        self._own.sync(keys)
-
-    def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        return self._own.list(prefix)
-
-    def free_bytes(self) -> int | None:
-        return self._own.free_bytes()
-
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
-        return self._own.folders(prefix)
-
-    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
-        return self._own.lock(key, shared=shared, make=make)
-
-    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
-        return self._own.lease(key, note, ttl_s=ttl_s, once=once)
-
-    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
-        return self._own.publish(key, data, expected=expected)
-
-    def prove_conditions(self) -> None:
-        self._own.prove_conditions()
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._own.delete(keys)
+    create = _of_own("create")
+    write_at = _of_own("write_at")
+    sync = _of_own("sync")
+    list = _of_own("list")
+    free_bytes = _of_own("free_bytes")
+    folders = _of_own("folders")
+    lock = _of_own("lock")
+    lease = _of_own("lease")
+    publish = _of_own("publish")
+    prove_conditions = _of_own("prove_conditions")
+    delete = _of_own("delete")
 
     def close(self) -> None:
         self._own.close()

@@ -291,7 +291,7 @@ class LocalStorage(Storage):
 
 
 class LocalWriter(Writer):
-    """A new file below a `LocalStorage`, or from byte `begin` on the part of one that other processes write, too."""
+    """A new file below a `LocalStorage`. With `begin`, the part from that byte on of a file that other processes write too."""
 
     def __init__(self, storage: LocalStorage, key: str, path: str, fd: int, begin: int | None) -> None:
         self._storage, self._key, self._where = storage, key, path

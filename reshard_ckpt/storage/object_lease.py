@@ -98,25 +98,27 @@ def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: b
         with suppress(PublishConflict):
             version = storage.publish(key, content(note, ttl_s), expected=ABSENT)
             return ObjectLease(storage, key, note, ttl_s, version, began, once=once)
-    [found] = storage.read_many([key], _MAX_BYTES)
-    holder = _holder(found)
-    seen, waited_since = found.version if found else ABSENT, time.monotonic()
+
+    def look() -> tuple[dict[str, Any] | None, Version]:
+        [found] = storage.read_many([key], _MAX_BYTES)
+        return _holder(found), found.version if found else ABSENT
+
+    (holder, seen), waited_since = look(), time.monotonic()
     while holder is not None and not _is_dead(holder) and time.monotonic() - waited_since < holder["ttl_s"]:
         if holder["process"] == _this_process():
             return None
         _sleep(holder["ttl_s"] / _LOOKS)
-        [found] = storage.read_many([key], _MAX_BYTES)
-        holder = _holder(found)
-        if holder is not None and found is not None and found.version != seen:
+        before = seen
+        holder, seen = look()
+        if holder is not None and seen != before:
             return None
-        seen = found.version if found else ABSENT
     began = time.monotonic()
     try:
         version = storage.publish(key, content(note, ttl_s), expected=seen)
     except PublishConflict:
         return None
     lease = ObjectLease(storage, key, note, ttl_s, version, began, once=once)
-    lease.had_file = found is not None
+    lease.had_file = seen != ABSENT
     return lease
 
 

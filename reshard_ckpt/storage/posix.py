@@ -232,15 +232,6 @@ class OpenFiles:
         return len(self._files)
 
 
-def _after_fork() -> None:
-    """Make new locks in a forked child: a thread that is gone may hold the old ones."""
-    for files in _ALL_OPEN:
-        files._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 MOMENTS_S = 120.0
 """The longest wait of `await_lock`. Its locks are held only for moments, but in these a process may allocate gigabytes of
@@ -269,7 +260,7 @@ class FileLock(Lock):
         self.close()
 
     def close(self) -> None:
-        """Close the file, which releases the lock unless another process has it open, too."""
+        """Close the file. That releases the lock, unless another process has the file open too."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -350,9 +341,12 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
     return True
 
 
-def _drop_inherited() -> None:
+def _after_fork() -> None:
+    """In a forked child, close inherited locks, and give caches new ones: a thread that is gone may hold those of the parent."""
     for lock in list(_LIVE_LOCKS):
         lock.close()
+    for files in _ALL_OPEN:
+        files._lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_drop_inherited)
+os.register_at_fork(after_in_child=_after_fork)

@@ -78,7 +78,8 @@ ABSENT = Version("absent")
 """The version of a file that does not exist."""
 
 PROBE = "probe"
-"""The name of an object that exists for a moment, in a folder named as that of a save, to see whether conditions hold."""
+"""The name of an object that exists for a moment, to see whether the store honours conditions. Its folder is named like that of a
+save."""
 
 ANY = Version("any")
 """For `Storage.publish`: replace any version."""
