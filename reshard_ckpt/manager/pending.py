@@ -41,7 +41,7 @@ class PendingSaves:
         return any(save.failed() for save in list(self._settled))
 
     def raise_errors(self) -> None:
-        """Raise the errors that nobody has seen, several as one."""
+        """Raise the errors that no caller has seen; several are joined into one."""
         errors = [error for save in list(self._settled) if (error := save.running.take_error()) is not None]
         if len(errors) == 1:
             raise errors[0]

@@ -261,7 +261,8 @@ class StoredSteps:
         others = [other for other in steps if other != step]
         # With a grace, only the catalog goes now.
         referred, mine = frozenset() if self._grace_s else self._referred(others), self._info(step).referred
-        # All folders of the step, that of the least pattern first: else one that does not count would count from now on.
+        # All folders of the step go, the one that counts least first: after a crash, another order would let a folder count that
+        # did not count before.
         named = self._names.patterns
         folders = [self._names.of(step)] if len(named) == 1 else reversed(self._names.committed(self._storage, step))
         self._check_lease()

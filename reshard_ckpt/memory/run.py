@@ -112,7 +112,7 @@ class MemoryRun:
         lineage.adopt(comm, copy)
         if copy is not None and copy.run != lineage.known.run:  # of a root that was removed: no later job may adopt it
             drop_copy(self._folder)
-        self._tier.run = self._tier.pool.run = lineage.known.run
+        self._tier.pool.run = lineage.known.run
         self._name_others()
         self._writing: Persisting | None = None
         self._newest: Generation | None = None
@@ -128,7 +128,7 @@ class MemoryRun:
             keep_copy(self._folder, self._lineage.known)
         with suppress(StorageError, OSError):  # generations that stay do not count, and are freed first
             kept = {generation.name for generation in self._known()[-self.options.generations :]}
-            mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._tier.run]
+            mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._lineage.known.run]
             drop_generations(self._folder, [name for name in mine if name not in kept])
 
     def _name_others(self) -> None:

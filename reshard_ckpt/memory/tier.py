@@ -66,8 +66,8 @@ class Tier:
 
     Attributes
     ----------
-    run, attempt
-        The run's id, and the number of this attempt.
+    attempt
+        The number of this attempt.
     num_skipped
         Number of saves that went to the store because memory was full.
     """
@@ -87,7 +87,7 @@ class Tier:
         self.pool, self._root = SlotPool(options, self.folder, timeout_s=timeout_s), root
         with suppress(NoRoom):  # each save tries again, and warns
             self.pool.enter(root)
-        self.run, self.attempt, self.num_skipped = "", 0, 0
+        self.attempt, self.num_skipped = 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
         self._spare_bytes = MIN_SPARE_BYTES
@@ -251,7 +251,7 @@ class Tier:
 
         mine = (encode_receipt(receipt), held, next_number(self.folder))
         catalog, holders, number, copies, persist = merge_of_all(job.comm, mine, published)
-        generation = Generation(self.run, self.attempt, step, number, job.save_id, catalog, holders)
+        generation = Generation(self.pool.run, self.attempt, step, number, job.save_id, catalog, holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
             self._spare_bytes = max(2 * len(catalog), MIN_SPARE_BYTES)
@@ -288,7 +288,7 @@ class Tier:
         """Forget the generations that a new one replaces, and the oldest; remove unused slots of dead processes."""
         if not self.topology.leads(self.rank):
             return
-        found = [one for one in find_generations(self.folder) if one.run == self.run]
+        found = [one for one in find_generations(self.folder) if one.run == self.pool.run]
         same = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
         counted = [one for one in found if one not in same]
         old = [*same, *counted[: -self.pool.generations]]
@@ -344,7 +344,7 @@ class MemoryTarget:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
             receipt, table = self._sealed(job, copy)
-            # A rank whose images failed sends no copy: nobody is to wait for it until a deadline of the links.
+            # A rank whose images failed sends no copy. Without this gather, others would wait for it until the links' deadline.
             job.comm.gather(b"")
             with job.recorder.step("copy"):
                 held = self._tier.copy(self._taken, self._sizes, table)
