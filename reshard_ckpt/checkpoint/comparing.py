@@ -100,7 +100,7 @@ def diff(
     progress
         As for `inspect`.
     process_group
-        The ranks that share the tensors: each compares as many bytes, and all get the same result. Each rank reads all values.
+        The ranks that share the tensors, by their bytes. All get the same result. Each rank reads all values.
         None stands for all ranks. By default this process is on its own.
     timeout_s
         Seconds to wait for the other ranks.

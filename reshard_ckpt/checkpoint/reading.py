@@ -58,8 +58,8 @@ def verify(
     progress
         As for `load`; the step is "verify", and then "sha256".
     process_group
-        The ranks that share the reading: each verifies as many bytes, and all get the same report. None stands for all ranks. By
-        default this process is on its own.
+        The ranks that share the reading, by bytes. All get the same report. None stands for all ranks. By default this process is
+        on its own.
     timeout_s
         Seconds to wait for the other ranks.
 

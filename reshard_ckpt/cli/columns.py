@@ -152,19 +152,20 @@ class Columns:
         short = [max(word, min(width, SHORT)) for word, width in zip(longest, widths, strict=True)]
         others = [i for i, right in enumerate(self.right) if not right and i != names]
         excess = sum(widths) + 2 * (len(widths) - 1) - room
+
+        def shrink(i: int, floor: int) -> None:
+            nonlocal excess
+            fewer = max(0, min(excess, widths[i] - floor))
+            widths[i] -= fewer
+            excess -= fewer
+
         for floors, whole_name in ((short, 2 * MIN_NAME), (longest, MIN_NAME)):
             while excess > 0 and (wide := [i for i in others if widths[i] > floors[i]]):
                 widest = max(wide, key=lambda i: widths[i])
-                widths[widest] -= 1
-                excess -= 1
-            fewer = max(0, min(excess, widths[names] - whole_name))
-            widths[names] -= fewer
-            excess -= fewer
-        if self._is_tree:  # its cells are cut to the width that is left
-            for i in others:
-                fewer = max(0, min(excess, widths[i] - SHORT // 2))
-                widths[i] -= fewer
-                excess -= fewer
+                shrink(widest, widths[widest] - 1)
+            shrink(names, whole_name)
+        for i in others if self._is_tree else ():  # the cells of a tree are cut to the width that is left
+            shrink(i, SHORT // 2)
         return widths
 
     def text(self) -> str:

@@ -85,8 +85,8 @@ class SaveReport:
     duration_s
         Seconds from the call until the checkpoint was committed on all ranks.
     stall_s
-        Seconds of these in which training stood still. For `save`, all of them; for `async_save`, the seconds until it returned,
-        and the seconds that a caller of ``staged()`` or an optimizer step waited for staging.
+        Seconds of `duration_s` in which training stood still. For `save`, all of them. For `async_save`, the seconds until it
+        returned, and the seconds that a caller of ``staged()`` or an optimizer step waited for staging.
     failed_before
         For a manager with ``on_failure="warn"``: the saves in a row that had failed when this one began.
     bytes_referred

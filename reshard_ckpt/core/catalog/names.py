@@ -44,7 +44,7 @@ def groups_name(optimizer: str) -> str:
 
 
 def state_name(optimizer: str, fqn: str = "") -> str:
-    """Return the beginning of the names of a parameter's state; without an FQN, that of all state of the optimizer.
+    """Return the prefix of the names of a parameter's state; without an FQN, the prefix of all state of the optimizer.
 
     >>> state_name("optimizer", "w"), state_name("optimizer")
     ('optimizer.state.w', 'optimizer.state.')
@@ -124,8 +124,8 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
         known = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
         link = _only([way for way in known if "." not in way.key]) or _only(known)
         if link is None and not known:
-            # The groups do not list the parameter, so the last part is the key.
-            plain = [StateLink(optimizer, *_last(rest)) for optimizer, rest in ways if "." in rest]
+            # The groups do not list the parameter, so the last part is the key, and the FQN stands before its dot.
+            plain = [StateLink(optimizer, *rest.rpartition(".")[::2]) for optimizer, rest in ways if "." in rest]
             link = _only([way for way in plain if way.optimizer in listed])
             if link is None and plain:
                 # Nothing with groups fits; look again when the names of all parameters are known.
@@ -144,12 +144,6 @@ def _ways(name: str) -> Iterator[tuple[str, str]]:
     while at >= 0:
         yield below[1:at], below[at + len(_BETWEEN) :]
         at = below.find(_BETWEEN, at + 1)
-
-
-def _last(rest: str) -> tuple[str, str]:
-    """Divide the rest of a name into an FQN and a key, which is its last part."""
-    fqn, _, key = rest.rpartition(".")
-    return fqn, key
 
 
 def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLink]:

@@ -34,7 +34,7 @@ class Summary:
     mesh
         The mesh of the job that saved it, if known.
     num_tensors, num_aliases
-        The number of tensors, and how many of them are second names of another one's bytes.
+        The number of tensors, and the number of tensors that share the bytes of another one.
     num_parameters
         Elements of all tensors that are not optimizer state; buffers count too.
     num_bytes, num_shards

@@ -24,7 +24,7 @@ def copy_holders(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, 
     machines
         For each node a key of its machine.
     copies
-        How many other nodes hold a copy of each node's images; fewer if there are not as many other nodes.
+        Number of other nodes that hold a copy of each node's images. If there are fewer other nodes, each of them holds one.
 
     Returns
     -------

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -156,17 +156,12 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
     """Map the tensors of experts to coordinates below `num`; the experts of each group are divided evenly, in order."""
+    found = {name: of for name in names if (of := expert_of(name)) is not None}
     groups: dict[str, set[int]] = {}
-    for name in names:
-        if (found := expert_of(name)) is not None:
-            groups.setdefault(found[0], set()).add(found[1])
-    order = {group: {expert: i for i, expert in enumerate(sorted(experts))} for group, experts in groups.items()}
-    out = {}
-    for name in names:
-        if (found := expert_of(name)) is not None:
-            of_group = order[found[0]]
-            out[name] = of_group[found[1]] * num // len(of_group)
-    return out
+    for group, expert in found.values():
+        groups.setdefault(group, set()).add(expert)
+    order = {group: sorted(experts) for group, experts in groups.items()}
+    return {name: bisect_left(order[group], expert) * num // len(order[group]) for name, (group, expert) in found.items()}
 
 
 def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:

@@ -289,8 +289,8 @@ class _Placer:
     def _is_vector(self, members: Sequence[str], axis: str) -> bool:
         """Tell whether tensors are cut as elements, not spread whole.
 
-        They are if some of them are flat, or if the ranks that hold them ascend in the order of the optimizer: then all were
-        parts of one vector.
+        Tensors are cut as elements if some of them are flat, or if the ranks that hold them ascend in the order of the optimizer:
+        then all were parts of one vector.
         """
         if any(self.placed[name].on(axis).kind == "flat" for name in members):
             return True
