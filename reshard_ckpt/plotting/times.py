@@ -49,8 +49,9 @@ def draw_timeline(timeline: Timeline) -> Figure:
     labels = [fitted(timeline.label(rank) + ("" if thread == "caller" else f" {thread}"), 8, 200) for rank, thread in rows]
     left = max((text_width(label, 8) for label in labels), default=20.0) + 24
     tall = min(max(640.0 / max(len(rows), 1), 4.0), 26.0)
-    figure = new_figure(WIDTH, HEAD + tall * max(len(rows), 1) + FOOT)
-    axes = add_axes(figure, left, HEAD, WIDTH - left - 24, tall * max(len(rows), 1))
+    across, down = WIDTH - left - 24, tall * max(len(rows), 1)
+    figure = new_figure(WIDTH, HEAD + down + FOOT)
+    axes = add_axes(figure, left, HEAD, across, down)
     seconds = max(timeline.seconds, 1e-9)
     axes.set(xlim=(0, seconds * 1.005), ylim=(max(len(rows), 1), 0))
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
@@ -61,12 +62,12 @@ def draw_timeline(timeline: Timeline) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     at = {row: i for i, row in enumerate(rows)}
     steps = [step for step in timeline.steps if (step.rank, step.thread) in at]
-    least = 0.6 * seconds / (WIDTH - left - 24)  # shorter steps are drawn this long, so that they can still be seen
+    least = 0.6 * seconds / across  # shorter steps are drawn this long, so that they can still be seen
     boxes = [(s.start_s, at[s.rank, s.thread] + 0.08, max(s.end_s - s.start_s, least), 0.84) for s in steps]
     draw_boxes(axes, boxes, [colour_of(step.name) for step in steps], [_tip(step, timeline) for step in steps], edge="none")
     for step, (x, y, width, height) in zip(steps, boxes, strict=True):
-        room = width / seconds * (WIDTH - left - 24)
-        write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=text_colour_on(colour_of(step.name)))
+        colour = text_colour_on(colour_of(step.name))
+        write_in(axes, x + width / 2, y + height / 2, [step.name], width / seconds * across, tall, size=8, color=colour)
     more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
     write_head(figure, f"{timeline_title(timeline)}{more}")
     # The legend has known steps in the order of a save, then unknown steps in the order of their first start.
@@ -115,7 +116,7 @@ def _tip(step: Step, timeline: Timeline) -> str:
     return f"{timeline.label(step.rank)} {step.name} ({step.thread}): {took:.3g} s from {step.start_s:.3g} s{size}"
 
 
-WIDTH, HEIGHT = 720.0, 420.0
+GOODPUT_WIDTH, GOODPUT_HEIGHT = 720.0, 420.0
 TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800)
 
 
@@ -123,8 +124,8 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
     """Draw the share of time lost over the interval, for saves to memory and for the store alone, or only for the store."""
     memory, store, _ = tiers(job)
-    figure = new_figure(WIDTH, HEIGHT)
-    axes = add_axes(figure, 70, 56, WIDTH - 100, HEIGHT - 110)
+    figure = new_figure(GOODPUT_WIDTH, GOODPUT_HEIGHT)
+    axes = add_axes(figure, 70, 56, GOODPUT_WIDTH - 100, GOODPUT_HEIGHT - 110)
     curves: list[tuple[str, TierCosts, float]] = []
     if memory is not None and best.memory_s is not None:
         curves.append(("saves to memory", memory, best.memory_s))
@@ -134,21 +135,17 @@ def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
         curves.append(("saves to the store", store, best.store_s))
     center = [interval for *_, interval in curves]
     intervals = np.geomspace(min(center) / 20, max(center) * 20, 300)
-    highest = 0.0
-    lowest = min(range(len(curves)), key=lambda i: curves[i][1].lost(curves[i][2]).total)
-    for i, ((label, tier, at), colour) in enumerate(zip(curves, PALETTE, strict=False)):
+    marks = [tier.lost(at).total for _, tier, at in curves]
+    for (label, tier, at), lost, colour in zip(curves, marks, PALETTE, strict=False):
         axes.plot(intervals, [tier.lost(float(t)).total for t in intervals], color=colour, label=label)
-        axes.plot([at], [tier.lost(at).total], "o", color=colour)
+        axes.plot([at], [lost], "o", color=colour)
         # The lowest mark is labelled below its curve, all others above, so that nearby marks do not cover each other's labels.
-        lift = -14 if i == lowest else 8
-        axes.annotate(
-            duration_text(at), (at, tier.lost(at).total), (0, lift), textcoords="offset points", ha="center", size=9, color=colour
-        )
-        highest = max(highest, tier.lost(at).total)
+        lift = -14 if lost == min(marks) else 8
+        axes.annotate(duration_text(at), (at, lost), (0, lift), textcoords="offset points", ha="center", size=9, color=colour)
     axes.set(
         xscale="log",
         xlim=(intervals[0], intervals[-1]),
-        ylim=(0, min(1.0, 3 * highest)),
+        ylim=(0, min(1.0, 3 * max(marks))),
         xlabel="interval between saves",
         ylabel="time lost",
     )
@@ -160,5 +157,5 @@ def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center")
     title = f"{job.state_bytes / 1e9:,.0f} GB on {job.nodes:,} nodes, a failure every {duration_text(job.mtbf_s)}"
-    figure.text(70 / WIDTH, 1 - 34 / HEIGHT, title, size=13, weight="bold")
+    figure.text(70 / GOODPUT_WIDTH, 1 - 34 / GOODPUT_HEIGHT, title, size=13, weight="bold")
     return figure

@@ -251,6 +251,10 @@ def test_timeline_has_each_step_at_its_time():
     assert timeline_words(timeline) == "The longest step, but for those that wait, is “write” of rank 2 dp=2: 0.15 of 0.25 s."
 
 
+def test_a_timeline_is_as_wide_as_its_constant_says():
+    assert draw_timeline(steps_of(3)).get_figwidth() * 72 == times.WIDTH == 960
+
+
 def test_legend_of_a_timeline_is_in_the_order_of_a_save():
     starts = {"publish": 0.0, "write": 0.1, "mine": 0.2, "meet": 0.3}  # clocks of ranks differ a little
     steps = tuple(Step(0, name, "caller", start, start + 0.1, 0) for name, start in starts.items())
