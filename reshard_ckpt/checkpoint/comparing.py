@@ -18,7 +18,7 @@ import torch
 from ..comm import ALONE, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.placements import same_placement
-from ..core.catalog.specs import AxisPlacement, ValueKind
+from ..core.catalog.specs import ValueKind
 from ..core.report import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
@@ -141,7 +141,7 @@ def diff(
             ),
             shape=shapes,
             dtype=tuple(_changes(tensors, first, second, Catalog.dtype)),
-            placement=(*_changes(tensors, first, second, _placement, same_placement), *ranks),
+            placement=(*_changes(tensors, first, second, Catalog.placement, same_placement), *ranks),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, report, comm)) if values else (),
             num_compared=len(comparable) if values else 0,
@@ -159,11 +159,6 @@ def _changes(
         in_a, in_b = property_of(a, a.index(name)), property_of(b, b.index(name))
         if not same(in_a, in_b):
             yield Change(name, in_a, in_b)
-
-
-def _placement(catalog: Catalog, index: int) -> tuple[AxisPlacement, ...] | None:
-    placement = int(catalog.tensors_table.placement[index])
-    return None if placement < 0 else catalog.placements[placement]
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:

@@ -17,7 +17,7 @@ from ..core.catalog.specs import ITEM_BYTES
 from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
-from ..engine.loading.saved_values import open_values
+from ..engine.loading.saved_values import plain_values
 from ..engine.loading.scales import ENTRIES, Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import agree_on_id
@@ -310,8 +310,7 @@ def _select(
     out = retyped(kept, {name: code for name, code in dtypes.items() if name not in applied})
     if top:
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
-    opened = open_values(source.storage, kept, kept.value_names, verify=verify)
-    decoded = {name: value.plain for name, value in opened.items()}
+    decoded = plain_values(source.storage, kept, kept.value_names, verify=verify)
     return _Conversion(source, kept, out, decoded, left_out, verify, report, comm, dequantizer, bool(applied))
 
 
@@ -426,8 +425,7 @@ def _write_folder(
             assert writer.write is not None
             # Objects of the other library's classes are written under their names, although it is not installed.
             with names_kept():
-                opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
-                values = {name: value.plain for name, value in opened.items()}
+                values = plain_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
             if writer.shares or comm.rank == 0:
                 kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
         return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != CONVERT_LOCK]), kept

@@ -145,9 +145,9 @@ def inspect(
 
             found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress))
         if full := [name for name in values if name in exact]:  # large values are read only by their full name
-            from ..engine.loading.saved_values import open_values
+            from ..engine.loading.saved_values import plain_values
 
-            whole = open_values(source.storage, saved, full, verify=True)
+            whole = plain_values(source.storage, saved, full)
         return Inspection(
             path=str(path),
             format=source.format,
@@ -156,7 +156,7 @@ def inspect(
             lines=lines,
             tree=fold([line.name for line in lines], [_fold_key(line) for line in lines]),
             tensors=tuple(saved.tensor(name) for name in tensors if name in exact),
-            values={name: value.plain for name, value in whole.items() if name in exact},
+            values={name: value for name, value in whole.items() if name in exact},
             stats=tuple(found),
         )
 

@@ -18,7 +18,7 @@ from ..engine.checking.manifest import check_listed, check_manifest, make_manife
 from ..engine.checking.verify import VerifyReport, verify_all
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.load import LoadOptions, check_whole, fetch, resolve
-from ..engine.loading.saved_values import open_values
+from ..engine.loading.saved_values import plain_values
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.files import timeline_key
@@ -31,8 +31,8 @@ def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dic
     """Read a checkpoint's catalog, and the values whose names `chosen` accepts, by name."""
     with open_source(path) as source:
         names = [name for name in source.catalog.value_names if chosen(name)]
-        values = open_values(source.storage, source.catalog, names, verify=True)
-        return source.catalog, {name: values[name].plain for name in names}
+        values = plain_values(source.storage, source.catalog, names)
+        return source.catalog, {name: values[name] for name in names}
 
 
 def verify(
@@ -215,10 +215,8 @@ def read_from(source: Source, names: Sequence[str] | None = None, *, progress: b
     if any(resolved.problems.values()):
         raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
     fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
-    out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
-    for name, value in open_values(storage, saved, values, verify=True).items():
-        out[name] = value.plain
-    return out
+    tensors_by_name = {spec.name: tensor for spec, tensor in whole}
+    return tensors_by_name | plain_values(storage, saved, values)
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:

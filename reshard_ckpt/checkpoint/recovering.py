@@ -204,22 +204,23 @@ class Recovery:
         captured = capture(self._source, process_group=self._session["process_group"])
         step = _step_of(captured) if self._step is None else self._step
         own = [bool(self._source), step, _steps_counted(captured), _without_state(captured), _embedding_tables(self._state)]
-        everyone = merge_of_all(comm, own)
-        survivors = [(rank, step, counts) for rank, (is_alive, step, counts, _, _) in enumerate(everyone) if is_alive]
-        self._without, self._tables = union([one[3] for one in everyone]), union([one[4] for one in everyone])
+        # Each is a tuple with an entry for each rank.
+        is_alive, steps, counts, without, tables = zip(*merge_of_all(comm, own), strict=True)
+        survivors = [rank for rank, alive in enumerate(is_alive) if alive]
+        self._without, self._tables = union(list(without)), union(list(tables))
         self._is_alone = len(survivors) == 1
         if not survivors:
             raise LayoutError("no rank's state is alive")
         found: dict[str, tuple[int, Any]] = {}
-        for rank, step, counts in survivors:
-            for what, number in {"step": step, **counts}.items():
+        for rank in survivors:
+            for what, number in {"step": steps[rank], **counts[rank]}.items():
                 first, known = found.setdefault(what, (rank, number))
                 if known != number and None not in (known, number):
                     text = "step" if what == "step" else f"count {what}"
                     raise LayoutError(
                         f"the survivors are not at one step: {text} is {known} on rank {first}, {number} on rank {rank}"
                     )
-        return next((step for _, step, _ in survivors if step is not None), None)
+        return next((steps[rank] for rank in survivors if steps[rank] is not None), None)
 
     def _begin(self, comm: Comm) -> Job:
         """Open the states of the survivors, and plan the parts that they send. Collective."""

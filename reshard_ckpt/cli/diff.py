@@ -80,20 +80,15 @@ def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Make a row for each name that only one side has; equal layers share one."""
-    return [(what, f"{label}{_count_suffix(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
+def _names(what: str, names: Sequence[str], cells: Sequence[tuple[str, ...]] | None = None) -> list[tuple[str, ...]]:
+    """Make a row for each name, with cells for both sides if they are given; equal layers with equal cells share one."""
+    looks = [("", "", "")] * len(names) if cells is None else cells
+    return [(what, f"{label}{_count_suffix(leaves)}", *looks[leaves[0]], "", "") for label, leaves in shorten(names, looks)]
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
     """Make a row for each change; layers with the same change share one."""
-    sides = [(words(change.a), words(change.b)) for change in changes]
-    lines = shorten([change.name for change in changes], sides)
-    rows: list[tuple[str, ...]] = []
-    for label, leaves in lines:
-        a, b = sides[leaves[0]]
-        rows.append((what, f"{label}{_count_suffix(leaves)}", a, "→", b, "", ""))
-    return rows
+    return _names(what, [change.name for change in changes], [(words(change.a), "→", words(change.b)) for change in changes])
 
 
 def _by(of: ValueChange) -> str:

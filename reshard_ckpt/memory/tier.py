@@ -192,10 +192,10 @@ class Tier:
             links, members = self._open_links(table.save_id, timeout_s)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for source in sources}
-            links.swap({members.index(t): head for t in targets}, {members.index(s): heads[s] for s in sources}, ends)
-            body = taken[self.rank].slot.region()[: sizes[self.rank]]
-            bodies = {source: taken[source].slot.region()[: sizes[source]] for source in sources}
-            links.swap({members.index(t): body for t in targets}, {members.index(s): bodies[s] for s in sources}, ends)
+            body, *bodies = (taken[rank].slot.region()[: sizes[rank]] for rank in (self.rank, *sources))
+            for mine, theirs in ((head, heads.values()), (body, bodies)):
+                coming = dict(zip(map(members.index, sources), theirs, strict=True))
+                links.swap({members.index(target): mine for target in targets}, coming, ends)
         except PeerError as error:
             self._links = None
             warnings.warn(f"this save has fewer copies in memory: {error}", stacklevel=2)

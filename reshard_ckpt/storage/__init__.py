@@ -75,10 +75,9 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     ('/ckpt/run', 'memory://run', 's3://bucket/run')
     """
     text = path_text(path)
-    match = _SCHEME.match(text)
-    if match is None:
-        return os.path.abspath(text)
-    return "/".join(_place(text)).replace("/", "://", 1) if match[1].lower() in _OBJECTS else text
+    if is_object_path(text):
+        return "/".join(_place(text)).replace("/", "://", 1)
+    return text if _SCHEME.match(text) else os.path.abspath(text)
 
 
 def unlinked_path(path: str | os.PathLike[str]) -> str:

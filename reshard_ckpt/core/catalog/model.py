@@ -24,7 +24,7 @@ from ..geometry.columns import ColumnTable, is_new
 from ..geometry.runs import I64, ranges
 from .names import divided
 from .packed import PackedRows, packed_size
-from .specs import CODES, ITEM_BYTES, AxisPlacement, Ints, Mesh, StateLink, ValueKind, item_bytes_of
+from .specs import CODES, ITEM_BYTES, Ints, Mesh, Placement, StateLink, ValueKind, item_bytes_of
 
 
 class TensorKind:
@@ -175,7 +175,7 @@ class TensorView:
     name: str
     dtype: str
     shape: Ints
-    placement: tuple[AxisPlacement, ...] | None
+    placement: Placement | None
     alias_of: str | None
     shards: tuple[ShardView, ...]
 
@@ -212,7 +212,7 @@ class Catalog:
     mesh: Mesh | None
     metadata: Any
     tensors_table: TensorTable
-    placements: tuple[tuple[AxisPlacement, ...], ...]
+    placements: tuple[Placement, ...]
     boxes: BoxTable
     rows: RowTable
     files: tuple[FileEntry, ...]
@@ -262,6 +262,11 @@ class Catalog:
         alias = int(self.tensors_table.alias[index])
         return index if alias < 0 else alias
 
+    def placement(self, index: int) -> Placement | None:
+        """Return the placement of a tensor; None if it is not known."""
+        number = int(self.tensors_table.placement[index])
+        return None if number < 0 else self.placements[number]
+
     def link(self, index: int) -> StateLink | None:
         """Return the optimizer, parameter and key whose state a tensor is; None if it is not state."""
         table = self.tensors_table
@@ -302,13 +307,12 @@ class Catalog:
         """Return one tensor and its rows as plain Python values."""
         i = self._index[name]
         source, ndim = self.source(i), int(self.tensors_table.ndim[i])
-        placement = int(self.tensors_table.placement[i])
         rows = self.rows_of(source)
         return TensorView(
             name=name,
             dtype=self.dtype(i),
             shape=self.shape(i),
-            placement=None if placement < 0 else self.placements[placement],
+            placement=self.placement(i),
             alias_of=None if source == i else self.tensors_table.names[source],
             shards=tuple(self._shard(row, ndim, ITEM_BYTES[self.dtype(i)]) for row in range(rows.start, rows.stop)),
         )

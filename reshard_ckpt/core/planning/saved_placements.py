@@ -53,6 +53,10 @@ class SavedPlacements:
             return StateLink("", name, "", name)
         return link if link.parameter in chosen else replace(link, parameter=None)
 
+    def parameter(self, name: str) -> str:
+        """Return the parameter that a tensor is, or is state of: its name, or its FQN if it was not saved too."""
+        return self.links[name].parameter or self.links[name].fqn
+
     def optimizer(self, name: str) -> str | None:
         """Return the optimizer whose state a tensor is, or None; "" is an optimizer at the root of the state."""
         link = self.links[name]
@@ -147,6 +151,6 @@ def _writers(catalog: Catalog) -> I64 | None:
 
 def _understood(catalog: Catalog, index: int) -> Placement:
     """Return a tensor's axis placements that this version knows; a newer one may have written others."""
-    number, ndim = int(catalog.tensors_table.placement[index]), int(catalog.tensors_table.ndim[index])
-    known = (p for p in (catalog.placements[number] if number >= 0 else ()) if p.kind in KINDS)
+    ndim = int(catalog.tensors_table.ndim[index])
+    known = (p for p in catalog.placement(index) or () if p.kind in KINDS)
     return tuple(p for p in known if (p.kind != "shard" if p.dim is None else p.dim < ndim))

@@ -119,7 +119,7 @@ class _Placer:
             # The size is unchanged, so experts stay where they were.
             saved = ((name, placement.get(axis)) for name, placement in self.saved.placements.items())
             return {name: p.coords for name, p in saved if p is not None and p.kind == "resident"}
-        owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names}
+        owner = {name: self.saved.parameter(name) for name in self.names}
         experts = experts_of(sorted(set(owner.values())), size)
         return {name: (experts[param],) for name, param in owner.items() if param in experts}
 
@@ -130,7 +130,7 @@ class _Placer:
         # Tensors that are cut along stacked layers, or placed by a rule, need no stage of their own.
         stacked = {name for name in self.names if self._stacked_dim(name, PIPELINE) is not None}
         ruled = stacked | {name for name in self.names if self._ruled(name, PIPELINE) is not None}
-        owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names if name not in ruled}
+        owner = {name: self.saved.parameter(name) for name in self.names if name not in ruled}
         # known: the saved stages of each parameter, from its own tensor if there is one, else from its state.
         known: dict[str, Ints] = {}
         for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters first: they win over their state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, nan, prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,6 @@ class _Totals:
         self.num_finite += len(numbers)
 
     def stats(self, name: str, num_elements: int) -> TensorStats:
-        some = self.num_finite > 0
-        mean = self.sum / self.num_finite if some else nan
-        return TensorStats(
-            name=name,
-            num_elements=num_elements,
-            min=self.low if some else None,
-            max=self.high if some else None,
-            mean=mean if some else None,
-            num_nan=self.num_nan,
-            num_inf=self.num_inf,
-        )
+        if self.num_finite == 0:
+            return TensorStats(name, num_elements, None, None, None, self.num_nan, self.num_inf)
+        return TensorStats(name, num_elements, self.low, self.high, self.sum / self.num_finite, self.num_nan, self.num_inf)

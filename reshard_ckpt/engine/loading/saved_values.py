@@ -56,6 +56,11 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
     return found
 
 
+def plain_values(storage: Storage, catalog: Catalog, names: Iterable[str], *, verify: bool = True) -> dict[str, Any]:
+    """Return the values at or below these names as plain objects, by name; a value of each rank's own as the list of all."""
+    return {name: value.plain for name, value in open_values(storage, catalog, names, verify=verify).items()}
+
+
 class _RankValues(Sequence[Any]):
     """Sequence of the values of all ranks. A value is read when it is indexed, so a rank need read only its own."""
 
