@@ -23,9 +23,9 @@ import torch
 
 from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_first
 from ..comm.wire import name_ranks
-from ..core.catalog.model import Catalog
+from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.names import bare, optimizer_of, state_name
-from ..core.catalog.specs import ValueKind
+from ..core.catalog.specs import ValueKind, ValueSpec
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
@@ -202,7 +202,7 @@ class Recovery:
             No rank is alive, or they are at different steps.
         """
         captured = capture(self._source, process_group=self._session["process_group"])
-        step = _step_of(captured) if self._step is None else self._step
+        step = _step_of(captured.values) if self._step is None else self._step
         own = [bool(self._source), step, _steps_counted(captured), _without_state(captured), _embedding_tables(self._state)]
         # Each is a tuple with an entry for each rank.
         is_alive, steps, counts, without, tables = zip(*merge_of_all(comm, own), strict=True)
@@ -269,13 +269,9 @@ class Recovery:
 
     def _wanted_of(self, live: Catalog, values: Mapping[str, Any], is_exact: bool, saved: Catalog, comm: Comm) -> Target:
         """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
-        for entry in saved.values_table:
-            if entry.name.rpartition(".")[2] == "step" and entry.link is None and entry.data is not None:
-                step = decode_value(entry.data, name=entry.name)
-                if is_exact and step != values.get(entry.name, step):
-                    raise LayoutError(
-                        f"{entry.name} is {values[entry.name]} on the survivors, {step} in the checkpoint of their step"
-                    )
+        for name, step in _steps(saved.values_table).items():
+            if is_exact and step != values.get(name, step):
+                raise LayoutError(f"{name} is {values[name]} on the survivors, {step} in the checkpoint of their step")
         if self._keeps:
             return Target((), (), (), (), lambda values: [], lambda values, skipped: None)
         target = prepare_load(self._state, saved, rank=comm.rank, size=comm.size)
@@ -334,14 +330,15 @@ class Recovery:
         return RecoveryReport(step, total, went_back, tuple(lost_values))
 
 
-def _step_of(captured: Captured) -> int | None:
-    """Return the one integer among the values called ``step`` of a state; None if there is none, or several that differ."""
-    named = [v for v in captured.values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
-    return _one_integer(decode_value(v.data, name=v.name) for v in named if v.data is not None)
+def _steps(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
+    """Map the names of the values called ``step`` that are the same on all ranks, and no optimizer's, to these values."""
+    named = [v for v in values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
+    return {v.name: decode_value(v.data, name=v.name) for v in named if v.data is not None}
 
 
-def _one_integer(values: Iterable[Any]) -> int | None:
-    found = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
+def _step_of(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
+    """Return the one integer among the values called ``step``; None if there is none, or several that differ."""
+    found = {step for step in _steps(values).values() if isinstance(step, int) and not isinstance(step, bool)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -426,8 +423,7 @@ class OfPath:
         """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
 
         def look() -> int | None:
-            values = [v for v in read_catalog(self.path).values_table if v.name.rpartition(".")[2] == "step" and v.link is None]
-            found = _one_integer(decode_value(v.data, name=v.name) for v in values if v.data is not None)
+            found = _step_of(read_catalog(self.path).values_table)
             number = re.search(r"\d+$", path_text(self.path).rstrip("/"))
             return int(number[0]) if found is None and number else found
 

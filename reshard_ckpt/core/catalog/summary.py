@@ -82,11 +82,8 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         return Portion(int(chosen.sum()), int(elements[held].sum()), int(sizes[held].sum()))
 
     codes = np.unique(table.dtype[is_tensor]).tolist()
-    roots = [name.split(".", 1)[0] for name in table.names]
-    root_names = sorted({root for root, kept in zip(roots, is_tensor.tolist(), strict=True) if kept})
-    # root[t]: the number of the top-level key of entry t, -1 for blobs at other keys.
-    number = {name: i for i, name in enumerate(root_names)}
-    root = np.array([number.get(r, -1) for r in roots], np.int64)
+    # root[t]: the top-level key of entry t.
+    root = np.array([name.split(".", 1)[0] for name in table.names], str)
     return Summary(
         save_id=catalog.save_id,
         created_s=catalog.created_s,
@@ -104,7 +101,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         bytes_referred=int(bytes_by_file(catalog)[[bool(file.checkpoint) for file in catalog.files]].sum()),
         checkpoints=tuple(sorted({file.checkpoint for file in catalog.files if file.checkpoint})),
         dtypes={CODES[code]: share(is_tensor & (table.dtype == code)) for code in codes},
-        roots={name: share(is_tensor & (root == i)) for i, name in enumerate(root_names)},
+        roots={name: share(is_tensor & (root == name)) for name in np.unique(root[is_tensor]).tolist()},
     )
 
 

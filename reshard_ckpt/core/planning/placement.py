@@ -199,29 +199,24 @@ def _with_cuts(
     asked = np.isin(table.of_tensor, list(wanted))
     coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
     fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, bounds, coordinates)
-    placements, of_tensor = list(table.placements), table.of_tensor.copy()
-    number = {placement: i for i, placement in reversed(list(enumerate(placements)))}
+    # number: the distinct placements of the result, numbered in order; of_tensor[t]: the number of tensor t's.
+    number: dict[Placement, int] = {}
+    of_tensor = np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64)[table.of_tensor]
     known: dict[object, int] = {}
     for t in np.flatnonzero(asked & ~fits).tolist():
         rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
         rank, box = held.rank[rows], held.box[rows]
         # Tensors with equal shapes and pieces, as in equal layers, share one answer.
-        key = (int(of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
+        key = (int(table.of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
         if key not in known:
-            old = placements[of_tensor[t]]
             found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], low[box], high[box])
-            new = _filled(mesh, old, found)
-            known[key] = number.setdefault(new, len(placements))
-            placements += [new] if known[key] == len(placements) else []
+            known[key] = number.setdefault(_filled(mesh, table.placements[key[0]], found), len(number))
         of_tensor[t] = known[key]
     for i in np.unique(table.of_tensor[fits]).tolist():
         # By dim, the axes that shard it, innermost first.
         found = {dim: (tuple(sorted(map(mesh.axes.index, names), reverse=True)), ()) for dim, names in wanted[i].items()}
-        new = _filled(mesh, placements[i], found)
-        at = number.setdefault(new, len(placements))
-        placements += [new] if at == len(placements) else []
-        of_tensor[fits & (table.of_tensor == i)] = at
-    return PlacementTable(placements, of_tensor)
+        of_tensor[fits & (table.of_tensor == i)] = number.setdefault(_filled(mesh, table.placements[i], found), len(number))
+    return PlacementTable(list(number), of_tensor)
 
 
 def _open_dims(placement: Placement) -> dict[int, list[str]]:

@@ -214,14 +214,19 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One write item after `pick`: a run of a row of the local shards, and the runs of the agreed item in it if it is a pack."""
+    """One write item after `pick`: elements of a row of the local shards, from the agreed item `origin`.
+
+    If it is a pack: the tensor of gathered rows, the starts and counts of their runs in the agreed item, and the bits of an
+    element in the file if they are fewer there, else 0.
+    """
 
     local: int
     start: int
     count: int
     origin: int
-    each: int
-    runs: tuple[I64, I64] | None = None
+    pack: torch.Tensor | None = None
+    runs: Sequence[I64] = ()
+    bits: int = 0
 
 
 def pick(
@@ -243,23 +248,19 @@ def pick(
     spans = spans_of(base, local_shards, RunColumns(items.local[tracked], items.start[tracked], items.count[tracked]))
     spans = spans.take(lex_order(spans.item, spans.start))
     first = np.searchsorted(spans.item, np.cumsum(np.append(0, is_table))).tolist()  # first[i]: the first span of item i or later
+    each_of = np.array([local_shards.rows[row][1].tensor.element_size() for row in items.local.tolist()], np.int64)
     new: list[_Item] = []
-    packs: list[torch.Tensor] = []
-    is_narrow: list[bool] = []
     stored = [StoredRuns.empty()]
     for i, (row, start, count) in enumerate(items):
         index, local = local_shards.rows[row]
-        each, width = local.tensor.element_size(), prod(local.piece.lengths[1:])
+        width = prod(local.piece.lengths[1:])
         # low, high: the whole rows of the piece's box in this item.
         low, high = (-(-start // width), (start + count) // width) if index in tables and width else (0, 0)
         if low >= high:
-            new.append(_Item(row, start, count, i, each))
+            new.append(_Item(row, start, count, i))
             continue
-        new += [
-            _Item(row, begin, end - begin, i, each)
-            for begin, end in ((start, low * width), (high * width, start + count))
-            if begin < end
-        ]
+        beside = ((start, low * width), (high * width, start + count))
+        new += [_Item(row, begin, end - begin, i) for begin, end in beside if begin < end]
         offset = local.piece.offsets[0]
         held = _held(spans.take(slice(first[i], first[i + 1])), tables[index][offset + low : offset + high], low, width, i)
         if base.verify:
@@ -270,21 +271,19 @@ def pick(
         begins, ends = np.append(low, (held.start + held.count) // width), np.append(held.start // width, high)
         begins, ends = begins[begins < ends], ends[begins < ends]
         if len(begins):
-            packs.append(_pack(local, low, high, begins, ends))
-            is_narrow.append(bits is not None and specs[index].name in rows and _can_have(bits, packs[-1], specs[index].dtype))
-            new.append(_Item(-len(packs), 0, packs[-1].numel(), i, each, (begins * width, (ends - begins) * width)))
-    new.sort(key=lambda item: -item.each)  # so that each member of a file is aligned
-    each_of = np.array([local_shards.rows[row][1].tensor.element_size() for row in items.local.tolist()], np.int64)
+            pack = _pack(local, low, high, begins, ends)
+            is_narrow = bits and specs[index].name in rows and _can_have(bits, pack, specs[index].dtype)
+            runs = begins * width, (ends - begins) * width
+            new.append(_Item(row, 0, pack.numel(), i, pack, runs, bits if bits and is_narrow else 0))
+    new.sort(key=lambda item: -each_of[item.origin])  # so that each member of a file is aligned
     joined = merged(concatenated(stored), each_of)
-    shards, local_of = _with_packs(local_shards, items, new, packs)
+    shards, local_of = _with_packs(local_shards, new)
     picked = Picked(
         origin=np.array([item.origin for item in new], np.int64),
         stored=joined,
         num_bytes=int((joined.count * each_of[joined.item]).sum()),
-        bits={
-            int(row): bits for row, item in zip(local_of, new, strict=True) if bits and item.runs and is_narrow[-item.local - 1]
-        },
-        **_runs_of(new),
+        bits={int(row): item.bits for row, item in zip(local_of, new, strict=True) if item.bits},
+        **_runs_of(new, each_of),
     )
     columns = RunColumns(local_of, np.array([i.start for i in new], np.int64), np.array([i.count for i in new], np.int64))
     return shards, columns, picked
@@ -331,10 +330,10 @@ def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> tor
     return view.index_select(0, rows)
 
 
-def _runs_of(items: Sequence[_Item]) -> dict[str, Any]:
+def _runs_of(items: Sequence[_Item], each_of: I64) -> dict[str, Any]:
     """List the runs in all packs, and the byte of the pack at which each begins."""
     # local, start, count, ahead: one entry for each run of each pack, pack by pack; `local` is the number of the pack's item.
-    packs = [(i, item.each, *item.runs) for i, item in enumerate(items) if item.runs]
+    packs = [(i, each_of[item.origin], *item.runs) for i, item in enumerate(items) if item.runs]
     none = [np.zeros(0, np.int64)]
     local = np.concatenate([*(np.full(len(start), i) for i, _, start, _ in packs), *none])
     count = np.concatenate([*(count for *_, count in packs), *none])
@@ -342,23 +341,20 @@ def _runs_of(items: Sequence[_Item]) -> dict[str, Any]:
     return {"runs": RunColumns(local, np.concatenate([*(start for _, _, start, _ in packs), *none]), count), "ahead": ahead}
 
 
-def _with_packs(
-    local_shards: LocalShards, items: RunColumns, new: Sequence[_Item], packs: Sequence[torch.Tensor]
-) -> tuple[LocalShards, I64]:
+def _with_packs(local_shards: LocalShards, items: Sequence[_Item]) -> tuple[LocalShards, I64]:
     """Add each pack as a tensor of its own, which no base has; return the local shards, and the row of each item."""
     specs, rows = list(local_shards.specs), list(local_shards.rows)
-    local = np.array([item.local for item in new], np.int64)
-    for i, item in enumerate(new):
-        if item.runs:
-            pack = packs[-item.local - 1]
-            spec = specs[rows[items.local[item.origin]][0]]
-            shape = tuple(pack.shape)
+    local = np.array([item.local for item in items], np.int64)
+    for i, item in enumerate(items):
+        if item.pack is not None:
+            spec, shape = specs[rows[item.local][0]], tuple(item.pack.shape)
             piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
             local[i] = len(rows)
-            rows.append((len(specs), LocalPiece(pack, piece)))
+            rows.append((len(specs), LocalPiece(item.pack, piece)))
             specs.append(TensorSpec(f"{escape(spec.name)}@[rows,{item.origin}]", spec.dtype, shape, (piece,)))
     metadata = local_shards.local_metadata
-    kind = np.append(metadata.tensors.kind, np.full(len(packs), TensorKind.BLOB, np.uint8))
+    added = len(specs) - len(local_shards.specs)
+    kind = np.append(metadata.tensors.kind, np.full(added, TensorKind.BLOB, np.uint8))
     metadata = replace(metadata, tensors=replace(metadata.tensors, kind=kind))
     return replace(local_shards, specs=specs, rows=rows, local_metadata=metadata), local
 
