@@ -58,13 +58,11 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
     return SelectedNames(*(list(dict.fromkeys(n for of_kinds in found.values() for n in of_kinds[i])) for i in range(len(kinds))))
 
 
-def top_level_keys(saved: Catalog, limit: int = 8) -> str:
-    """List the first parts of all names, as text for messages."""
+def top_level_keys(saved: Catalog) -> str:
+    """List the first parts of all names, at most 8, as text for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
-    if not found:
-        return "nothing"
-    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
+    return ", ".join([*map(repr, found[:8]), *(["…"] if len(found) > 8 else [])]) or "nothing"
 
 
 def matching(known: Sequence[str], name: str) -> list[str]:

@@ -190,18 +190,13 @@ class BlockHasher:
     >>> hasher.update(b"x" * 200_000)
     >>> len(decode_digests(hasher.finish(), 200_000).values)
     2
-
-    Parameters
-    ----------
-    begin
-        The byte of the file at which the hashed part begins. Within a block, the first digest is of the rest of that block alone.
     """
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES, begin: int = 0) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
         self._digests: list[int] = []
         self._open = xxhash.xxh3_64()
-        self._open_bytes = begin % block_bytes
+        self._open_bytes = 0
 
     @property
     def num_bytes(self) -> int:

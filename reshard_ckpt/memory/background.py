@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from ..comm.protocol import Comm
@@ -118,12 +118,12 @@ class Persisting:
             self.before = None
         is_new = False
         try:
-            with self._session as comm, open_storage(self._path, timeout_s=self._timeout_s) as storage:
-                images = NodeImages(self._folder, self.generation.save_id)
-                try:
-                    is_new = persist(comm, images, self.generation, self._mine, storage, grace_s=self._grace_s)
-                finally:
-                    images.close()
+            with (
+                self._session as comm,
+                open_storage(self._path, timeout_s=self._timeout_s) as storage,
+                closing(NodeImages(self._folder, self.generation.save_id)) as images,
+            ):
+                is_new = persist(comm, images, self.generation, self._mine, storage, grace_s=self._grace_s)
         except BaseException as error:
             self._error = error
             LOGGER.error("the save to %s is in memory, but not in the store: %s", self._path, error)

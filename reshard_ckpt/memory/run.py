@@ -345,10 +345,8 @@ class MemoryRun:
             self.wait()
             if clean:
                 self._persist_newest()
-        except BaseException:
+        finally:
             self._tier.close()
-            raise
-        self._tier.close()
         if clean and self.options.drop_on_clean_exit:
             # Rank 0 holds the lock of the root until all ranks have left this session, so the next job waits for it.
             with open_session("drop the memory of", self._root, **self._session):

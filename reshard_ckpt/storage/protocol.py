@@ -487,9 +487,9 @@ def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
         return list(pool.map(lambda call: call(), calls))
 
 
-def write_file(storage: Storage, key: str, data: Buffer, *, replace: bool = False) -> None:
+def write_file(storage: Storage, key: str, data: Buffer) -> None:
     """Write a new file, durably; see `Storage.create`."""
-    with storage.create(key, memoryview(data).nbytes, replace=replace) as writer:
+    with storage.create(key, memoryview(data).nbytes) as writer:
         writer.write(data)
 
 
