@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
+from ..core.catalog.model import Catalog, ShardView, TensorView
 from ..core.catalog.name_tree import walk
+from ..core.timeline import rank_label
 from ..engine.common.progress import size_text
 from ..errors import CheckpointNotFound
 from .app import as_plain, command, print_json, print_text, progress
@@ -178,7 +179,7 @@ def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
         str(list(shard.offsets)),
         str(list(shard.lengths)),
         f"{shard.start:,} to {shard.start + shard.count:,}" if _is_flat(shard) else "all",
-        _rank(catalog, shard.file),
+        rank_label(shard.file.rank, catalog.mesh).removeprefix("rank "),
         shard.file.key,
         f"{shard.offset:,}",
         f"{shard.num_bytes:,}",
@@ -189,15 +190,6 @@ def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
 def _is_flat(shard: ShardView) -> bool:
     """Tell whether a shard is only a part of its box."""
     return (shard.start, shard.count) != (0, prod(shard.lengths))
-
-
-def _rank(catalog: Catalog, file: FileEntry) -> str:
-    """Spell the rank that wrote a file, with its coordinates if the mesh is known."""
-    mesh = catalog.mesh
-    if mesh is None or not mesh.axes or file.rank >= mesh.size:
-        return str(file.rank)
-    at = zip(mesh.axes, mesh.coordinates(file.rank), strict=True)
-    return f"{file.rank} ({' '.join(f'{axis}={coordinate}' for axis, coordinate in at)})"
 
 
 def _stats(found: Inspection) -> Columns:
@@ -241,14 +233,14 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:
     """Convert one shard to plain data."""
     mesh, rank = catalog.mesh, shard.file.rank
-    known = mesh is not None and rank < mesh.size
+    coordinates = None if mesh is None or rank >= mesh.size else dict(zip(mesh.axes, mesh.coordinates(rank), strict=True))
     return {
         "offsets": shard.offsets,
         "lengths": shard.lengths,
         "start": shard.start,
         "count": shard.count,
         "rank": rank,
-        "coordinates": dict(zip(mesh.axes, mesh.coordinates(rank), strict=True)) if mesh is not None and known else None,
+        "coordinates": coordinates,
         "file": shard.file.key,
         "offset": shard.offset,
         "num_bytes": shard.num_bytes,
