@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
-from ..core.report import duration_s
+from ..core.report import duration_s, plural
 from ..errors import UsageError
 from ..formats.source import Path
 from .plotting import PICTURES, check_suffix, load_plotting, write_picture
@@ -120,7 +120,7 @@ def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
     fewer = {} if job.copies is None else {"no memory tier": replace(job, copies=None)}
     more = 1 if job.copies is None else job.copies + 1
     if more < job.nodes:
-        fewer[f"memory with {more} {'copy' if more == 1 else 'copies'}"] = replace(job, copies=more)
+        fewer[f"memory with {plural(more, 'copy', 'copies')}"] = replace(job, copies=more)
     return {
         **fewer,
         "half the stall": replace(job, stall_s=job.stall_s / 2),
