@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -111,7 +111,6 @@ def write_files(
             sections.append(done)
     if mine:
         storage.sync([file.key for file, _ in mine])
-    packed = [[astuple(section), crcs] for section, crcs in sections]
 
     def joined(of_ranks: list[Any]) -> None:
         found: dict[str, list[tuple[Section, dict[int, int]]]] = {}
@@ -126,7 +125,7 @@ def write_files(
             if notes is not None:
                 notes.publish(_digests_key(file), whole.digests)
 
-    merge_of_all(comm, packed, joined)
+    merge_of_all(comm, sections, joined)
     return sum(sizes[key] for key in kept)
 
 

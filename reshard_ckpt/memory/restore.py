@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..comm.links import Links, Serving, serving
 from ..comm.protocol import Comm, merge_of_all, value_of_first
@@ -136,8 +136,7 @@ def _lost(generation: Generation, ids: set[str]) -> bool:
     return any(ids.isdisjoint(nodes) for nodes in map(set, generation.holders.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Proposal:
+class _Proposal(NamedTuple):
     """A generation that rank 0 proposes to all ranks.
 
     Attributes
@@ -194,8 +193,8 @@ class _Told:
     knowing: list[int] = field(default_factory=list)
     is_lost: bool = False
 
-    def proposal(self, order: tuple[Any, ...], size: int) -> tuple[str, str, bool, int, dict[str, list[int]]]:
-        """Return the fields of the `_Proposal` for this generation.
+    def proposal(self, order: tuple[Any, ...], size: int) -> _Proposal:
+        """Return the proposal for this generation.
 
         Parameters
         ----------
@@ -212,7 +211,7 @@ class _Told:
             why = "on no node that is left" if self.is_lost else "damaged, or removed, on every node that had them"
             line = f"step {step} in memory: {gone} of {self.num_files} files are {why}"
         sender = -1 if len(self.knowing) == size else next(iter(self.knowing), -1)
-        return save_id, line, not self.is_lost, sender, {} if line else self.owners
+        return _Proposal(save_id, line, not self.is_lost, sender, {} if line else self.owners)
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
@@ -314,14 +313,10 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
     """
     catalog = found.generation.decoded_catalog()
     keys = [key for file in catalog.files for key in file.keys]
-    images = NodeImages(folder, found.generation.save_id)
-    with ExitStack() as stack:
-        stack.callback(images.close)
+    with closing(NodeImages(folder, found.generation.save_id)) as images, ExitStack() as stack:
         server = None
         if make_links is not None:
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
             server = stack.enter_context(serving(make_links(name), keys, images.lend))
-        # A load uses only these methods of a storage.
         files = JobImages(images, catalog, found.owners, comm.rank, server)
-        storage = cast(Storage, files)
-        yield Source(storage, catalog, on_peers=files.asked)
+        yield Source(cast(Storage, files), catalog, on_peers=files.asked)  # a load uses only these methods of a storage

@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,7 +90,7 @@ def verify_all(
         for found in _in_order(pool, check.window, check.windows(), 2 * workers):
             check.add(found)
     if comm.size > 1:
-        by_rank = merge_of_all(comm, [item if isinstance(item, str) else astuple(item) for item in check.found])
+        by_rank = merge_of_all(comm, check.found)
         check.found = []
         check.add(item if isinstance(item, str) else _Damage(*item) for found in by_rank for item in found)
         tally.finish()
@@ -101,15 +102,13 @@ def verify_all(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
+class _Window(NamedTuple):
     file: int
     low: int
     digests: Digests
 
 
-@dataclass(frozen=True, slots=True)
-class _Damage:
+class _Damage(NamedTuple):
     """A byte range of a file whose digest does not fit."""
 
     file: int

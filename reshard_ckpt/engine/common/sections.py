@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ from ...format.files import BLOCK_BYTES, BlockHasher, encode_digests, num_blocks
 from ...storage.protocol import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """The part of a file that one process wrote. It travels as a list.
 
     Attributes

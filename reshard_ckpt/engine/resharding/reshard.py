@@ -372,7 +372,7 @@ def commit(
 
     Return the report with the bytes that all processes read.
     """
-    packed = [[astuple(file) for file in done.written], [astuple(section) for section in done.sections], done.bytes_read]
+    packed = [[astuple(file) for file in done.written], done.sections, done.bytes_read]
 
     def published(parts: list[Any]) -> int:
         layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
