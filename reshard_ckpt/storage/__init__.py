@@ -75,9 +75,9 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     ('/ckpt/run', 'memory://run', 's3://bucket/run')
     """
     text = path_text(path)
-    if is_object_path(text):
-        return "/".join(_place(text)).replace("/", "://", 1)
-    return text if _SCHEME.match(text) else os.path.abspath(text)
+    if _SCHEME.match(text) is None:
+        return os.path.abspath(text)
+    return "/".join(_place(text)).replace("/", "://", 1) if is_object_path(text) else text
 
 
 def unlinked_path(path: str | os.PathLike[str]) -> str:

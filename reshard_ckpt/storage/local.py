@@ -124,12 +124,12 @@ class LocalStorage(Storage):
             _make_root(self._root)
             self._is_root_durable = True
         with ExitStack() as stack:
-            fd = _opened(stack, self._root, FOLDER)
+            fd = stack.enter_context(_opened(self._root, FOLDER))
             for name in folders:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, _FOLDER_MODE, dir_fd=fd)
-                fd = _opened(stack, name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                fd = stack.enter_context(_opened(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd))
             yield fd
 
     def sync(self, keys: Iterable[str]) -> None:
@@ -346,17 +346,15 @@ def _is_same(name: str, folder: int, fd: int) -> bool:
         return False
 
 
-def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = None) -> int:
+@contextmanager
+def _opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Yield the descriptor of a folder on the way to a file."""
     fd = os.open(path, flags, dir_fd=dir_fd)
-    stack.callback(_close_folder, fd)
-    return fd
-
-
-def _close_folder(fd: int) -> None:
-    with suppress(
-        OSError
-    ):  # this folder was only passed through, so its error loses nothing; raising it would lose the result of the block
-        os.close(fd)
+    try:
+        yield fd
+    finally:
+        with suppress(OSError):  # nothing was written to it; raising an error would lose the result of the block
+            os.close(fd)
 
 
 def _make_root(path: str) -> None:
