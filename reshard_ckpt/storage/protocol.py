@@ -11,6 +11,7 @@ Methods that take several keys or ranges ask for one after the other; where roun
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -398,6 +399,10 @@ class Storage(Protocol):
         self.close()
 
 
+_NO_KEY = re.compile(r"[\0\\\ud800-\udfff]")
+"""The characters that no key has: NUL, a backslash, and halves of a surrogate pair, which are not UTF-8."""
+
+
 def key_parts(key: str) -> tuple[str, ...]:
     """Split a key into the names of its folders and its file; refuse a key that would leave the root.
 
@@ -405,7 +410,7 @@ def key_parts(key: str) -> tuple[str, ...]:
     ('0a1b', 'rank00003-0.safetensors')
     """
     parts = tuple(key.split("/"))
-    if any(part in ("", ".", "..") for part in parts) or "\0" in key or "\\" in key or not _is_utf8(key):
+    if any(part in ("", ".", "..") for part in parts) or _NO_KEY.search(key):
         raise CorruptError(
             f"{key!r} is no key of a checkpoint file, which is a relative path without '..': do not trust its source"
         )
@@ -427,14 +432,6 @@ def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
         raise TypeError(f"{keys!r}: pass the keys of the files, not the folder")
     above = {parts[:n] for parts in map(key_parts, keys) for n in range(len(parts))}
     return sorted(above, key=len, reverse=True)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def flat_bytes(data: Buffer) -> memoryview:
