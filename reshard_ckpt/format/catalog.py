@@ -329,10 +329,12 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
     if "packed" in table.fields:
         packed = [_decode_packed(table, data) for data in table.byte_strings("packed", count)]
     files = []
-    for file in (FileEntry(*entry) for entry in zip(*columns, packed, strict=True)):
-        # The keys become relative to this checkpoint.
-        key, digests_key = (one and f"{file.folder}{one}" for one in file.keys)
-        files.append(replace(file, key=key, digests_key=digests_key) if file.checkpoint else file)
+    for entry in zip(*columns, packed, strict=True):
+        file = FileEntry(*entry)
+        if file.checkpoint:  # the keys become relative to this checkpoint
+            digests_key = file.digests_key and file.folder + file.digests_key
+            file = replace(file, key=file.folder + file.key, digests_key=digests_key)
+        files.append(file)
     return tuple(files)
 
 

@@ -126,9 +126,11 @@ def _files(catalog: Catalog) -> Iterator[str]:
             yield f"file {file.key} has a digest of {len(file.digest)} bytes"
         if not 0 <= file.size <= MAX_BYTES or file.rank < 0:
             yield f"file {file.key} has {file.size} bytes and rank {file.rank}"
-        ends = [0, *(rows.end for rows in file.packed)]
-        if ends[-1] > file.size or any(rows.begin < end for rows, end in zip(file.packed, ends, strict=False)):
-            yield f"file {file.key} has packed rows that overlap, or lie beyond its {file.size} bytes"
+        end = 0
+        for rows in file.packed:
+            if rows.begin < end or rows.end > file.size:
+                yield f"file {file.key} has packed rows that overlap, or lie beyond its {file.size} bytes"
+            end = rows.end
     keys = {file.key for file in catalog.files}
     if len(keys) != len(catalog.files):
         yield f"{len(catalog.files)} files have {len(keys)} different keys"
