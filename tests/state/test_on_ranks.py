@@ -29,6 +29,7 @@ from reshard_ckpt.state.tensors import check_writable, local_memory
 from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
 from tests.launch import run_ranks
+from tests.tries import is_long
 
 forward_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 runs no forward on the CPU"
@@ -105,12 +106,14 @@ def dtensor_job() -> tuple[Any, ...]:
     """1-D, HSDP, TP and FSDP2-over-TP layouts on 6 ranks, on sizes that divide and that do not, against torch's own cuts."""
     shapes = [("dp",), (6,)], [("rep", "dp"), (2, 3)], [("tp",), (6,)], [("dp", "tp"), (3, 2)], [("dp", "tp"), (2, 3)]
     meshes = [init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names)) for names, sizes in shapes]
+    # Each mesh has a size that divides, one that does not, and one below its ranks; in a long run, each has all sizes.
+    left_out = {} if is_long() else {13: (0, 2, 4), 7: (1, 3)}
     for rows in (12, 13, 7, 2):
         reference = Net(rows)
         plain = torch.optim.AdamW(reference.parameters(), lr=0.5)
         with_state(plain)
         expected = save([capture({"model": reference, "optimizer": plain})])
-        for mesh in meshes:
+        for mesh in (mesh for i, mesh in enumerate(meshes) if i not in left_out.get(rows, ())):
             net = parallel(rows, mesh)
             optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
             with_state(optimizer)
