@@ -12,7 +12,6 @@ of this library's own checkpoints do the rest, resharding included.
 
 from __future__ import annotations
 
-import gc
 import os
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ..core.catalog.model import Catalog
+from ..engine.common.collector import collector_paused
 from ..engine.common.entry_points import load_all
 from ..engine.common.files import Found, Identified, identified_catalog, open_same
 from ..engine.common.packed_files import UnpackedStorage
@@ -208,18 +208,6 @@ def _opened(one: Format, storage: Storage, key: str | None) -> Source | None:
 
 
 @contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Pause Python's cycle collector: over a million new objects it takes longer than making them, and finds no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
 def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source]:
     """Open the checkpoint at a path for reading, in one process.
 
@@ -303,7 +291,7 @@ def _open_foreign(
         folder = storage
     elif is_listed:
         folder = ListedStorage(folder, [key])
-    with _garbage_collection_paused():
+    with collector_paused():  # over a million new objects, it takes longer than making them, and finds no cycles
         found = next((found for one in formats() if (found := _opened(one, folder, key)) is not None), None)
     if found is None:
         if describe_run(storage) is not None:

@@ -259,20 +259,23 @@ class StoredSteps:
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
-        # With a grace, only the catalog goes now.
-        referred, mine = frozenset() if self._grace_s else self._referred(others), self._info(step).referred
+        referred, mine = partial(self._referred, others), self._info(step).referred
         # All folders of the step go, the one that counts least first: after a crash, another order would let a folder count that
         # did not count before.
         named = self._names.patterns
         folders = [self._names.of(step)] if len(named) == 1 else reversed(self._names.committed(self._storage, step))
         self._check_lease()
         removed = all(
-            remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0, needs=mine) for folder in folders
+            # With a grace, only the catalog goes now.
+            remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0, needs=mine)
+            for folder in folders
         )
         if removed:
             self._infos.pop(step, None)
-            if not self._grace_s:  # files that it alone needed, in folders of steps that were removed or saved anew before
-                self._storage.delete(mine.difference(referred, *(self._info(other).own for other in others)))
+            if (
+                mine and not self._grace_s
+            ):  # files that it alone needed, in folders of steps that were removed or saved anew before
+                self._storage.delete(mine.difference(referred(), *(self._info(other).own for other in others)))
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.engine.common.step_folders import referred_keys
-from reshard_ckpt.errors import CheckpointError, UsageError
+from reshard_ckpt.engine.common.step_folders import referred_keys, remove_step
+from reshard_ckpt.engine.saving import commit
+from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.manager import manager as manager_module
 from reshard_ckpt.storage import open_storage
@@ -399,6 +401,53 @@ def test_a_checkpoint_of_another_name_in_the_root_keeps_what_it_refers_to(tmp_pa
     assert_holds(tmp_path / "best", state)
     checkpoint.save(tmp_path / "best", {"w": torch.arange(3)})
     assert_holds(tmp_path / "best", {"w": torch.arange(3)})
+
+
+@pytest.mark.parametrize("into", ["new", "saved"])
+@pytest.mark.parametrize("how", ["saved over", "removed by hand", "deleted"])
+def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, into: str):
+    """The other job deletes files that no committed catalog names yet: then nothing is committed that would lack them."""
+    root, state, old, publish = tmp_path / "run", counted(), counted(3), commit.publish
+    checkpoint.save(root / "step_1", state)
+    if into == "saved":
+        checkpoint.save(root / "saved", old)
+
+    def late(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(commit, "publish", publish)
+        if how == "saved over":
+            checkpoint.save(root / "step_1", counted(5))
+        elif how == "removed by hand":
+            shutil.rmtree(root / "step_1")
+        else:
+            with Manager(root) as manager, pytest.raises(StorageError, match="somebody reads it, so it is not removed"):
+                manager.delete(1)
+        return publish(*args, **options)
+
+    monkeypatch.setattr(commit, "publish", late)
+    if how == "deleted":
+        checkpoint.save(root / into, state, base=root / "step_1")
+        assert_holds(root / into, state)
+        return
+    with pytest.raises(StorageError, match=r"the save is undone: base=.*/step_1 was re(placed|moved) meanwhile.*save again"):
+        checkpoint.save(root / into, state, base=root / "step_1")
+    if into == "saved":
+        assert_holds(root / into, old)
+        assert len([*(root / into).iterdir()]) == 2
+    else:
+        assert not (root / into / "catalog.msgpack").exists()
+
+
+def test_a_step_is_removed_with_the_references_of_saves_that_committed_before_its_lock(tmp_path: Path):
+    state = counted()
+    checkpoint.save(tmp_path / "step_1", state)
+
+    def referred() -> frozenset[str]:
+        checkpoint.save(tmp_path / "late", state, base=tmp_path / "step_1", timeout_s=1)
+        raise AssertionError("a save that begins now must not find the base")
+
+    with open_storage(str(tmp_path)) as storage, pytest.raises(StorageError, match="lock"):
+        remove_step(storage, "step_1", referred)
+    assert_holds(tmp_path / "step_1", state)
 
 
 def test_a_base_that_is_saved_anew_keeps_what_others_refer_to(tmp_path: Path):

@@ -289,7 +289,7 @@ def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(
     """A prune may run while the next save is under way, which has no catalog yet."""
     checkpoint.save(f"{url}/step_1", state(1))
     with open_storage(url) as root:
-        assert remove_step(root, "step_1", frozenset(), keep_files=True)
+        assert remove_step(root, "step_1", frozenset, keep_files=True)
         under_way = "step_1/29990101T000000Z-00000000/rank00000-0.safetensors"
         with root.create(under_way) as writer:
             writer.write(b"data")
@@ -352,7 +352,7 @@ def test_files_stay_while_the_note_of_a_reader_is_young(url: str, monkeypatch: p
 def test_the_note_of_a_reader_that_was_killed_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(f"{url}/step_1", state(1))
     with open_storage(url) as root:
-        assert remove_step(root, "step_1", frozenset(), keep_files=True)
+        assert remove_step(root, "step_1", frozenset, keep_files=True)
         [(key, _), *_] = root.list("step_1")
         root.publish(f"{posixpath.dirname(key)}/reader-{'0' * 32}", repr(time.time() - reader_notes.NOTE_S).encode())
         remove_files(root, "step_1", frozenset())

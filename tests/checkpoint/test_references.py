@@ -162,7 +162,7 @@ def test_ranks_read_it_together(root: Path):
 def test_while_it_is_read_the_other_one_is_not_removed(root: Path):
     with open_storage(root) as storage:
         with open_source(root / "step_100"):
-            assert not remove_step(storage, "step_90", frozenset())
+            assert not remove_step(storage, "step_90", frozenset)
         assert (root / "step_90" / "catalog.msgpack").exists()
 
 

@@ -254,12 +254,12 @@ def test_loading_holds_the_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch
                 return {"step": 0}
 
             def load_state_dict(self, given: dict[str, Any]) -> None:
-                tried.append(remove_step(storage, "step_1", frozenset()))
+                tried.append(remove_step(storage, "step_1", frozenset))
 
         checkpoint.save(f"{root}/step_1", {"extra": Extra()})
         checkpoint.load(f"{root}/step_1", {"extra": Extra()})
         assert tried == [False]
-        assert remove_step(storage, "step_1", frozenset())
+        assert remove_step(storage, "step_1", frozenset)
         assert storage.list("step_1") == []
 
 

@@ -145,7 +145,7 @@ def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
         counted = (
             step
             for step, folder in reversed(list(committed.items()))
-            if not superseded or _catalog(root, folder).save_id not in superseded
+            if not superseded or _catalog(root, folder).lineage_id not in superseded
         )
         return next(counted, newest)
     return newest
@@ -167,14 +167,15 @@ def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
 
 
 def remove_step(
-    root: Storage, folder: str, referred: frozenset[str], *, keep_files: bool = False, needs: Iterable[str] = ()
+    root: Storage, folder: str, referred: Callable[[], frozenset[str]], *, keep_files: bool = False, needs: Iterable[str] = ()
 ) -> bool:
     """Remove one checkpoint. If it is being read, remove nothing and return False.
 
     Parameters
     ----------
     referred
-        Keys of files, from the root, that other committed catalogs refer to: these stay.
+        Returns the keys of files, from the root, that other committed catalogs refer to: these stay. It is called once the
+        checkpoint is locked: a save that refers to it holds the lock until it has committed.
     keep_files
         Remove only the catalog, and note the time: in a store without locks somebody may be reading the files.
     needs
@@ -192,11 +193,12 @@ def remove_step(
     if keep_files:  # before the catalog goes, so that no moment has files without a catalog and without the note
         note_removed(root, folder, needs)
     with lock:
+        kept = frozenset() if keep_files else referred()
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
         root.sync([key])
     if not keep_files:
-        remove_files(root, folder, referred)
+        remove_files(root, folder, kept)
     return True
 
 
@@ -328,7 +330,7 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
         keys.append(f"{folder}/none")  # not a real file: `delete` also removes empty folders, as of a save killed early
     if EXPORT in folders:
         exported = [key for key, _ in storage.list(EXPORT)]
-        stale |= {EXPORT: exported} if exported_saves(exported) - {catalog.save_id} else {}
+        stale |= {EXPORT: exported} if exported_saves(exported) - {catalog.lineage_id} else {}
     if stale:
         try:
             others = referred_by_others(storage)

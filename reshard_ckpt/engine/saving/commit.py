@@ -38,6 +38,7 @@ from ...format.files import (
     manifest_key,
     timeline_key,
 )
+from ...storage import unlinked_path
 from ...storage.protocol import (
     ABSENT,
     ANY,
@@ -60,6 +61,7 @@ from .messages import Receipt, Receipts, decode_receipts, encode_receipt
 from .options import PreviousCheckpoint, SaveContents, SaveJob, Written
 from .replicas import all_fingerprints, compare_replicas
 from .staged_copy import RING_BYTES, StagedCopy, take_ring, without_unchanged
+from .unchanged import Base
 from .write import Chunks, chunks_in_place, keys_of, lay_out, remove, write_files
 
 
@@ -200,8 +202,9 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
+        see_base = None if job.base is None else partial(_see_base, job.base)
         catalog, seen = publish(
-            storage, job.contents, receipts, recorder=recorder, sha256=options.sha256, grace_s=options.grace_s
+            storage, job.contents, receipts, see_base, recorder=recorder, sha256=options.sha256, grace_s=options.grace_s
         )
         if options.timeline:
             try:
@@ -274,6 +277,7 @@ def publish(
     storage: Storage,
     contents: SaveContents,
     receipts: Receipts,
+    see_base: Callable[[Storage], None] | None = None,
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
@@ -286,6 +290,8 @@ def publish(
 
     Parameters
     ----------
+    see_base
+        Called with the store once the catalog is published; raises `MissingKey` if files that it refers to may be gone.
     sha256
         Also write a manifest with the SHA-256 of every file.
     lease
@@ -321,6 +327,12 @@ def publish(
         storage.sync(f"{folder}/{CATALOG_KEY}" for folder in receipts.folders)  # any key in them: folders are synced, not files
     with recorder.step("publish"):
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
+        if see_base is not None:
+            try:
+                see_base(storage)
+            except MissingKey as error:
+                _put_catalog_back(storage, before, version)
+                raise StorageError(f"{storage.url}: the save is undone: {error}") from None
     again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost
     if not storage.hints.has_locks:
         again = begin(storage, partial(see_again, storage, partial(_see_files, storage, receipts, None), before, version, lease))
@@ -429,11 +441,29 @@ def see_again(
     try:
         see()
     except MissingKey as error:
-        held = Document(before.catalog, before.version) if before and before.catalog else None
-        _put_back(storage, CATALOG_KEY, held, version)
+        _put_catalog_back(storage, before, version)
         raise StorageError(
             f"{storage.url}: another job deleted files of this save before it was committed, so it is undone ({error}); end one "
             "of the two jobs"
         ) from None
     except StorageError as error:
         warnings.warn(f"saved, but whether another job deleted files of it is unknown: {error}; verify it", stacklevel=2)
+
+
+def _put_catalog_back(storage: Storage, before: PreviousCheckpoint | None, version: Version) -> None:
+    """Put back the catalog that the path held before a save published one of this version."""
+    _put_back(storage, CATALOG_KEY, Document(before.catalog, before.version) if before and before.catalog else None, version)
+
+
+def _see_base(base: Base, storage: Storage) -> None:
+    """Raise `MissingKey` if the base has changed since the save opened it, so that files which the save refers to may be gone.
+
+    Whoever replaces the base first publishes its own catalog, and then looks for catalogs that refer to the old files. So either
+    it finds the catalog that this save has published, or this save finds the new one.
+    """
+    if unlinked_path(base.storage.url) == unlinked_path(storage.url):
+        return  # this save has replaced it
+    [found] = base.storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
+    if found is None or decode_catalog(found.data).files != base.catalog.files:
+        what = "removed" if found is None else "replaced"
+        raise MissingKey(f"base={base.storage.url} was {what} meanwhile, with files that the save refers to; save again")

@@ -1,0 +1,35 @@
+"""Pausing Python's garbage collector. A forked child collects again, as the threads that paused it do not exist there."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PAUSING: list[None] = []
+"""An entry for each ``with`` block that has paused the collector."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in a ``with`` block, if it is on."""
+    collects = gc.isenabled()
+    if collects:
+        _PAUSING.append(None)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            del _PAUSING[-1:]
+            gc.enable()
+
+
+def _forked() -> None:
+    if _PAUSING:
+        _PAUSING.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_forked)
