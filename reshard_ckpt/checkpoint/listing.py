@@ -90,7 +90,7 @@ def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> Step
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
     created_s = catalog.created_s if catalog.created_s > 0 else None
     # A lineage names a checkpoint of another library by its folder.
-    known_as = catalog.save_id if form == "reshard_ckpt" or step is None else path.rpartition("/")[2]
+    known_as = catalog.lineage_id if form == "reshard_ckpt" or step is None else path.rpartition("/")[2]
     return StepLine(
         step,
         path,

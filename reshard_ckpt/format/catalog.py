@@ -37,7 +37,7 @@ MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
 
 _SECTIONS: dict[str, dict[str, str]] = {
-    "info": {"plain": "save_id created_s mesh metadata critical lossy"},
+    "info": {"plain": "save_id created_s mesh metadata critical lossy compacted_from"},
     "placements": {"ints": "num_axes dim num_coords coords turn num_sections sections", "texts": "axis kind"},
     "files": {"texts": "key digests_key save_id checkpoint", "ints": "size rank", "bytes": "digest packed"},
     "tensors": {
@@ -154,6 +154,7 @@ def _info(catalog: Catalog) -> dict[str, Any]:
         "metadata": encode_value(catalog.metadata, "metadata"),
         "critical": ["files.packed"] if any(file.packed for file in catalog.files) else [],
         **({"lossy": dict(sorted(catalog.lossy.items()))} if catalog.lossy else {}),
+        **({"compacted_from": catalog.compacted_from} if catalog.compacted_from else {}),
     }
 
 
@@ -263,6 +264,7 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
     lossy = info.fields.get("lossy", {})
     if not isinstance(lossy, dict) or not {str}.issuperset(map(type, (*lossy, *lossy.values()))):
         raise info.corrupt("lossy", "is not a map of text to text")
+    compacted_from = info.field("compacted_from", str) if "compacted_from" in info.fields else ""
     tensors = _decode_tensors(open_section("tensors"))
     return Catalog(
         save_id=info.field("save_id", str),
@@ -276,6 +278,7 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
         files=_decode_files(open_section("files")),
         values_table=_decode_values(open_section("values"), tensors.names),
         lossy=lossy,
+        compacted_from=compacted_from,
     )
 
 

@@ -91,7 +91,7 @@ class Exports:
     def _export(self, path: str, key: str, documents: Mapping[str, Callable[[Catalog], str]], done: Callable[[], None]) -> None:
         def write_beside(catalog: Catalog, storage: Storage) -> None:
             # The note comes first: in a store of objects, it marks the files of a killed export.
-            write_file(storage, export_note_key(catalog.save_id).partition("/")[2], b"")
+            write_file(storage, export_note_key(catalog.lineage_id).partition("/")[2], b"")
             for name, text in documents.items():
                 write_file(storage, name, text(catalog).encode())
 
@@ -141,7 +141,7 @@ def _save_id(path: str) -> str | None:
     """Return the id of the save at a path: None if there is none, empty text if it cannot be read."""
     try:
         with open_storage(path) as storage:
-            return open_catalog(storage).save_id
+            return open_catalog(storage).lineage_id
     except CheckpointNotFound:
         return None
     except CheckpointError:

@@ -52,7 +52,7 @@ def look(path: str, folder: str) -> StepInfo:
         metric_of(catalog.metadata),
         frozenset(referred_keys(folder, catalog)),
         frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in file.keys),
-        catalog.save_id,
+        catalog.lineage_id,
         len({catalog.save_id, *(file.save_id for file in catalog.files)}),
     )
 

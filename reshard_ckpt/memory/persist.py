@@ -145,10 +145,10 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 
 
 def stored_save_id(storage: Storage) -> str:
-    """Return the id of the save that is in the store; empty if there is none, or if its catalog is damaged."""
+    """Return the id by which the lineage knows the save in the store; empty if there is none, or if its catalog is damaged."""
     try:
         found = look(storage).catalog
-        return decode_catalog(found).save_id if found else ""
+        return decode_catalog(found).lineage_id if found else ""
     except CorruptError:
         return ""
 

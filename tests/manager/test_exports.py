@@ -177,3 +177,15 @@ def test_options_and_states_are_refused(tmp_path: Path):
         with pytest.raises(UsageError, match="0 modules"):
             manager.async_save(1, {"w": torch.ones(2)})
         assert manager.steps() == []
+
+
+def test_an_export_stays_if_its_step_is_compacted(tmp_path: Path):
+    with Manager(tmp_path, also="safetensors", incremental=True) as manager:
+        for step in (1, 2):
+            manager.save(step, state(1))
+    assert checkpoint.compact(tmp_path / "step_2").num_files
+    assert is_model(exported(tmp_path, 2), 1)
+    Manager(tmp_path).close()
+    assert is_model(exported(tmp_path, 2), 1)
+    checkpoint.save(tmp_path / "step_2", state(2))
+    assert not (tmp_path / "step_2" / "safetensors").exists()

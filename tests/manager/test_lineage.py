@@ -56,6 +56,36 @@ def test_a_restart_goes_on_with_the_new_branch(tmp_path: Path, options: dict[str
         assert (reader.latest(), reader.best()) == (38, 38)
 
 
+def test_a_compacted_step_keeps_its_place_in_the_lineage(tmp_path: Path):
+    """`compact` gives a checkpoint a new save id; a step that the run went back from must not count again by it."""
+
+    def shared(step: int) -> dict[str, Any]:
+        return {**state(step), "frozen": torch.arange(1 << 17)}
+
+    with Manager(tmp_path, incremental=True) as manager:
+        for step in (10, 20, 30, 40):
+            manager.save(step, shared(step))
+        manager.load(20, shared(0))
+        manager.save(25, shared(25))
+        for step in (40, 20, 25):
+            assert checkpoint.compact(tmp_path / f"step_{step}").num_files
+        assert manager.steps() == [10, 20, 25]
+    with Manager(tmp_path, incremental=True) as manager:
+        assert (manager.steps(), manager.latest()) == ([10, 20, 25], 25)
+        assert [line.step for line in list_run(str(tmp_path)) if line.superseded] == [30, 40]
+        with pytest.raises(CheckpointNotFound, match=r"load the newest as .*step_25'"):
+            checkpoint.catalog(tmp_path)
+        loaded = shared(0)
+        manager.load(40, loaded)
+        assert holds(loaded, 40)
+        manager.save(45, shared(45))  # step 40 counts again, and step 25 no less than before
+        assert manager.steps() == [10, 20, 25, 40, 45]
+        checkpoint.save(tmp_path / "other", shared(45), base=tmp_path / "step_45")
+        assert checkpoint.compact(tmp_path / "step_45").num_files
+        assert checkpoint.compact(tmp_path / "other").num_files
+        assert manager.steps() == [10, 20, 25, 40, 45]
+
+
 def test_pruning_keeps_the_new_branch(tmp_path: Path, options: dict[str, Any]):
     branched(tmp_path, **options)
     with Manager(tmp_path, keep_last=2, **options) as manager:

@@ -203,6 +203,8 @@ class Catalog:
         Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
     lossy
         Names of tensors with rows that are older than the save, or rounded to fewer bits, each with what applies.
+    compacted_from
+        The id of the save before the checkpoint was first compacted, which gave it the present `save_id`; empty if never.
     tensors_table, rows, boxes, placements, values_table
         The columns behind the views; docs/format.md describes them.
     """
@@ -219,6 +221,7 @@ class Catalog:
     values_table: tuple[ValueEntry, ...]
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
     lossy: Mapping[str, str] = field(default_factory=dict)
+    compacted_from: str = ""
     _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -241,6 +244,11 @@ class Catalog:
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
         return tuple(self._index)
+
+    @property
+    def lineage_id(self) -> str:
+        """The id by which the lineage of a run and its exports know this checkpoint: `compact` does not change it."""
+        return self.compacted_from or self.save_id
 
     @property
     def value_names(self) -> tuple[str, ...]:

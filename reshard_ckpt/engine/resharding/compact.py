@@ -4,7 +4,8 @@
    to the copies yet. Several processes divide the files by their bytes.
 2. Rank 0 does the rest. A new manifest is written beside the copies, and the timeline is copied there, if there are such files.
 3. A catalog that refers to the copies replaces the old one. From this step on the checkpoint needs no other. The new catalog has
-   the new save id, and the same tensors and rows. Each file entry keeps the id of the save that wrote the file.
+   the new save id, and the same tensors and rows. It also has the first save id, by which the lineage of its run knows it. Each
+   file entry keeps the id of the save that wrote the file.
 4. Only then are the files deleted that the old catalog alone referred to. If the process is killed before step 3, the checkpoint
    is unchanged, and the copies are leftovers, which the next save, manager or call of `compact` removes.
 
@@ -158,7 +159,7 @@ def _publish(
 ) -> None:
     """Write the files beside the copies, replace the catalog, and delete the files that the old one alone referred to."""
     files = tuple(copied[i].entry(file) if i in copied else file for i, file in enumerate(catalog.files))
-    new = replace(catalog, files=files, save_id=save_id)
+    new = replace(catalog, files=files, save_id=save_id, compacted_from=catalog.lineage_id)
     replacement = encode_catalog(new)
     beside = {}
     if listed is not None:
