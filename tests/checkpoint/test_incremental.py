@@ -437,6 +437,30 @@ def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monk
         assert not (root / into / "catalog.msgpack").exists()
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_base_that_another_job_compacts_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool):
+    """The base then needs no other step any more, but the save that is about to commit does."""
+    state, publish = counted(), commit.publish
+    checkpoint.save(tmp_path / "step_1", state)
+    checkpoint.save(tmp_path / "step_2", state, base=tmp_path / "step_1")
+
+    def late(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(commit, "publish", publish)
+        checkpoint.compact(tmp_path / "step_2")
+        if is_removed:
+            shutil.rmtree(tmp_path / "step_1")
+        return publish(*args, **options)
+
+    monkeypatch.setattr(commit, "publish", late)
+    if is_removed:
+        with pytest.raises(StorageError, match="the save is undone"):
+            checkpoint.save(tmp_path / "step_3", state, base=tmp_path / "step_2")
+        assert not (tmp_path / "step_3" / "catalog.msgpack").exists()
+    else:
+        checkpoint.save(tmp_path / "step_3", state, base=tmp_path / "step_2")
+        assert_holds(tmp_path / "step_3", state)
+
+
 def test_a_step_is_removed_with_the_references_of_saves_that_committed_before_its_lock(tmp_path: Path):
     state = counted()
     checkpoint.save(tmp_path / "step_1", state)

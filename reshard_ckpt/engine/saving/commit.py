@@ -464,6 +464,10 @@ def _see_base(base: Base, storage: Storage) -> None:
     if unlinked_path(base.storage.url) == unlinked_path(storage.url):
         return  # this save has replaced it
     [found] = base.storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
-    if found is None or decode_catalog(found.data).files != base.catalog.files:
+    now = None if found is None else decode_catalog(found.data)
+    is_there = now is not None and now.lineage_id == base.catalog.lineage_id
+    if is_there and now is not None and now.files != base.catalog.files:  # compacted, so the files that it referred to may go
+        is_there = None not in base.storage.stat([key for file in base.catalog.files for key in file.keys])
+    if not is_there:
         what = "removed" if found is None else "replaced"
         raise MissingKey(f"base={base.storage.url} was {what} meanwhile, with files that the save refers to; save again")
