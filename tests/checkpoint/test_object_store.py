@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common import reader_notes
-from reshard_ckpt.engine.common.reader_notes import removed_within
+from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
 from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK
@@ -223,6 +223,24 @@ def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
             manager.save(step, state(step))
         assert storage.folders() == ("step_2", "step_3")  # step_2 was removed just now; the next save deletes its files
     assert checkpoint.read(f"{url}/step_3", ["extra.step"]) == {"extra.step": 3}
+
+
+def test_the_note_of_a_removed_step_of_ten_thousand_ranks_is_read(url: str) -> None:
+    """An incremental step needs two files of each rank for each save since the last full one; the note names all of them."""
+    files = [f"step_{n}/20260101T000000Z-0123{n:04x}/rank{rank:05d}-0" for n in range(10) for rank in range(10_000)]
+    needs = [f"{file}.{end}" for file in files for end in ("safetensors", "digests")]
+    with checkpoint.Manager(url, keep_last=1, grace=3600) as manager, open_storage(url) as storage:
+        for step in range(2):
+            manager.save(step, state(step))
+        note_removed(storage, "step_0", needs)
+        assert removed_within(storage, ["step_0"], 600) == ({"step_0": sorted(needs)}, {})
+        manager.save(2, state(2))
+    checkpoint.Manager(url, keep_last=1, grace=3600).close()
+    with open_storage(url) as storage:  # as earlier versions wrote it
+        storage.publish("step_0/removed", f"{time.time()}\nstep_1/a\nstep_1/b".encode())
+        assert removed_within(storage, ["step_0"], 600) == ({"step_0": ["step_1/a", "step_1/b"]}, {})
+        storage.publish("step_0/removed", f"{time.time()}".encode())
+        assert removed_within(storage, ["step_0"], 600) == ({"step_0": []}, {})
 
 
 def test_what_a_save_replaces_stays_as_long_as_it_says(url: str) -> None:

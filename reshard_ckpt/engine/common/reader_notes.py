@@ -15,6 +15,7 @@ import re
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,16 +32,26 @@ NOTE_S = 600.0
 """Age of a reader's note from which on it no longer counts: the reader was killed."""
 
 REMOVED_KEY = "removed"
-"""The note that files belong to no checkpoint any more. More lines: keys of files of other steps that the checkpoint needed."""
+"""The note that files belong to no checkpoint any more. Behind its first line: keys of files of other steps that the checkpoint
+needed, compressed by zlib, because a step of ten thousand ranks may need hundreds of thousands."""
 
 _READER = re.compile(r"(?:.*/)?reader-[0-9a-f]{32}")
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 64 << 20
+_MAX_TEXT_BYTES = 1 << 30
 _JOIN_S = 10.0
 
 
 def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
     """Note that the files in a folder belong to no checkpoint from now on."""
-    root.publish(f"{folder}/{REMOVED_KEY}", "\n".join([repr(time.time()), *sorted(needs)]).encode())
+    keys = "\n".join(sorted(needs)).encode()
+    root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode() + (b"\n" + zlib.compress(keys, 1) if keys else b""))
+
+
+def _needed(data: bytes) -> list[str]:
+    """Decode the keys in a note, behind its first line. Notes of earlier versions have them as they are."""
+    with suppress(zlib.error):
+        data = zlib.decompressobj().decompress(data, _MAX_TEXT_BYTES)
+    return data.decode(errors="replace").split("\n") if data else []
 
 
 def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[dict[str, list[str]], dict[str, float]]:
@@ -53,11 +64,12 @@ def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tup
     listed = list(folders)
     for folder, note in zip(listed, root.read_many([f"{f}/{REMOVED_KEY}" for f in listed], _MAX_BYTES), strict=True):
         if note is not None:
-            first, *keys = note.data.decode(errors="replace").split("\n")
-            if _age_s(first) < seconds or is_read(root, (key for key, _ in root.list(folder))):
-                young[folder] = keys
+            first, _, keys = note.data.partition(b"\n")
+            age_s = _age_s(first.decode(errors="replace"))
+            if age_s < seconds or is_read(root, (key for key, _ in root.list(folder))):
+                young[folder] = _needed(keys)
             else:
-                old[folder] = time.time() - _age_s(first)
+                old[folder] = time.time() - age_s
     return young, old
 
 
