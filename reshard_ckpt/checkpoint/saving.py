@@ -3,7 +3,7 @@
 `run_save` is the story of each save. All ranks go through its steps, and so through the same collectives, in this order:
 
 1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so. An incremental
-   save opens its base (a gather and a broadcast) once the state is captured.
+   save opens its base (a gather and a broadcast) once the state is captured; before that, rank 0 of a `Manager` broadcasts which.
 2. Wait for the previous save of this process.
 3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast).
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..comm import open_session
-from ..comm.protocol import Comm, merge_of_all
+from ..comm.protocol import Comm, merge_of_all, value_of_first
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport, duration_s
 from ..engine.common.host_memory import POOL
@@ -174,6 +174,8 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
             for pattern in unused_everywhere if comm.rank == 0 else ():
                 warnings.warn(f"exclude=[{pattern!r}] fits no name of the state, so correct it", stacklevel=4)
         storage = session.enter_context(open_storage(unlinked_path(path), timeout_s=options.timeout_s))
+        if callable(options.base):
+            options = replace(options, base=value_of_first(comm, options.base))
         base = None if options.base is None else _open_base(session, comm, storage, options)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
@@ -225,6 +227,7 @@ def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
 def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOptions) -> Base:
     """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
     assert options.base is not None
+    assert not callable(options.base)
     source = session.enter_context(open_shared_source(comm, unlinked_path(options.base), timeout_s=options.timeout_s))
     if source.format != NATIVE:
         raise UsageError(

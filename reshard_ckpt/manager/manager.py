@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -330,7 +331,7 @@ class Manager(RunSteps):
         base: dict[str, Any] = {}
         if self._full_every:
             self._wait()
-            base = {"base": self._stored.next_base(self._full_every)}
+            base = {"base": partial(self._stored.next_base, self._full_every)}
         return {"metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **base, **options}
 
     def delete(self, step: int) -> None:

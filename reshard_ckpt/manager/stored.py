@@ -175,12 +175,12 @@ class StoredSteps:
         self._infos.pop(step, None)
 
     def next_base(self, full_every: int) -> str | None:
-        """Return the path of the step that the next save may refer to: the one committed or loaded last.
+        """Return the path of the step that the next save may refer to: the one committed or loaded last. Rank 0 calls it.
 
         None if there is no such step, or if a full save is due: one of every `full_every` saves is full.
         """
         step = self._good[-1] if self._good else -1
-        num_saves = self._info(step).num_saves
+        num_saves = self._info(step).num_saves if self._good else 0
         self._since_full = max(self._since_full, num_saves)
         if not 0 < num_saves <= self._since_full < full_every:
             self._since_full = 0

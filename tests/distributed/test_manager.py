@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager
+from reshard_ckpt.storage import LocalStorage, MissingKey
 from tests.damage import flip
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
@@ -66,3 +68,22 @@ def test_all_ranks_fall_back_prune_and_are_refused_together(tmp_path: Path):
         assert refused.error == "UsageError"
         assert "has a manager of the checkpoints there already" in refused.message
     assert checkpoint.read(tmp_path / "step_25")["w"].shape == SHAPE
+
+
+def incremental_saves(folder: str) -> list[int]:
+    """Save three times; rank 1 sees no catalog, as on a network file system whose attributes it has cached."""
+    rank, state, read = dist.get_rank(), {"w": torch.arange(1 << 17)}, LocalStorage.read
+
+    def stale(self: LocalStorage, key: str, *limits: Any, **options: Any) -> bytes:
+        if rank and key == "catalog.msgpack":
+            raise MissingKey(f"{self.url}/{key}: is missing")
+        return read(self, key, *limits, **options)
+
+    with Manager(folder, incremental=True) as manager, mock.patch.object(LocalStorage, "read", stale):
+        return [manager.save(step, state).bytes_referred for step in range(3)]
+
+
+def test_rank_0_alone_chooses_the_base_of_an_incremental_save(tmp_path: Path):
+    """Else all ranks of a large job read a catalog for each save, and differ where one does not see it yet."""
+    first, second, third = map(sum, zip(*run_ranks(incremental_saves, 2, str(tmp_path)), strict=True))
+    assert (first, second, third) == (0, 8 << 17, 8 << 17)

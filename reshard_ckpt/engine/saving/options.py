@@ -46,7 +46,8 @@ class SaveOptions:
     hold: Hold = "optimizers"
     replicas: str = "verify"
     exclude: Sequence[str] = ()
-    base: str | os.PathLike[str] | None = None
+    base: str | os.PathLike[str] | Callable[[], str | None] | None = None
+    """A `Manager` passes a function that rank 0 calls, as only rank 0 needs to look at the steps in the store."""
     verify_base: bool = False
     rows: Tracker | None = None
     grace_s: float = GRACE_S
@@ -62,7 +63,7 @@ class SaveOptions:
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
         _check_choice("replicas", self.replicas, ("verify", "sample"))
         check_patterns("exclude", self.exclude)
-        if self.base is not None and self.sha256:
+        if self.base is not None and not callable(self.base) and self.sha256:
             raise UsageError(
                 "sha256=True hashes the files that a save writes, and with base= the checkpoint needs others too: leave it out, "
                 "and call checkpoint.write_manifest(path) after the save"
