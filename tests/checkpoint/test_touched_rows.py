@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from reshard_ckpt.checkpoint import Manager, TouchedRows
 from reshard_ckpt.core.catalog.packed import BITS
 from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.errors import CheckpointError, UsageError
+from reshard_ckpt.state import touched_rows
 from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
@@ -648,6 +651,26 @@ def rows_of_two_policies(root: str) -> str:
     except UsageError as error:
         return str(error)
     return "saved"
+
+
+def rows_of_a_rank_that_fails(root: str) -> str:
+    """Fail on rank 1, which lives on until rank 0 has raised."""
+    rank = dist.get_rank()
+    model = Lookup("ddp")
+    tracker, state = TouchedRows(model), {"model": DistributedDataParallel(model)}
+    checkpoint.save(f"{root}/0", state, rows=tracker)
+    failing = mock.patch.object(touched_rows.Table, "scores", side_effect=MemoryError("too little")) if rank else nullcontext()
+    with failing, pytest.raises((MemoryError, CheckpointError)) as raised:
+        checkpoint.save(f"{root}/1", state, base=f"{root}/0", rows=tracker, timeout_s=60)
+    with open(f"{root}/raised", "r" if rank else "w"):  # a pipe, which opens once both have come here
+        return str(raised.value)
+
+
+def test_a_rank_that_cannot_choose_rows_fails_all_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "raised")
+    first, second = run_ranks(rows_of_a_rank_that_fails, 2, str(tmp_path))
+    assert second == "too little"
+    assert "rank 1: MemoryError: too little" in first
 
 
 def test_ranks_that_differ_in_their_tracker_are_told(tmp_path: Path):

@@ -94,6 +94,9 @@ def choose(
     UsageError
         Ranks have trackers with different options.
     """
+    # Before the ranks meet: a rank that failed between the meeting and the exchange would leave the others waiting in it.
+    counts = base is not None and tracker.since == base.catalog.save_id
+    own_scores = [table.scores() for table in tables] if counts else []
     mine = [tracker.policy, tracker.fraction, tracker.bits, tracker.since, {table.name: table.num_rows for table in tables}]
     policy, fraction, _, since, sizes = merge_of_all(comm, mine, _agreed)
     if base is None or since != base.catalog.save_id:
@@ -103,8 +106,7 @@ def choose(
     # first[name]: where the scores of a table begin in the scores of all tables, end to end.
     first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     scores = np.zeros(sum(sizes.values()), _SCORES[policy])
-    for table in tables:
-        own = table.scores()
+    for table, own in zip(tables, own_scores, strict=True):
         part = scores[first[table.name] + table.first :][: len(own)]
         part += own
     if comm.size > 1:
