@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptError, StorageError
 from ..storage.posix import FileLock, await_lock
-from .generations import drop_generations, find_generations
+from .generations import Generation, drop_generations, find_generations
 from .node import SLOT_SUFFIX, NoRoom, enter_run, files_in, free_bytes, run_folder
 from .options import Memory
 from .slots import Slot, slot_bytes
@@ -66,6 +66,8 @@ class SlotPool:
         # By rank whose images they hold: the slots. `_kept`: ids of committed saves, the newest last.
         self._slots: dict[int, list[HeldSlot]] = {}
         self._kept: list[str] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        """The attempt and the step of each kept save."""
         self._pinned: set[str] = set()
         self._lock = threading.Lock()
 
@@ -228,12 +230,26 @@ class SlotPool:
         drop_generations(self._folder, [one.name for one in dead[:1]])
         return bool(dead)
 
-    def keep(self, save_id: str, *, pin: bool) -> None:
-        """Keep the slots of a committed save, with `pin` until it is in the store. The oldest save's slots may be refilled."""
+    def keep(self, generation: Generation, *, pin: bool) -> None:
+        """Keep the slots of a committed save, with `pin` until it is in the store.
+
+        The slots of the oldest save, and of an earlier save of the same step, may be refilled.
+        """
         with self._lock:
+            save_id, step = generation.save_id, generation.step
             if pin:
                 self._pinned.add(save_id)
-            self._kept = [*self._kept, save_id][-self.generations :]
+            self._kept = [*(one for one in self._kept if self._places[one][1] != step), save_id][-self.generations :]
+            self._places[save_id] = generation.attempt, step
+            self._places = {one: self._places[one] for one in self._kept}
+
+    def keep_current(self, is_current: Callable[[int, int], bool]) -> None:
+        """Let the slots of saves that no longer count be refilled; `is_current` takes an attempt and a step.
+
+        Else they would count as some of the generations to keep, and older ones that do count would lose their slots.
+        """
+        with self._lock:
+            self._kept = [one for one in self._kept if is_current(*self._places[one])]
 
     def pin(self, save_id: str) -> None:
         """Keep the slots of a save while it is written to the store."""
@@ -253,6 +269,7 @@ class SlotPool:
     def free(self, save_id: str) -> None:
         """Free the slots of a save that failed, or that was deleted."""
         with self._lock:
+            self._kept = [one for one in self._kept if one != save_id]
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:

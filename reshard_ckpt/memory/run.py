@@ -122,6 +122,7 @@ class MemoryRun:
     def attempt_begun(self) -> None:
         """Before the first save of an attempt, drop superseded generations, and the ones of a killed job beyond the limit."""
         self._tier.attempt, self._newest = self._lineage.known.attempt, None
+        self._tier.pool.keep_current(self._lineage.known.is_current)
         if not self._tier.topology.leads(self._rank):
             return
         if self._lineage.is_unwritten:

@@ -273,7 +273,7 @@ class Tier:
         # whole one.
         comm.undo_unless_gathered(partial(self._undo, generation))
         comm.gather(b"")
-        self.pool.keep(generation.save_id, pin=pin)
+        self.pool.keep(generation, pin=pin)
         try:
             self._forget_older(generation)
         except (StorageError, OSError) as error:  # the save itself is done

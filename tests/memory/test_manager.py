@@ -509,6 +509,27 @@ def test_superseded_steps_do_not_push_out_those_that_count(tmp_path: Path, memor
     assert (tmp_path / "step_20").exists()  # nobody has saved it again
 
 
+@pytest.mark.parametrize("how", ["deleted", "gone back from", "saved again"])
+def test_what_no_longer_counts_takes_no_place_of_a_generation(tmp_path: Path, shm: Path, how: str):
+    """An older generation kept its place in the list, and lost its slot to the next save."""
+    memory = Memory(copies=0, generations=3, folder=str(shm))
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step)).result()
+        if how == "deleted":
+            manager.delete(2)
+            manager.delete(3)
+        elif how == "gone back from":
+            manager.load(1, state(0))
+        else:
+            for _ in range(2):
+                manager.async_save(3, state(3)).result()
+        for step in (4, 5):
+            manager.async_save(step, state(step)).result()
+            assert {one: manager.read(one)["extra.step"] for one in manager.steps()} == {one: one for one in manager.steps()}
+        assert manager.steps() == ([3, 4, 5] if how == "saved again" else [1, 4, 5])
+
+
 def test_a_damaged_one_that_was_gone_back_from_does_not_hide_others_that_are(tmp_path: Path, memory: Memory):
     with Manager(tmp_path, memory=memory) as manager:
         for step in (1, 2):
