@@ -259,7 +259,13 @@ class StoredSteps:
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
-        referred, mine = partial(self._referred, others), self._info(step).referred
+        mine = self._info(step).referred
+
+        def referred() -> frozenset[str]:
+            found = self._referred(others)
+            self._check_lease()  # after these requests, during which it may have ended
+            return found
+
         # All folders of the step go, the one that counts least first: after a crash, another order would let a folder count that
         # did not count before.
         named = self._names.patterns
