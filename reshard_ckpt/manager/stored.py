@@ -278,9 +278,8 @@ class StoredSteps:
         )
         if removed:
             self._infos.pop(step, None)
-            if (
-                mine and not self._grace_s
-            ):  # files that it alone needed, in folders of steps that were removed or saved anew before
+            # mine: files that it alone needed, in folders of steps that were removed or saved anew before
+            if mine and not self._grace_s:
                 self._storage.delete(mine.difference(referred(), *(self._info(other).own for other in others)))
         return removed
 
