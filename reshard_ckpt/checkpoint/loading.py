@@ -265,7 +265,7 @@ def load_target(
                 multiply(scaled)
             # Also after a failed read: tensors that were overwritten by then must count as changed for autograd.
         finally:
-            target.count_up(spec.name for spec in resolved.specs)
+            target.count_up([spec.name for spec in resolved.specs])
         # Wait for all ranks: no object gets its values before every rank has read and verified its bytes.
         comm.gather(b"")
         target.finish(values, not_loaded(target, resolved))
@@ -307,7 +307,7 @@ def _among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exch
 
 def wanted_names(target: Target) -> tuple[str, ...]:
     """List the names of the values and tensors that a target wants."""
-    return (*target.values, *(e.spec.name for e in target.tensors))
+    return (*target.values, *[spec.name for spec, _ in target.tensors])
 
 
 def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:

@@ -205,8 +205,8 @@ def _tensor_columns(table: TensorTable) -> dict[str, Any]:
 
 
 def _value_columns(catalog: Catalog) -> dict[str, Any]:
-    values, tensors = catalog.values_table, {name: catalog.index(name) for name in catalog.names}
-    links = link_columns(catalog.value_names, [value.link for value in values], tensors)
+    values = catalog.values_table
+    links = link_columns(catalog.value_names, [value.link for value in values], catalog.indices)
     return {
         "name": catalog.value_names,
         "path": [value.path for value in values],

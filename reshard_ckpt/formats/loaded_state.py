@@ -130,7 +130,7 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 def _check_leaf(leaf: Any, name: str) -> None:
     """Raise the error of a tensor or value that a catalog cannot hold. A list may hold tensors, and is then not a value."""
     if is_tensor_like(leaf):
-        dtype_code(local_memory(leaf, name).memory.dtype, name)
+        dtype_code(local_memory(leaf, name)[0].dtype, name)
     elif not isinstance(leaf, list | tuple) and not (isinstance(leaf, Mapping) and leaf):
         encode_value(leaf, name)
 

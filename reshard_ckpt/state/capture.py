@@ -8,7 +8,7 @@ verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +26,15 @@ from ..core.trees import name_of
 from ..engine.common.tensor_bytes import LocalTensor, count_up
 from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer, Steps, link_in_dict, saved_path
-from .dtensor import is_dtensor
+from .dtensor import dtensor_class
 from .entries import Entry, Kind
 from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
 from .optimizers import OptimizersTarget, optimizer_rows
-from .parameters import Owners, optimizer_parameters
+from .parameters import optimizer_parameters
 from .targets import Prefixes, Router, TreeTarget, ValueOrigin, ValueTarget
-from .tensors import check_writable, memory_of
+from .tensors import find_memory
 from .walk import Tree, is_stateful, state_of, steps, walk
 
 
@@ -95,9 +95,10 @@ class Target:
 
     def count_up(self, written: Iterable[str]) -> None:
         """Count up the versions of DTensors whose local tensors were written under one of these names, or under a tied name."""
-        first = {tensor.spec.name: tensor.spec.first_name for tensor in self.tensors}
+        specs = [spec for spec, _ in self.tensors]
+        first = {spec.name: spec.name if spec.alias_of is None else spec.alias_of for spec in specs}
         done = {first[name] for name in written}
-        count_up(dtensor for name, dtensor in self.dtensors if first.get(name) in done)
+        count_up([dtensor for name, dtensor in self.dtensors if name in first and first[name] in done])
 
 
 def capture(
@@ -132,36 +133,39 @@ def capture(
     out = Describer(found)
     unused = list(exclude)
     with torch.no_grad():  # once for all tensors: for each of them it would take longer than the description
-        saved = [(Steps(tree.path, tree.root), list(_saved_rows(tree, opened.unnamed))) for tree in opened.trees]
+        saved = [(Steps(tree.path, tree.root), _saved_rows(tree, opened.unnamed)) for tree in opened.trees]
         _complete_links([row for _, rows in saved for row in rows])
         for keys_of, rows in saved:
-            for row in rows:
-                # Before it is described: of two tensors in one memory, the one that is left out must not be the first.
-                if exclude and matches(row.name, exclude):
-                    unused = [pattern for pattern in unused if not matches(row.name, [pattern])]
-                else:
-                    out.add(row, keys_of)
+            if exclude:
+                # Before they are described: of two tensors in one memory, the one that is left out must not be the first.
+                left_out = {row.name for row in rows if matches(row.name, exclude)}
+                unused = [pattern for pattern in unused if not any(matches(name, [pattern]) for name in left_out)]
+                rows = [row for row in rows if row.name not in left_out]
+            find_memory(rows)
+            out.add(rows, keys_of)
     return Captured(tuple(out.tensors), tuple(out.values), found, opened.warnings, tuple(unused))
 
 
-def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> Iterator[Entry]:
-    """Yield the rows of a tree, with those of its modules and optimizers in their place, and with the values to be saved."""
+def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
+    """Return the rows of a tree, with those of its modules and optimizers in their place, and with the values to be saved."""
     # optimizers: the names of all dicts in the form of an optimizer's state dict, whose state is linked to its parameters.
-    optimizers = {*unnamed, *(name_of(row.path[:-1]) for row in tree.rows if row.kind is Kind.GROUPS)}
+    optimizers = {*unnamed, *[name_of(row.path[:-1]) for row in tree.rows if row.kind is Kind.GROUPS]}
+    rows: list[Entry] = []
     for row in tree.rows:
         if row.kind is Kind.TENSOR or row.kind is Kind.VALUE:
-            row.link = link_in_dict(row.path, optimizers)
-            yield row
+            row.link = link_in_dict(row.path, optimizers) if optimizers else None
+            rows.append(row)
         elif row.kind is Kind.MODULES:
             for state in row.value:
-                yield from state.rows
+                rows += state.rows
         elif row.kind is Kind.OPTIMIZERS:
-            yield from optimizer_rows(row)
+            rows += optimizer_rows(row)
         elif row.kind is Kind.GROUPS:
-            yield replace(row, value=merge([(row.name, saved_groups(row.value))], name=row.name))
+            rows.append(replace(row, value=merge([(row.name, saved_groups(row.value))], name=row.name)))
         elif row.kind is Kind.PER_RANK or row.kind is Kind.WHOLE:
             value = row.value.value
-            yield replace(row, value=state_of(value) if is_stateful(value) else value)
+            rows.append(replace(row, value=state_of(value) if is_stateful(value) else value))
+    return rows
 
 
 def _complete_links(rows: Sequence[Entry]) -> None:
@@ -172,7 +176,7 @@ def _complete_links(rows: Sequence[Entry]) -> None:
     if open_links:
         found = find_parameters({link.fqn for _, link in open_links}, (row.name for row in tensors if row.link is None))
         for row, link in open_links:
-            row.link = replace(link, parameter=found.get(link.fqn, link.parameter))
+            row.link = link._replace(parameter=found.get(link.fqn, link.parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +219,8 @@ def open_state(state: Mapping[Any, Any]) -> OpenedState:
     """
     trees = walk(state)
     states = [state for tree in trees for row in tree.rows if row.kind is Kind.MODULES for state in row.value]
-    unnamed, left_out = optimizer_parameters(trees, Owners(_owner_rows(trees)))
-    modules = (module for state in states for module in state.module.modules())
+    unnamed, left_out = optimizer_parameters(trees)
+    modules = [module for state in states for module in state.children]
     groups = {module.process_group for module in modules if isinstance(module, DistributedDataParallel)}
     ddp_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
     return OpenedState(trees, _meshes(trees), ddp_groups, unnamed, (*map(_warning, unnamed), *left_out))
@@ -250,28 +254,26 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     group = RankSet(tuple(range(size)), rank)
     mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
     out = Describer(mesh)
-    dtensors: list[tuple[str, torch.Tensor]] = []
+    wanted: list[Entry] = []
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
     with torch.no_grad():  # as for saving
         for row in (row for tree in opened.trees for row in tree.rows):
-            wanted: Iterable[Entry] = (row,) if row.kind is Kind.TENSOR else ()
-            if row.kind is Kind.MODULES:
+            if row.kind is Kind.TENSOR:
+                wanted.append(row)
+            elif row.kind is Kind.MODULES:
                 parts.append(ModulesTarget(row.name, row.value))
-                wanted = (entry for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
+                wanted += [entry for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR]
             elif row.kind is Kind.OPTIMIZERS:
                 target = OptimizersTarget(row.name, row.value, catalog, links)
                 parts.append(target)
                 unplaced += target.unplaced
-                wanted = target.rows
-            for entry in wanted:
-                local = memory_of(entry)
-                check_writable(local, entry.name)
-                out.add(entry)
-                if local.dtensor is not None:
-                    dtensors.append((entry.name, local.dtensor))
+                wanted += target.rows
+        find_memory(wanted, writes=True)
+        out.add(wanted)
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in reversed(opened.trees)]
+    dtensor = dtensor_class()
     router = Router(parts, tuple(str(step) for step in steps(state)))
     return Target(
         tuple(out.tensors),
@@ -282,19 +284,8 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         router.finish,
         mesh,
         opened.hints,
-        tuple(dtensors),
+        tuple([(row.name, row.value) for row in wanted if isinstance(row.value, dtensor)]),
     )
-
-
-def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
-    """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
-    rows = [row for tree in trees for row in tree.rows]
-    for row in rows:
-        if row.kind is Kind.MODULES:
-            yield from ((row.name, entry) for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
-    for row in rows:
-        if row.kind is Kind.TENSOR and len(row.path) > 1:
-            yield str(row.path[0]), row
 
 
 def _meshes(trees: Sequence[Tree]) -> tuple[DeviceMesh, ...]:
@@ -302,10 +293,17 @@ def _meshes(trees: Sequence[Tree]) -> tuple[DeviceMesh, ...]:
     rows = [row for tree in trees for row in tree.rows]
     states = [state for row in rows if row.kind is Kind.MODULES for state in row.value]
     values = [entry.value for state in states for entry in state.rows] + [row.value for row in rows if row.kind is Kind.TENSOR]
-    if not any(is_dtensor(value) for value in values):  # it may be an optimizer alone
+    found = _meshes_of(values)
+    if not found:  # it may be an optimizer alone
         views = [view for row in rows if row.kind is Kind.OPTIMIZERS for view in row.value]
-        values = [value for view in views for _, entry in view.entries() for value in entry.values()]
-    return tuple({id(v.device_mesh): v.device_mesh for v in values if is_dtensor(v)}.values())
+        found = _meshes_of([value for view in views for _, entry in view.entries() for value in entry.values()])
+    return found
+
+
+def _meshes_of(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+    dtensor = dtensor_class()
+    meshes = [value.device_mesh for value in values if isinstance(value, dtensor)]
+    return tuple({id(mesh): mesh for mesh in meshes}.values())
 
 
 def _warning(name: str) -> str:

@@ -13,8 +13,7 @@ earlier one does becomes its alias.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from ..format.value_decode import FACTORIES
 from ..format.values import decode_path, encode_path, encode_value, keys_of
 from .entries import Entry, Kind, Opaque
 from .layouts import Layout
-from .tensors import memory_of
 
 _KINDS = (OrderedDict, Counter, defaultdict)
 
@@ -92,7 +90,7 @@ def paths_of_values(catalog: Catalog) -> dict[str, Path]:
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
     """Return the link of an entry in one of `optimizers`, dicts of the form of an optimizer's ``state_dict()``."""
-    for i in range(len(path) - 3, -1, -1) if optimizers else ():
+    for i in range(len(path) - 3, -1, -1):
         if path[i] == STATE and name_of(path[:i]) in optimizers:
             return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
     return None
@@ -167,130 +165,159 @@ _VALUE_KINDS = {
 }
 
 
-class _Place(NamedTuple):
-    """The memory of a tensor and its use."""
+class _Part(NamedTuple):
+    """All of a spec that equal tensors, as the layers of a model have, share. It holds no memory, so it is never wrong.
 
-    device: torch.device
-    address: int
-    dtype: torch.dtype
-    shape: Ints
+    `layout` is held, so that its id stays its own.
+    """
+
+    layout: Layout
+    dtype: str
     pieces: tuple[Piece, ...]
+    placement: Placement
 
 
 class _Known(NamedTuple):
-    """A spec and the values that it follows from besides its name. It holds no memory, so no spec can be reused wrongly."""
+    """The parts of a mesh's tensors, by the id of the layout, the dtype and the strides; and the last spec of each name."""
 
-    layout: Layout
-    dtype: torch.dtype
-    strides: Ints
-    spec: TensorSpec
+    parts: dict[tuple[int, torch.dtype, Ints], _Part]
+    specs: dict[str, tuple[_Part, TensorSpec]]
 
 
-_SPECS: dict[str, _Known] = {}
-"""The last spec of each name: most saves describe the same tensors as the save before."""
+_KNOWN: dict[Mesh | None, _Known] = {}
+"""Most saves describe the same tensors as the save before."""
 
-_MAX_SPECS = 1 << 18
+_MAX_MESHES = 4
+
+_MAX_PARTS, _MAX_SPECS = 1 << 13, 1 << 18
+"""The most parts and specs that are kept for a mesh."""
 
 
-@dataclass(slots=True)
 class Describer:
     """Describes rows under unique names, and finds tensors that share memory.
 
     Placements that do not name axes of the job's `mesh` are left out.
     """
 
-    mesh: Mesh | None
-    tensors: list[LocalTensor] = field(default_factory=list)
-    values: list[ValueSpec] = field(default_factory=list)
-    _source: dict[str, str] = field(default_factory=dict)
-    """The source of each name."""
-    _first: dict[tuple[torch.device, int], list[tuple[_Place, str]]] = field(default_factory=dict)
-    _by_name: dict[str, Any] = field(default_factory=dict)
-    """The place of each tensor, the bytes of each value."""
-    _known_axes: dict[int, tuple[bool, Placement]] = field(default_factory=dict)
-    """For each placement by its id: whether it names axes of the mesh. It is held, so that its id stays its own."""
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.tensors: list[LocalTensor] = []
+        self.values: list[ValueSpec] = []
+        self._mesh = mesh
+        self._rows: dict[str, Entry] = {}
+        """The first row of each name."""
+        self._data: dict[str, bytes] = {}
+        """The bytes of each value."""
+        self._at: dict[int, list[Entry]] = {}
+        """The rows whose memory begins at an address; each place in memory once."""
+        if mesh not in _KNOWN and len(_KNOWN) >= _MAX_MESHES:
+            _KNOWN.clear()
+        self._known = _KNOWN.setdefault(mesh, _Known({}, {}))
+        if len(self._known.parts) >= _MAX_PARTS or len(self._known.specs) >= _MAX_SPECS:
+            self._known.parts.clear()
+            self._known.specs.clear()
 
-    def add(self, row: Entry, keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
-        """Add a row; `keys_of` gives the path of a value as it is saved."""
-        if row.kind is Kind.TENSOR:
-            self._add_tensor(row)
-        else:
-            self._add_value(row, keys_of)
-
-    def _add_tensor(self, row: Entry) -> None:
-        name, (memory, layout, *_) = row.name, memory_of(row)
-        dtype, strides = memory.dtype, memory.stride()
-        last = _SPECS.get(name)
-        if last is not None and (last.layout is not layout or last.dtype is not dtype or last.strides != strides):
-            last = None
-        pieces = layout.pieces(memory) if last is None else last.spec.pieces
-        place = _Place(memory.device, memory.data_ptr(), dtype, layout.shape, pieces)
-        known = self._register(row)
-        alias = None
-        if known is None:
-            self._by_name[name] = place
-            if pieces and (first := self._first_at(place, name)) != name:
-                alias = first
-        elif not isinstance(known, _Place) or (known.dtype, known.shape) != (dtype, layout.shape):
-            raise LayoutError(
-                f"{name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(place)}; "
-                "give them distinct names (nn.Sequential stages both call their first layer 0)"
-            )
-        placement = layout.placement if self._knows_axes_of(layout.placement) else ()
-        if last is not None and (last.spec.alias_of, last.spec.link, last.spec.placement) == (alias, row.link, placement):
-            spec = last.spec
-        else:
-            check_text(name, "a name")
-            code = dtype_code(dtype, name)
-            spec = TensorSpec(name, code, layout.shape, pieces, layout.replication, placement, alias, row.link)
-            if len(_SPECS) >= _MAX_SPECS:
-                _SPECS.clear()
-            _SPECS[name] = _Known(layout, dtype, strides, spec)
-        if known != place:
+    def add(self, rows: Iterable[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
+        """Add rows, whose tensors have their memory; `keys_of` gives the path of a value as it is saved."""
+        (parts, specs), known_rows, at = self._known, self._rows, self._at
+        for row in rows:
+            name, memory, layout = row.name, row.memory, row.layout
+            if memory is None or layout is None:
+                self._add_value(row, keys_of)
+                continue
+            try:
+                part = parts[id(layout), memory.dtype, memory.stride()]
+            except KeyError:
+                part = self._part(row, memory, layout)
+            alias = None
+            if name in known_rows:
+                if self._is_same(row):
+                    continue
+            else:
+                known_rows[name] = row
+                address = memory.data_ptr()
+                # By address alone: to hash all pieces of every tensor would take longer than all else here.
+                if address in at:
+                    alias = self._first_at(row, at[address]) if part.pieces else None
+                elif part.pieces:
+                    at[address] = [row]
+            of, spec = specs.get(name, (None, None))
+            if spec is None or of is not part or spec.alias_of != alias or spec.link != row.link:
+                check_text(name, "a name")
+                spec = TensorSpec(
+                    name, part.dtype, layout.shape, part.pieces, layout.replication, part.placement, alias, row.link
+                )
+                specs[name] = part, spec
             self.tensors.append(LocalTensor(spec, memory))
+
+    def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
+        """Make the part of a tensor's spec that equal tensors share."""
+        placement = layout.placement if self._knows_axes_of(layout.placement) else ()
+        part = _Part(layout, dtype_code(memory.dtype, row.name), layout.pieces(memory), placement)
+        return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _knows_axes_of(self, placement: Placement) -> bool:
         """Tell whether a placement names axes of the job's mesh."""
-        # By identity: few placements, each shared by many tensors.
-        known = self._known_axes.get(id(placement))
-        if known is None:
-            axes, mesh = tuple(p.axis for p in placement), self.mesh
-            unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
-            fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
-            known = self._known_axes[id(placement)] = not axes or fits, placement
-        return known[0]
+        axes, mesh = tuple(p.axis for p in placement), self._mesh
+        unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
+        fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
+        return not axes or fits
 
-    def _first_at(self, place: _Place, name: str) -> str:
-        """Return the name of the first tensor at a place; this name if it is the first."""
-        # By address alone: to hash all pieces of every tensor would take longer than all else here.
-        near = self._first.setdefault((place.device, place.address), [])
-        for other, first in near:
-            if other == place:
-                return first
-        near.append((place, name))
-        return name
+    def _first_at(self, row: Entry, near: list[Entry]) -> str | None:
+        """Return the name of the row among `near` that lies exactly where this one does; None if it is the first there."""
+        for other in near:
+            if _place(other) == _place(row):
+                return other.name
+        near.append(row)
+        return None
+
+    def _is_same(self, row: Entry) -> bool:
+        """Tell whether a row whose name is known lies exactly where the earlier one does.
+
+        Raises
+        ------
+        LayoutError
+            Both have the same name and source, but other dtypes or shapes.
+        """
+        known = self._checked(row)
+        one, other = _place(known), _place(row)
+        if one is None or other is None or one[2:4] != other[2:4]:
+            raise LayoutError(
+                f"{row.name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(row)}; "
+                "give them distinct names (nn.Sequential stages both call their first layer 0)"
+            )
+        return one == other
 
     def _add_value(self, row: Entry, keys_of: Callable[[Path], list[Any]]) -> None:
-        known = self._register(row)
-        is_opaque = isinstance(row.value, Opaque)
-        data = row.value.data if is_opaque else encode_value(row.value, row.name)
-        if known is None:
-            self._by_name[row.name] = data
+        name, value = row.name, row.value
+        is_opaque = isinstance(value, Opaque)
+        data = value.data if is_opaque else encode_value(value, name)
+        if name not in self._rows:
+            self._rows[name], self._data[name] = row, data
             path, kind = encode_path(keys_of(row.path)), _VALUE_KINDS[row.kind]
-            self.values.append(ValueSpec(row.name, path, kind, data, row.link, is_opaque))
-        elif known != data:
-            raise LayoutError(f"{row.name}: two stages on this rank have different values of this name; give them distinct names")
+            self.values.append(ValueSpec(name, path, kind, data, row.link, is_opaque))
+            return
+        self._checked(row)
+        if self._data.get(name) != data:
+            raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 
-    def _register(self, row: Entry) -> Any:
-        """Return the place or the bytes that are known for a row's name; refuse a name that is from another source."""
-        name, source = row.name, row.name if row.source is None else row.source
-        other = self._source.setdefault(name, source)
-        if other != source:
+    def _checked(self, row: Entry) -> Entry:
+        """Return the earlier row of the same name; refuse one from another source."""
+        known = self._rows[row.name]
+        one, other = (row.name if each.source is None else each.source for each in (known, row))
+        if one != other:
             raise NameCollisionError(
-                f"{name}: both the item {other} and the item {source} have an entry of this name; rename one of the keys"
+                f"{row.name}: both the item {one} and the item {other} have an entry of this name; rename one of the keys"
             )
-        return self._by_name.get(name)
+        return known
 
 
-def _kind(place: Any) -> str:
-    return f"{place.dtype} of shape {place.shape}" if isinstance(place, _Place) else "a value"
+def _place(row: Entry) -> tuple[Any, ...] | None:
+    """Return the memory of a row that is a tensor and its use: device, address, dtype, global shape, and pieces."""
+    memory, layout = row.memory, row.layout
+    if memory is None or layout is None:
+        return None
+    return memory.device, memory.data_ptr(), memory.dtype, layout.shape, layout.pieces(memory)
+
+
+def _kind(row: Entry) -> str:
+    return "a value" if row.memory is None or row.layout is None else f"{row.memory.dtype} of shape {row.layout.shape}"

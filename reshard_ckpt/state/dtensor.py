@@ -115,8 +115,17 @@ def is_dtensor(thing: Any) -> TypeGuard[DTensor]:
     >>> is_dtensor(3)
     False
     """
-    # As `known_class` does, which would enter one more function for each of the most frequent of all questions.
-    return isinstance(thing, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+    return isinstance(thing, dtensor_class())
+
+
+_DTENSOR: Any = ()
+
+
+def dtensor_class() -> Any:
+    """Return the class DTensor, or () as long as nobody has imported it."""
+    global _DTENSOR
+    _DTENSOR = _DTENSOR or known_class("torch.distributed.tensor", "DTensor")
+    return _DTENSOR
 
 
 def is_shard(placement: Any, *, exactly: bool = False) -> TypeGuard[Shard]:
@@ -160,16 +169,15 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
     LayoutError
         The placements do not explain the local shape.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    known = _KNOWN.get((id(mesh), id(placements)))
-    if known is None:
-        if len(_KNOWN) >= _MAX_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[id(mesh), id(placements)] = _Known(mesh, placements)
-    shapes = tensor.shape, local_shape
-    layout = known.layouts.get(shapes)
-    if layout is None:
-        layout = known.layouts[shapes] = _layout_on(mesh, tuple(placements), tuple(tensor.shape), local_shape, name)
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    try:
+        return _KNOWN[id(mesh), id(placements)].layouts[shape, local_shape]
+    except KeyError:
+        layout = _layout_on(mesh, tuple(placements), tuple(shape), local_shape, name)
+    if len(_KNOWN) >= _MAX_KNOWN:
+        _KNOWN.clear()
+    known = _KNOWN.setdefault((id(mesh), id(placements)), _Known(mesh, placements))
+    known.layouts[shape, local_shape] = layout
     return layout
 
 
@@ -379,10 +387,11 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """Return the local tensor, without autograd, after any collective that still computes it."""
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            local = tensor.to_local()
-    else:
+    # Private, but `to_local` enters three functions more, for every tensor of every save.
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    if type(local) is torch.Tensor:
+        return local
+    with torch.no_grad():
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an asynchronous collective's result
     return local if wait is None else wait()

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..core.catalog.specs import Replication, StateLink
 from ..core.trees import Path
-from .layouts import LocalMemory
+from .layouts import Layout
+
+if TYPE_CHECKING:
+    from .parameters import Owner
 
 
 class Kind(Enum):
@@ -61,8 +66,10 @@ class Entry:
         The parameter and the key, if it is state of an optimizer.
     replication
         The declaration for a plain tensor, which has none of its own.
-    local
-        The local memory of a tensor and its layout, once they are found.
+    owner
+        The parameter, if it is a tensor of an optimizer's state: a plain one is laid out like the parameter.
+    memory, layout
+        The local memory of a tensor, and the part of the global tensor that it holds, once `tensors` has found them.
     """
 
     name: str
@@ -72,7 +79,9 @@ class Entry:
     source: str | None = None
     link: StateLink | None = None
     replication: Replication = Replication.PLAIN
-    local: LocalMemory | None = None
+    owner: Owner | None = None
+    memory: torch.Tensor | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,19 +76,6 @@ class Layout:
             runs = (_cut_run(box, self.flat_shape, self.flat_start, memory.numel(), step) for box in self.boxes)
             return tuple(piece for piece in runs if piece.count)
         return tuple(_runs(self.boxes, self.flat_start, memory.numel(), step))
-
-
-class LocalMemory(NamedTuple):
-    """The memory of a local tensor, and its layout: the part of the global tensor that it holds.
-
-    `memory` is plain, so it is a copy if `tensor`, the local tensor itself, is a lazily conjugated view. `dtensor` is the DTensor
-    around it, if there is one.
-    """
-
-    memory: torch.Tensor
-    layout: Layout
-    tensor: torch.Tensor
-    dtensor: torch.Tensor | None = None
 
 
 @lru_cache(maxsize=1 << 16)

@@ -50,6 +50,8 @@ class ModuleState:
         hook has put the value into the state dict.
     is_own
         Whether all of its tensors are the module's own, so that a write into them changes the module.
+    children
+        The module and all modules in it.
     flat
         Its parts that FSDP1 wraps, if there are any.
     """
@@ -59,6 +61,7 @@ class ModuleState:
     rows: tuple[Entry, ...]
     takers: Mapping[str, tuple[str, nn.Module | None]]
     is_own: bool
+    children: Sequence[nn.Module]
     flat: FlatModule | None = None
 
 
@@ -82,7 +85,8 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
     NameCollisionError
         Two keys have one clean name.
     """
-    units = [child for child in module.modules() if _is_fsdp1(child)]
+    children = list(module.modules())
+    units = [child for child in children if _is_fsdp1(child)]
     flat = FlatModule(units, name) if units else None
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
@@ -94,19 +98,31 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
     _refuse_meta(module, raw, name)
     # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
     own: set[int] = set()
-    for child in module.modules():
-        own.update(*(map(id, of.values()) for of in (child._parameters, child._buffers, vars(child))))
+    for child in children:
+        for of in (child._parameters, child._buffers, vars(child)):
+            own.update(map(id, of.values()))
     rows: list[Entry] = []
     takers: dict[str, tuple[str, nn.Module | None]] = {}
     seen: dict[str, str] = {}
     is_own = True
+    # places[above]: the module that a key leads to without its last step; None for a wrapper, which a last step may lead through
+    places: dict[str, ModulePlace | None] = {}
     for key, value in raw.items() if flat is None else flat.entries(raw):
-        at = locate(module, key)
-        if seen.setdefault(at.fqn, key) != key:
-            raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
+        above, dot, last = key.rpartition(".")
+        if above not in places:
+            place = locate(module, above) if dot else ModulePlace("", module, False, _is_fsdp(module))
+            places[above] = place if _inner_name(place.owner) is None else None
+        known = places[above]
+        if known is None or last in known.owner._modules:
+            at = locate(module, key)
+            fqn = at.fqn
+        else:
+            at, fqn = known, f"{known.fqn}.{last}" if known.fqn else last
+        if seen.setdefault(fqn, key) != key:
+            raise NameCollisionError(f"{name}.{fqn}: both {seen[fqn]} and {key} of the module have this name; rename one")
         if flat is not None:
-            value = flat.saved_form(at.owner, key.rpartition(".")[2], value)
-        full, below = f"{name}.{at.fqn}", (*path, at.fqn)
+            value = flat.saved_form(at.owner, last, value)
+        full, below = f"{name}.{fqn}", (*path, fqn)
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
             is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
             how = _replication(value, at)
@@ -118,7 +134,7 @@ def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
         else:
             takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
             rows.append(Entry(full, below, Kind.VALUE, value, name))
-    return ModuleState(module, raw, tuple(rows), takers, is_own, flat)
+    return ModuleState(module, raw, tuple(rows), takers, is_own, children, flat)
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
@@ -183,10 +199,7 @@ def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
     """
     ddp = False
     while True:
-        if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
-            inner: str | None = MODULE
-        else:
-            inner = next((name for name in WRAPPED if name in module._modules), None)
+        inner = _inner_name(module)
         own = module._modules, module._parameters, module._buffers
         if inner is None or (step != inner and any(step in names for names in own)):
             return module, False, ddp
@@ -194,6 +207,13 @@ def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
         module = module.get_submodule(inner)
         if step == inner:
             return module, True, ddp
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    """Return the name under which a wrapper holds the module inside; None if a module wraps no other one."""
+    if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
+        return MODULE
+    return next((name for name in WRAPPED if name in module._modules), None)
 
 
 class ModulesTarget:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +37,9 @@ from ..format.dtypes import TORCH_DTYPES
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
 from .fsdp1 import StateOfParts
-from .layouts import Layout, LocalMemory, whole
 from .modules import is_nothing
 from .parameters import OptimizerView, Owner, ParamSlot
-from .tensors import TensorLike, is_tensor_like, local_memory, parts_of
+from .tensors import is_tensor_like
 from .walk import optimizers_of
 
 
@@ -54,6 +53,7 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
     """
     name, path = row.name, row.path
     views: Sequence[OptimizerView] = row.value
+    above = f"{name}.{STATE}" if name else STATE
     for view in views:
         for slot, entry in view.entries():
             owner = slot.owner
@@ -62,56 +62,19 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
                     raise UnsupportedError(
                         f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
                     )
+                kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
                 for fqn in owner.fqns:
+                    full = f"{above}.{fqn}.{key}"
                     link = StateLink(name, fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
-                    full, below = link.name, (*path, STATE, fqn, key)
-                    if is_tensor_like(value):
-                        local = state_memory(value, owner, full)
-                        yield Entry(full, below, Kind.TENSOR, value, name, link, local=local)
-                    else:
+                    if kind is Kind.VALUE:
                         _check_value(value, owner, full)
-                        yield Entry(full, below, Kind.VALUE, value, name, link)
+                    yield Entry(full, (*path, STATE, fqn, key), kind, value, name, link, owner=owner)
     groups = groups_name(name)
     named = [
         (view.name, [named_group(group, (fqn for owner in owners for fqn in owner.fqns)) for group, owners in view.groups])
         for view in views
     ]
     yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
-
-
-def state_memory(value: TensorLike, owner: Owner, name: str) -> LocalMemory:
-    """Find the memory of one state tensor.
-
-    Raises
-    ------
-    UnsupportedError
-        The parameter is sharded, and the tensor has another shape, so its place in a global tensor is unknown.
-    """
-    value, *more = parts_of(value, name)
-    if more:
-        raise UnsupportedError(
-            f"{name}: is {len(more) + 1} local shards, of which the state of one parameter can have one; save the optimizer's "
-            "state_dict() by FQN instead"
-        )
-    return local_memory(value, name, lambda shape: _state_layout(shape, owner, name))
-
-
-def _state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
-    """Return the layout of a plain local state tensor of this shape."""
-    layout = owner.layout
-    if layout is None:  # known by name alone
-        return whole(shape)
-    if shape == layout.local_shape:
-        return layout
-    if 0 in shape and 0 in layout.local_shape:
-        return replace(layout, local_shape=shape)
-    if shape == () or layout.is_whole:
-        return whole(shape, layout.replication)
-    raise UnsupportedError(
-        f"{name}: has shape {shape}, its parameter {owner.fqns[0]} {layout.local_shape} of {layout.shape} on this rank, so its "
-        "place is unknown; have the optimizer hold it as a DTensor, or return it from a state_dict() by FQN as LocalShard or "
-        "FlatShard"
-    )
 
 
 def _check_value(value: Any, owner: Owner, name: str) -> None:
@@ -141,9 +104,11 @@ def saved_keys(name: str, links: Mapping[str, StateLink]) -> dict[str, dict[str,
     A key with dots is left out, so it is unexpected: torch's optimizers have no such keys.
     """
     keys: dict[str, dict[str, str]] = {}
-    for full, link in links.items():
-        if link.optimizer == name and "." not in link.key:
-            keys.setdefault(link.fqn, {})[link.key] = full
+    for full, (optimizer, fqn, key, _) in links.items():
+        if optimizer == name and "." not in key:
+            if fqn not in keys:
+                keys[fqn] = {}
+            keys[fqn][key] = full
     return keys
 
 
@@ -178,40 +143,36 @@ class OptimizersTarget:
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
         self.groups_name = groups_name(self.name)
-
-    @property
-    def rows(self) -> tuple[Entry, ...]:
-        return tuple(w for plan in self._plans for entries in plan.tensors.values() for w in entries)
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
+        self.rows = [row for plan in self._plans for rows in plan.tensors.values() for row in rows]
+        self.values = (self.groups_name, *[name for plan in self._plans for names in plan.values.values() for name in names])
 
     def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, str]]) -> ParamPlan:
         owner, existing = slot.owner, view.state.get(slot.key, {})
+        # names[key]: the names under which this entry of the state is saved
+        names: dict[str, tuple[str, ...]] = {}
         fqns = [fqn for fqn in owner.fqns if fqn in saved]
-        is_tensor = {key: full in self._catalog for fqn in fqns for key, full in saved[fqn].items()}
-        if fqns:  # other state of the optimizer is wanted too, so that its absence is found and named
-            is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
+        for fqn in fqns:
+            for key, full in saved[fqn].items():
+                names[key] = (*names[key], full) if key in names else (full,)
+        lacking = [key for key in existing if key not in names] if fqns else []
+        for key in lacking:  # other state of the optimizer is wanted too, so that its absence is found and named
+            names[key] = (StateLink(self.name, fqns[0], key).name,)
         tensors: dict[str, tuple[Entry, ...]] = {}
         values: dict[str, tuple[str, ...]] = {}
         new: set[str] = set()
-        for key, kind in is_tensor.items():
-            names = tuple(saved[fqn][key] for fqn in fqns if key in saved[fqn])
-            names = names or (StateLink(self.name, fqns[0], key).name,)
-            if not kind:
-                values[key] = names
-                continue
+        for key, of_key in names.items():
             value = existing.get(key)
-            if not is_tensor_like(value):
-                value = self._allocate(owner, slot.group, names[0])
+            has_tensor = is_tensor_like(value)
+            if not (has_tensor if key in lacking else of_key[-1] in self._catalog):
+                values[key] = of_key
+                continue
+            if not has_tensor:
+                value = self._allocate(owner, slot.group, of_key[0])
                 new.add(key)
             if value is None:
-                self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
+                self.unplaced.update(dict.fromkeys(of_key, self.unplaced[of_key[0]]))
             else:
-                tensors[key] = tuple(
-                    Entry(name, (), Kind.TENSOR, value, self.name, local=state_memory(value, owner, name)) for name in names
-                )
+                tensors[key] = tuple([Entry(name, (), Kind.TENSOR, value, self.name, owner=owner) for name in of_key])
         return ParamPlan(view, slot, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
@@ -305,6 +266,8 @@ class OptimizersTarget:
             if param in state and any(fqn in self._groups for fqn in owner.fqns):
                 del state[param]  # the checkpoint knows the parameter, and that it had no state yet
             return
+        if not plan.new and not plan.values:
+            return  # all of it was loaded in place
         lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
         if lost and param not in state:
             return  # half a state is worse than none: the optimizer will make its own

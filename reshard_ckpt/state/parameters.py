@@ -27,14 +27,14 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.catalog.names import unwrapped
-from ..errors import UsageError
+from ..core.catalog.specs import Ints
+from ..errors import UnsupportedError, UsageError
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
 from .fsdp1 import FlatPart, StateOfParts
-from .layouts import Layout
+from .layouts import Layout, whole
 from .optimizer_dicts import beside_numbers, names_by_number
-from .shards import FlatShard, LocalShard
-from .tensors import memory_of
+from .tensors import local_memory
 from .walk import Tree, Watched, by_number, left_out, optimizers_of
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -57,7 +57,34 @@ class Owner:
 
     @property
     def layout(self) -> Layout | None:
-        return None if self.row is None else memory_of(self.row).layout
+        row = self.row
+        if row is not None and row.layout is None:
+            with torch.no_grad():
+                row.layout = local_memory(row.value, row.name, row.replication)[1]
+        return None if row is None else row.layout
+
+    def layout_of_state(self, shape: Ints, name: str) -> Layout:
+        """Return the layout of a plain local tensor of the parameter's state; `name` is for messages.
+
+        Raises
+        ------
+        UnsupportedError
+            The parameter is sharded, and the tensor has another shape, so its place in a global tensor is unknown.
+        """
+        layout = self.layout
+        if layout is None:  # known by name alone
+            return whole(shape)
+        if shape == layout.local_shape:
+            return layout
+        if 0 in shape and 0 in layout.local_shape:
+            return replace(layout, local_shape=shape)
+        if shape == () or layout.is_whole:
+            return whole(shape, layout.replication)
+        raise UnsupportedError(
+            f"{name}: has shape {shape}, its parameter {self.fqns[0]} {layout.local_shape} of {layout.shape} on this rank, so "
+            "its place is unknown; have the optimizer hold it as a DTensor, or return it from a state_dict() by FQN as "
+            "LocalShard or FlatShard"
+        )
 
 
 class Owners:
@@ -78,16 +105,17 @@ class Owners:
         self._others: list[Owner] = []
         """Tensors that are not parameters, but may be the memory of one."""
         for key, row in rows:
-            fqn = row.name[len(key) + 1 :]
-            param = row.value.tensor if isinstance(row.value, LocalShard | FlatShard) else row.value
-            if isinstance(row.value, FlatPart) and row.value.shard is not None:
-                inside, part = self._inside.setdefault(id(row.value.held_in), {}), row.value
+            fqn, param = row.name[len(key) + 1 :], row.value
+            if type(param) is FlatPart and param.shard is not None:
+                inside, part = self._inside.setdefault(id(param.held_in), {}), param
                 fqns = inside[id(part)].fqns if id(part) in inside else ()
-                inside[id(part)] = Owner(param, (*fqns, fqn), key, row, part)
+                inside[id(part)] = Owner(part.tensor, (*fqns, fqn), key, row, part)
                 continue
-            param = row.value.held_in if isinstance(row.value, FlatPart) else param
+            if not isinstance(param, torch.Tensor):
+                param = param.held_in if type(param) is FlatPart else param.tensor
             owner = Owner(param, (fqn,), key, row)
-            if not (isinstance(param, torch.nn.Parameter) or param.requires_grad):
+            # A tensor of torch's own class is no Parameter, and to ask takes longer than all else here.
+            if not (param.requires_grad or (type(param) is not torch.Tensor and isinstance(param, torch.nn.Parameter))):
                 self._others.append(owner)
             elif (known := self._by_id.setdefault(id(param), owner)).key == key and fqn not in known.fqns:
                 self._by_id[id(param)] = replace(known, fqns=(*known.fqns, fqn))
@@ -193,7 +221,17 @@ class OptimizerView:
         return ((slot, self.state[slot.key]) for slot in self.slots if slot.key in self.state)
 
 
-def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[str], list[str]]:
+def _owner_rows(rows: Sequence[Entry]) -> Iterator[tuple[str, Entry]]:
+    """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
+    for row in rows:
+        if row.kind is Kind.MODULES:
+            yield from ((row.name, entry) for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
+    for row in rows:
+        if row.kind is Kind.TENSOR and len(row.path) > 1:
+            yield str(row.path[0]), row
+
+
+def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
     """Find the parameters of each optimizer: its row gets `OptimizerView`s as its value, also the row of a state dict by number.
 
     A state dict whose numbers nothing names becomes the rows of an ordinary dict.
@@ -207,18 +245,20 @@ def optimizer_parameters(trees: Sequence[Tree], owners: Owners) -> tuple[list[st
     UsageError
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
+    rows = [row for tree in trees for row in tree.rows]
+    if not [row for row in rows if row.kind is Kind.OPTIMIZERS or row.kind is Kind.NUMBERED]:
+        return [], []
+    owners = Owners(_owner_rows(rows))
     # Every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler.
-    shown: dict[int, Optimizer] = {}
-    for tree in trees:
-        shown |= {id(o): o for o in tree.watched.optimizers}
-        for row in tree.rows:
-            if row.kind is Kind.OPTIMIZERS:
-                shown |= {id(o): o for optimizer in row.value for o in optimizers_of(optimizer)}
+    shown = {id(o): o for tree in trees for o in tree.watched.optimizers}
+    for row in rows:
+        if row.kind is Kind.OPTIMIZERS:
+            shown |= {id(o): o for optimizer in row.value for o in optimizers_of(optimizer)}
     visible = Watched(tuple(shown.values()))
     unnamed: list[str] = []
     lines: list[str] = []
     for tree in trees:
-        rows: list[Entry] = []
+        rows = []
         for row in tree.rows:
             if row.kind is Kind.OPTIMIZERS:
                 several = len(row.value) > 1

@@ -16,7 +16,7 @@ from .capture import Captured, Target
 from .describe import Describer
 from .entries import Entry, Kind
 from .shards import FlatShard, LocalShard
-from .tensors import check_writable, local_memory
+from .tensors import local_memory
 
 CLAIM_PATH = encode_path([])
 """The path of claims; no value of a state has it."""
@@ -54,20 +54,17 @@ class StateBuilder:
             The memory of the part cannot be read, or with `written` cannot be written.
         """
         with torch.no_grad():
-            local = local_memory(shard, name)
-            if written:
-                check_writable(local, name)
-            if not offered:
-                local = local._replace(layout=replace(local.layout, boxes=()))
-            self._out.add(Entry(name, (), Kind.TENSOR, shard, local=local))
+            memory, layout = local_memory(shard, name, writes=written)
+            layout = layout if offered else replace(layout, boxes=())
+            self._out.add([Entry(name, (), Kind.TENSOR, shard, memory=memory, layout=layout)])
 
     def value(self, path: Path, value: Any) -> None:
         """Add a value by the keys that lead to it in the state."""
-        self._out.add(Entry(name_of(path), path, Kind.VALUE, value))
+        self._out.add([Entry(name_of(path), path, Kind.VALUE, value)])
 
     def claim(self, name: str) -> None:
         """Say that there is something of this name that another rank saves; the option `check_names` gets it."""
-        self._out.add(Entry(name, (), Kind.VALUE, None))
+        self._out.add([Entry(name, (), Kind.VALUE, None)])
 
     def captured(self, warnings: tuple[str, ...] = ()) -> Captured:
         """Return the content of a save, which warns once with each of `warnings`."""
@@ -87,7 +84,7 @@ class StateBuilder:
 def zero_outside(shard: LocalShard | FlatShard, shape: Ints, name: str) -> None:
     """Set the elements of a tensor's part that lie outside of a smaller global shape to zero."""
     with torch.no_grad():
-        memory, layout, *_ = local_memory(shard, name)
+        memory, layout = local_memory(shard, name)
         for piece in layout.pieces(memory):
             for box in piece.boxes():
                 part = region(memory, box.base, box.lengths, box.strides)

@@ -166,9 +166,14 @@ class TreeTarget:
         )
         for name, row in self._slots.items():
             self._check_mutable(name, row.path)
+        makers: dict[Path, bool] = {}
         for row in tree.rows:
             if row.kind is Kind.TENSOR:
-                self._check_kept(row.name, row.path)
+                above = row.path[:-1]
+                if above not in makers:
+                    makers[above] = self._has_maker(above)
+                if makers[above]:
+                    self._check_kept(row.name, row.path)
 
     def _check_mutable(self, name: str, path: Path) -> None:
         node = self._root
@@ -177,14 +182,18 @@ class TreeTarget:
                 raise UsageError(f"{name}: {type_in_words(node)} cannot take a loaded value; pass a dict")
             node = node[own_key(key)]
 
+    def _has_maker(self, path: Path) -> bool:
+        """Tell whether a mapping on a path is not a dict, and may make the values that it returns."""
+        node = self._root
+        nodes = [node, *[node := _child(node, key) for key in self._relative(path)]]
+        return any(isinstance(node, Mapping) and not isinstance(node, dict) for node in nodes)
+
     def _check_kept(self, name: str, path: Path) -> None:
         """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
         nodes = [self._root]
         for key in self._relative(path):
             nodes.append(_child(nodes[-1], key))
         makers = [node for node in nodes[:-1] if isinstance(node, Mapping) and not isinstance(node, dict)]
-        if not makers:
-            return
         first, again = nodes[-1], self._root
         for key in self._relative(path):
             again = _child(again, key)
@@ -322,7 +331,7 @@ class TreeTarget:
 
 
 def _address(value: TensorLike, name: str) -> int:
-    return local_memory(value, name).memory.data_ptr()
+    return local_memory(value, name)[0].data_ptr()
 
 
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:

@@ -21,20 +21,23 @@ advice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..core.catalog.specs import Ints
+from ..core.catalog.specs import Ints, Replication
 from ..core.trees import Path
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .dtensor import dtensor_layout, is_dtensor, is_of_torch, local_tensor, lowered
-from .entries import Entry
-from .layouts import Layout, LocalMemory, whole
+from .dtensor import dtensor_class, dtensor_layout, is_dtensor, local_tensor, lowered
+from .entries import Entry, Kind
+from .layouts import Layout, whole
 from .shards import FlatShard, LocalShard, Shards
+
+if TYPE_CHECKING:
+    from .parameters import Owner
 
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
@@ -54,52 +57,78 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Tell whether a value is a tensor that cannot say which part it is, as nearly all tensors are, or a DTensor around one."""
-    if type(value) not in _TORCH_CLASSES and is_dtensor(value) and is_of_torch(value):
+    """Tell whether a tensor cannot say which part it is, as nearly all tensors are, or is torch's DTensor around such a one."""
+    if type(value) is dtensor_class():
         value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
-    return type(value) in _TORCH_CLASSES and not vars(value)
+    return type(value) in _TORCH_CLASSES and not value.__dict__
 
 
-def memory_of(row: Entry) -> LocalMemory:
-    """Return the local memory of a row that is a tensor; it is looked up once for each row."""
-    local = row.local
-    if local is None:
-        replication = row.replication
-        local = row.local = local_memory(row.value, row.name, lambda shape: whole(shape, replication))
-    return local
+def find_memory(rows: Iterable[Entry], *, writes: bool = False) -> None:
+    """Find the local memory and the layout of each row that is a tensor; `writes` as for `local_memory`."""
+    for row in rows:
+        if row.kind is Kind.TENSOR and row.memory is None:
+            row.memory, row.layout = local_memory(row.value, row.name, row.replication, row.owner, writes=writes)
 
 
-def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints], Layout] = whole) -> LocalMemory:
-    """Find the memory of a tensor, DTensor, LocalShard or FlatShard.
+def local_memory(
+    value: TensorLike,
+    name: str,
+    replication: Replication = Replication.PLAIN,
+    owner: Owner | None = None,
+    *,
+    writes: bool = False,
+) -> tuple[torch.Tensor, Layout]:
+    """Find the memory of a tensor, DTensor, LocalShard or FlatShard, without autograd, and its layout. No grad may be enabled.
 
     Parameters
     ----------
-    layout_of_plain
-        Gives the layout of a plain tensor, which does not show one itself, by its shape.
+    replication, owner
+        Declare the layout of a plain tensor, which does not show one itself: it is whole, or state of a parameter.
+    writes
+        Refuse memory that a load cannot write in place.
 
     Raises
     ------
     UnsupportedError
-        There is no plain memory to read.
+        There is no plain memory to read, or to write; or the place of an optimizer's state in a global tensor is unknown.
     LayoutError
         A DTensor's local tensor has another shape than its placements say.
     """
-    if isinstance(value, LocalShard | FlatShard):
-        return LocalMemory(plain_memory(value.tensor, name), value.layout, value.tensor)
-    if type(value) in _TORCH_CLASSES or not is_dtensor(value):
-        memory = plain_memory(value, name)
-        return LocalMemory(memory, layout_of_plain(tuple(memory.shape)), value)
-    local = local_tensor(value)
-    layout = dtensor_layout(value, tuple(local.shape), name)
-    if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
-        raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
-    return LocalMemory(plain_memory(local, name), layout, local, value)
+    if owner is not None and not is_plain_tensor(value):
+        value = _single_part(value, name)
+    tensor: Any = value
+    layout: Layout | None = None
+    if type(value) not in _TORCH_CLASSES:
+        if isinstance(value, LocalShard | FlatShard):
+            tensor, layout = value.tensor, value.layout
+        elif is_dtensor(value):
+            tensor = local_tensor(value)
+            layout = dtensor_layout(value, tuple(tensor.shape), name)
+            if layout.flat_start is not None and tensor.ndim != 1 and not tensor.is_contiguous():
+                raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
+    memory = plain_memory(tensor, name, writes=writes)
+    if layout is None:
+        shape = tuple(memory.shape)
+        layout = whole(shape, replication) if owner is None else owner.layout_of_state(shape, name)
+    return memory, layout
 
 
-def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the tensor without autograd, once it is known to be plain strided memory."""
-    if type(tensor) in _TORCH_CLASSES and _is_plain(tensor):
-        return tensor.detach()
+def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool = False) -> torch.Tensor:
+    """Return the tensor without autograd, once it is known to be plain strided memory; with `writes`, to be writable too."""
+    is_plain = (
+        type(tensor) in _TORCH_CLASSES
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_neg())
+        and not (tensor.dtype.is_complex and tensor.is_conj())
+    )
+    memory = tensor.detach() if is_plain else _unusual_memory(tensor, name, writes)
+    if writes and not memory.is_contiguous():
+        _refuse_overlap(memory, name)
+    return memory
+
+
+def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tensor:
+    """Return the memory of a tensor that is a lazily conjugated view, or of a class of its own; refuse any other."""
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
     # Parameter and the like leave torch's dispatch alone; a class that overrides it keeps its data elsewhere.
@@ -117,25 +146,13 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
         )
     if tensor.is_quantized:
         raise UnsupportedError(f"{name}: quantized tensors cannot be stored; save int_repr(), the scale and the zero point")
+    if writes and (tensor.is_conj() or tensor.is_neg()):
+        raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor passes all tests of `plain_memory`: a short way for nearly all tensors."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def check_writable(local: LocalMemory, name: str) -> None:
-    """Refuse a tensor that a load cannot write in place: a lazily conjugated view, or several elements in one place of memory."""
-    memory, tensor = local.memory, local.tensor
-    if tensor.is_conj() or tensor.is_neg():
-        raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
-    if memory.is_contiguous():
-        return
+def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
+    """Refuse memory with several elements in one place."""
     extent = 1
     for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1 and memory.numel():
@@ -145,6 +162,17 @@ def check_writable(local: LocalMemory, name: str) -> None:
                     "expanded view?), which cannot be loaded into; pass tensor.contiguous()"
                 )
             extent += stride * (size - 1)
+
+
+def _single_part(value: TensorLike, name: str) -> TensorLike:
+    """Return the one tensor that is saved for a tensor of an optimizer's state."""
+    value, *more = parts_of(value, name)
+    if more:
+        raise UnsupportedError(
+            f"{name}: is {len(more) + 1} local shards, of which the state of one parameter can have one; save the optimizer's "
+            "state_dict() by FQN instead"
+        )
+    return value
 
 
 def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:

@@ -201,10 +201,14 @@ def _add_dict(rows: list[Entry], value: Mapping[Any, Any], path: Path, above: tu
         rows.append(Entry(name_of(path), path, Kind.NUMBERED, value))
         value = beside_numbers(value)
     groups = value["param_groups"] if form == "by FQN" else None
+    # names begin with the keys that lead here
+    start = f"{name_of(path)}." if path else ""
     for step, child in zip(steps_of(value), value.values(), strict=True):
         below = (*path, step)
-        if groups is not None and child is groups:
-            rows.append(Entry(name_of(below), below, Kind.GROUPS, groups))
+        if type(child) is torch.Tensor and not child.__dict__:  # nearly all are; the other function enters more
+            rows.append(Entry(start + str(step), below, Kind.TENSOR, child))
+        elif groups is not None and child is groups:
+            rows.append(Entry(start + str(step), below, Kind.GROUPS, groups))
         else:
             _add(rows, child, below, above, steps_of)
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication
 from reshard_ckpt.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.state import capture
-from reshard_ckpt.state.tensors import check_writable, local_memory
+from reshard_ckpt.state.tensors import local_memory
 from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
 from tests.launch import run_ranks
@@ -342,7 +342,7 @@ def refusals_job() -> None:
     for lazily in (value.conj(), value.conj().imag):  # what is loaded would go into a copy
         view = DTensor.from_local(lazily, mesh, [Shard(0)])
         with pytest.raises(UnsupportedError, match="x: is a lazily conjugated view"):
-            check_writable(local_memory(view, "x"), "x")
+            local_memory(view, "x", writes=True)
 
     for wrong in ({"dp": 3}, {"dp": 2, "tp": 2}):
         with pytest.raises(UsageError, match=r"mesh: axes .* ranks, but 2 take part"):

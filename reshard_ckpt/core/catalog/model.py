@@ -241,6 +241,11 @@ class Catalog:
         return self._index[name]
 
     @property
+    def indices(self) -> Mapping[str, int]:
+        """The index of each tensor in the table, by name."""
+        return self._index
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all tensors."""
         return tuple(self._index)
@@ -264,6 +269,21 @@ class Catalog:
         table = self.tensors_table
         width, ndim = table.shape.shape[1], int(table.ndim[index])
         return tuple(table.shape[index, width - ndim :].tolist())
+
+    def found(self, names: Sequence[str]) -> list[tuple[int, str, Ints] | None]:
+        """Return the index, the dtype and the global shape of each of these tensors; None for a name that no tensor has."""
+        table, known = self.tensors_table, self._index
+        if not known:
+            return [None] * len(names)
+        indices = [known.get(name, -1) for name in names]
+        at = np.array(indices, np.int64)
+        width = table.shape.shape[1]
+        # For a name that no tensor has, the columns hold the last tensor's, which are not used.
+        columns = (column[at].tolist() for column in (table.dtype, table.ndim, table.shape))
+        return [
+            None if index < 0 else (index, CODES[dtype], tuple(shape[width - ndim :]))
+            for index, dtype, ndim, shape in zip(indices, *columns, strict=True)
+        ]
 
     def source(self, index: int) -> int:
         """Return the index of the tensor that holds the bytes of this one: its own, unless it is an alias."""

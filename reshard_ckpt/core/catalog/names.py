@@ -73,8 +73,9 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -
     >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1).fqn
     'state.x.exp_avg'
     """
-    parts = name.split(".")
-    return StateLink(".".join(parts[:optimizer]), ".".join(parts[optimizer + 1 : -key]), ".".join(parts[-key:]), parameter)
+    *above, rest = name.split(".", optimizer + 1)  # the last of `above` is "state"
+    fqn, *keys = rest.rsplit(".", key)
+    return StateLink(".".join(above[:-1]), fqn, ".".join(keys), parameter)
 
 
 def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, Any]:

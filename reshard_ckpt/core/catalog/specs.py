@@ -14,12 +14,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.runs import I64, decompose, pad_rows
+from ..geometry.runs import I64, decompose, pad_rows, ranges
 
 Ints = tuple[int, ...]
 
@@ -96,8 +98,7 @@ Placement = tuple[AxisPlacement, ...]
 """A tensor's placement: one entry for each axis of the mesh."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateLink:
+class StateLink(NamedTuple):
     """The optimizer, parameter and key that an entry of an optimizer's state belongs to."""
 
     optimizer: str
@@ -154,21 +155,29 @@ class PieceColumns:
 
 def width_of(specs: Sequence[TensorSpec]) -> int:
     """Return the number of dims of the widest tensor, at least 1."""
-    return max((len(spec.shape) for spec in specs), default=1) or 1
+    return max([len(shape) for shape in {spec.shape for spec in specs}], default=1) or 1
 
 
 def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
     """Put the pieces of all specs into columns, padded to the dims of the widest tensor; ``tensor`` is the index of the spec."""
     width = width_of(specs)
-    pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
+    # Equal tensors share one tuple of pieces, as the layers of a model do: `distinct` has each tuple once, by its id.
+    distinct = {id(spec.pieces): spec.pieces for spec in specs}
+    number = {key: i for i, key in enumerate(distinct)}
+    pieces = [piece for of_one in distinct.values() for piece in of_one]
+    # owner[i]: the spec of piece i of all; row[i]: its place in `pieces`
+    count = np.array([len(of_one) for of_one in distinct.values()], np.int64)
+    which = np.array([number[id(spec.pieces)] for spec in specs], np.int64)
+    owner, step = ranges(count[which])
+    row = (np.cumsum(count) - count)[which][owner] + step
     return PieceColumns(
-        tensor=np.array([i for i, _ in pieces], dtype=np.int64),
-        offsets=pad_rows([p.offsets for _, p in pieces], width, 0),
-        lengths=pad_rows([p.lengths for _, p in pieces], width, 1),
-        start=np.array([p.start for _, p in pieces], dtype=np.int64),
-        count=np.array([p.count for _, p in pieces], dtype=np.int64),
-        base=np.array([p.base for _, p in pieces], dtype=np.int64),
-        strides=pad_rows([p.strides for _, p in pieces], width, 0),
+        tensor=owner,
+        offsets=pad_rows([p.offsets for p in pieces], width, 0)[row],
+        lengths=pad_rows([p.lengths for p in pieces], width, 1)[row],
+        start=np.array([p.start for p in pieces], np.int64)[row],
+        count=np.array([p.count for p in pieces], np.int64)[row],
+        base=np.array([p.base for p in pieces], np.int64)[row],
+        strides=pad_rows([p.strides for p in pieces], width, 0)[row],
     )
 
 
@@ -247,6 +256,7 @@ def unravel(index: int, lengths: Ints) -> Ints:
     return tuple(reversed(coordinates))
 
 
+@lru_cache(maxsize=1 << 12)
 def row_major_strides(lengths: Ints) -> Ints:
     """Return the element strides of a row-major box.
 
@@ -260,6 +270,7 @@ def row_major_strides(lengths: Ints) -> Ints:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=1 << 12)
 def is_row_major(lengths: Ints, strides: Ints) -> bool:
     """Tell whether consecutive elements of a box are consecutive in memory; the stride of a dim of length 1 does not matter.
 

@@ -73,18 +73,16 @@ def match(
     """
     saved_as = _without_wrappers(specs, catalog)
     found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own
-    named: set[int] = set()
+    named: list[int] = []
     missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
-    for i, spec in enumerate(specs):
-        name = saved_as.get(spec.name, spec.name)
-        if name not in catalog:
+    names = [saved_as.get(spec.name, spec.name) for spec in specs]
+    for i, (spec, entry) in enumerate(zip(specs, catalog.found(names), strict=True)):
+        if entry is None:
             missing[f"{spec.name}: {MISSING}"] = spec
             continue
-        index = catalog.index(name)
-        named.add(index)
-        saved, code = catalog.shape(index), catalog.dtype(index)
+        index, code, saved = entry
         # A spec that fails both tests is listed once, by its shape.
         if saved != spec.shape and not (len(saved) == len(spec.shape) and matches(spec.name, allow_resize)):
             other = "" if len(saved) == len(spec.shape) else f", {OTHER_NDIM}"
@@ -95,6 +93,7 @@ def match(
             dtype.append(f"{spec.name}: wanted {spec.dtype}, {why}")
         else:
             found[i] = index
+        named.append(index)
     # A foreign checkpoint may have saved tied tensors under one of their names, so the others are not missing.
     has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
     lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class SavedPlacements:
         link = self._catalog.link(self._catalog.index(name))
         if link is None:
             return StateLink("", name, "", name)
-        return link if link.parameter in chosen else replace(link, parameter=None)
+        return link if link.parameter in chosen else link._replace(parameter=None)
 
     def parameter(self, name: str) -> str:
         """Return the parameter that a tensor is, or is state of: its name, or its FQN if it was not saved too."""

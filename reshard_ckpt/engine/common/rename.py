@@ -146,7 +146,7 @@ class _NewNames:
         if link.parameter is None:
             return link
         parameter = self._new[link.parameter]
-        return replace(link, fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
+        return link._replace(fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
 
     def _fqn(self, old: str, new: str, fqn: str) -> str:
         """Return the FQN of a parameter under its new name. The part of the name above the FQN may have been renamed too."""
@@ -198,7 +198,7 @@ class _NewNames:
         # State that was keyed by number gets its parameter by its new name.
         unknown = {link.fqn for name, link in links.items() if link.parameter is None and name in changed}
         found = find_parameters(unknown, (name for name in self._new.values() if name not in links))
-        return {name: replace(link, parameter=link.parameter or found.get(link.fqn)) for name, link in links.items()}
+        return {name: link._replace(parameter=link.parameter or found.get(link.fqn)) for name, link in links.items()}
 
 
 def _groups_of(value: ValueEntry, read: Callable[[ValueEntry], bytes] | None) -> list[Any] | None:

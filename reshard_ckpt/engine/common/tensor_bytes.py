@@ -76,8 +76,9 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
 
 def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
     """Return the bytes of `count` elements of a CPU tensor's storage; `first` counts from the tensor's first element."""
-    begin = (tensor.storage_offset() + first) * tensor.element_size()
-    return storage_bytes(tensor)[begin : begin + count * tensor.element_size()]
+    each = tensor.dtype.itemsize
+    begin = (tensor.storage_offset() + first) * each
+    return storage_bytes(tensor)[begin : begin + count * each]
 
 
 def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
@@ -90,9 +91,13 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
 
 def count_up(tensors: Iterable[torch.Tensor]) -> None:
     """Count up the versions of tensors that were written without torch, so that a backward pass notices the change."""
-    for tensor in tensors:
-        if not tensor.is_inference():  # inference tensors keep no version
-            torch.autograd.graph.increment_version(tensor)
+    written = list(tensors)
+    try:
+        torch.autograd.graph.increment_version(written)
+    except (TypeError, RuntimeError):  # this release of torch takes one tensor at a time, and none that has no version
+        for tensor in written:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
@@ -106,13 +111,16 @@ def is_in_order(piece: Piece) -> bool:
 
 def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | None:
     """Return a view of the bytes of a run of the piece's box; None if they lie on a device or are not in order."""
-    if local.tensor.device.type != "cpu" or not is_in_order(local.piece):
+    tensor, piece = local.tensor, local.piece
+    if not tensor.is_cpu or not is_row_major(piece.lengths, piece.strides):
         return None
-    return element_bytes(local.tensor, local.piece.base + start, count)
+    return element_bytes(tensor, piece.base + start, count)
 
 
-def slices(data: memoryview, size: int) -> Iterator[memoryview]:
-    """Yield the bytes in parts of `size`; the last one may be shorter."""
+def slices(data: memoryview, size: int) -> Iterable[memoryview]:
+    """Return the bytes in parts of `size`; the last one may be shorter."""
+    if 0 < len(data) <= size:
+        return (data,)
     return (data[at : at + size] for at in range(0, len(data), size))
 
 

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
@@ -22,7 +22,7 @@ import torch
 
 from ...comm.protocol import Comm, merge_of_all, union
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import PieceColumns, TensorSpec, piece_columns
+from ...core.catalog.specs import CODES, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
@@ -36,7 +36,7 @@ from ..common.files import open_files
 from ..common.progress import OnProgress, silent
 from ..common.tensor_bytes import has_streams
 from .read import REQUEST_BYTES, ReadTarget, ReadTask, execute
-from .ties import Tie, TiedTarget, conflicts, find_ties
+from .ties import Tie, conflicts, find_ties
 
 T = TypeVar("T")
 
@@ -137,16 +137,14 @@ def resolve(
         tied_under_one_name=options.tied_under_one_name,
         quantized=options.quantized,
     )
-    members = []
-    for i, index in _without_shared(specs, found, catalog):
-        spec, memory = tensors[i]
-        members.append(TiedTarget(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(index)]), index))
-    kept = tuple(member.spec for member in members)
-    source = np.array([member.source for member in members], np.int64)
+    chosen, source = _without_shared(specs, found, catalog)
+    kept = tuple([specs[i] for i in chosen])
+    dtypes = [TORCH_DTYPES[CODES[code]] for code in catalog.tensors_table.dtype[source].tolist()]
+    targets = tuple([ReadTarget(specs[i].name, tensors[i][1], dtype) for i, dtype in zip(chosen, dtypes, strict=True)])
     wanted = piece_columns(kept)
     # Windows that ranks exchange, and windows for a device, which cross the link one at a time, gain nothing from being in the
     # processor's cache.
-    devices = {member.target.tensor.device for member in members}
+    devices = {target.tensor.device for target in targets}
     if options.read_once or any(map(has_streams, devices)):
         window_bytes = max(REQUEST_BYTES, window_bytes)
     plan = plan_load(catalog, source, wanted, window_bytes)
@@ -157,11 +155,11 @@ def resolve(
     gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
         specs=kept,
-        targets=tuple(member.target for member in members),
+        targets=targets,
         source=source,
         wanted=wanted,
         plan=plan,
-        ties=find_ties(members, wanted),
+        ties=find_ties(kept, targets, source, wanted),
         problems={
             "missing": found.missing,
             "shape": found.shape,
@@ -176,18 +174,18 @@ def resolve(
     )
 
 
-def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> Iterator[tuple[int, int]]:
-    """Yield the index of each target to load and that of its source in the catalog.
+def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> tuple[list[int], I64]:
+    """Return the index of each target to load, and those of their sources in the catalog.
 
-    If several targets share memory and have the same source (tied weights), only the first is yielded.
+    Of several targets that share memory and have the same source (tied weights), only the first is among them.
     """
-    source_of = dict(zip(found.specs, found.source.tolist(), strict=True))
-    by_name = {specs[i].name: i for i in reversed(found.specs)}
-    for i, source in source_of.items():
-        alias_of = specs[i].alias_of
-        first = None if alias_of is None else by_name.get(alias_of)
-        if first is None or catalog.source(source_of[first]) != catalog.source(source):
-            yield i, source
+    # origin[i]: the tensor that holds the bytes of the source of found spec i
+    alias = catalog.tensors_table.alias[found.source]
+    origin = dict(zip(found.specs, np.where(alias < 0, found.source, alias).tolist(), strict=True))
+    of_name = {specs[i].name: i for i in reversed(found.specs)}
+    first = [None if (alias_of := specs[i].alias_of) is None else of_name.get(alias_of) for i in found.specs]
+    is_new = np.array([k is None or origin[k] != origin[i] for i, k in zip(found.specs, first, strict=True)], bool)
+    return np.array(found.specs, np.int64)[is_new].tolist(), found.source[is_new]
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:

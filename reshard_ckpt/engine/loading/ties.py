@@ -63,18 +63,23 @@ class Tie:
     high: int
 
 
-def find_ties(members: Sequence[TiedTarget], wanted: PieceColumns) -> tuple[Tie, ...]:
+def find_ties(specs: Sequence[TensorSpec], targets: Sequence[ReadTarget], source: I64, wanted: PieceColumns) -> tuple[Tie, ...]:
     """Return the ties among all targets; `wanted` are the pieces of the targets."""
-    found = shared_memory([member.target.tensor for member in members], wanted)
-    return tuple(Tie(tuple(members[i] for i in shared.targets), shared.low, shared.high) for shared in found)
+    found = shared_memory([target.tensor for target in targets], wanted)
+    return tuple(
+        Tie(tuple(TiedTarget(specs[i], targets[i], int(source[i])) for i in shared.targets), shared.low, shared.high)
+        for shared in found
+    )
 
 
 def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list[Shared]:
     """Return the groups of tensors whose pieces may share memory."""
     # device[i]: number of tensor i's device. address, each: its first address, and the size of its elements
-    number: dict[torch.device, int] = {}
-    device = np.array([number.setdefault(tensor.device, len(number)) for tensor in tensors], np.int64)
-    address, each = (np.array([f(t) for t in tensors], np.int64) for f in (torch.Tensor.data_ptr, torch.Tensor.element_size))
+    devices = [tensor.device for tensor in tensors]
+    number = {device: i for i, device in enumerate(dict.fromkeys(devices))}
+    device = np.array([number[device] for device in devices], np.int64)
+    address = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    each = np.array([tensor.dtype.itemsize for tensor in tensors], np.int64)
     return find_shared(pieces, device, address, each)
 
 

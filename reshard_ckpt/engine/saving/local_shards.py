@@ -101,16 +101,18 @@ class LocalShards:
     @property
     def device_to_pin(self) -> torch.device | None:
         """The first device of the tensors that copies faster into pinned memory; None if all lie on the host."""
-        devices = dict.fromkeys(local.tensor.device for _, local in self.rows)
+        devices = dict.fromkeys([local.tensor.device for _, local in self.rows])
         return next(filter(has_streams, devices), None)
 
 
 def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:
     """Put the tensors and values that this rank saves into columns, with the memory behind each row."""
     inline, blobs = local_values(values, rank)
-    saved = [(_with_piece(spec), memory) for spec, memory in tensors] + [(blob.spec, blob.tensor) for blob in blobs]
-    specs = [spec for spec, _ in saved]
-    rows = [(i, LocalPiece(memory, piece)) for i, (spec, memory) in enumerate(saved) for piece in spec.pieces]
+    # A tensor with no elements and no pieces gets one empty piece, so that some rank writes its name.
+    specs = [spec if spec.pieces or 0 not in spec.shape else _with_piece(spec) for spec, _ in tensors]
+    specs += [blob.spec for blob in blobs]
+    memory = [memory for _, memory in tensors] + [blob.tensor for blob in blobs]
+    rows = [(i, LocalPiece(memory[i], piece)) for i, spec in enumerate(specs) for piece in spec.pieces]
     per_rank = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
     local_metadata = _LOCAL_METADATA.get(
         (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), mesh, per_rank)
@@ -123,9 +125,7 @@ _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]],
 
 
 def _with_piece(spec: TensorSpec) -> TensorSpec:
-    """Give a tensor with no elements and no pieces one empty piece, so that some rank writes its name."""
-    if spec.pieces or 0 not in spec.shape:
-        return spec
+    """Give a tensor with no elements one empty piece."""
     piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
     return replace(spec, pieces=(piece,))
 

@@ -148,7 +148,7 @@ class Fingerprints:
 
 def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int | None = None) -> U64:
     """Return the fingerprints of all runs in `checks`, in their order, and wait for them."""
-    streams = CopyStreams(local.tensor for _, local in local_shards.rows)
+    streams = CopyStreams([local.tensor for _, local in local_shards.rows])
     fingerprints = Fingerprints(streams, local_shards.runs(checks), shift=shift)
     fingerprints.queue(lambda _: True)
     fingerprints.finish()

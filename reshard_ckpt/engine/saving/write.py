@@ -334,11 +334,12 @@ def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memor
     used = 0
     for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
         for part in [] if data is None else slices(data, WRITE_BYTES):
-            if used + len(part) > WRITE_BYTES:
+            size = len(part)
+            if used + size > WRITE_BYTES:
                 yield own[:used]
                 used = 0
-            own[used : used + len(part)] = part
-            used += len(part)
+            own[used : used + size] = part
+            used += size
         if data is None:
             yield own[:used]
             used = 0

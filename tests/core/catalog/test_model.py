@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import retyped, select_entries
+from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, piece_columns
+from reshard_ckpt.core.geometry.columns import columns_of
 from reshard_ckpt.format.catalog_check import problems
 from tests.format.building import Built, Run, Tensor, build, checkpoints
 
@@ -61,3 +64,29 @@ def test_what_is_of_another_dtype_shares_nothing(built: Built, data: st.DataObje
         if before.alias_of is not None:
             alike = view.dtype == out.tensor(before.alias_of).dtype
             assert view.alias_of == (before.alias_of if alike else None)
+
+
+def test_names_are_found_together_as_they_are_one_by_one() -> None:
+    tensors = [
+        Tensor("scalar", "F32", (), b"abcd", (Run((), (), 0, 1, 0),)),
+        Tensor("wide", "U8", (1, 2), b"ab", (Run((0, 0), (1, 2), 0, 2, 0),)),
+    ]
+    catalog = build(tensors, values={}).catalog
+    names = ["wide", "absent", "scalar"]
+    alone = [(catalog.index(n), catalog.dtype(catalog.index(n)), catalog.shape(catalog.index(n))) for n in ("wide", "scalar")]
+    assert catalog.found(names) == [alone[0], None, alone[1]] == [(1, "U8", (1, 2)), None, (0, "F32", ())]
+    assert build([], values={}).catalog.found(names) == [None] * 3
+
+
+def test_equal_tensors_that_share_their_pieces_have_the_columns_of_their_own() -> None:
+    specs = [
+        TensorSpec("a", "U8", (4,), (box_piece((0,), (1,), 0, (1,)), box_piece((2,), (2,), 1, (1,)))),
+        TensorSpec("b", "U8", (2, 3), (box_piece((1, 0), (1, 3), 0, (3, 1)),)),
+        TensorSpec("none", "U8", (0,), ()),
+    ]
+    shared = [specs[0], specs[1], specs[2], specs[0], specs[1]]
+    apart = [replace(spec, pieces=tuple([replace(piece) for piece in spec.pieces])) for spec in shared]
+    for one, other in zip(columns_of(piece_columns(shared)), columns_of(piece_columns(apart)), strict=True):
+        assert np.array_equal(one, other)
+    assert piece_columns(shared).tensor.tolist() == [0, 0, 1, 3, 3, 4]
+    assert piece_columns(shared).offsets.tolist() == [[0, 0], [0, 2], [1, 0], [0, 0], [0, 2], [1, 0]]

@@ -64,7 +64,7 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
 
 def forget() -> None:
     dtensor._KNOWN.clear()
-    describe._SPECS.clear()
+    describe._KNOWN.clear()
     layouts.whole.cache_clear()
     agreement.PLANS.__init__()  # type: ignore[misc]
     local_shards._LOCAL_METADATA = Memo(2)
