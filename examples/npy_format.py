@@ -23,9 +23,9 @@ HEADER_BYTES = 4096
 DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "|u1": "U8", "|b1": "BOOL"}
 
 
-def open_npy(storage: Storage) -> Source | None:
+def open_npy(storage: Storage, key: str | None) -> Source | None:
     """Open a folder for reading; return None if it is no folder of this format."""
-    if storage.size(INDEX) is None:
+    if key is not None or storage.size(INDEX) is None:
         return None
     builder = CatalogBuilder("npy", storage.url)
     try:

@@ -48,8 +48,10 @@ _CLASSES = {
 }
 
 
-def open_rank_files(storage: Storage) -> Source | None:
+def open_rank_files(storage: Storage, key: str | None) -> Source | None:
     """Open a folder with a file for each rank; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
     sizes: dict[str, dict[int, dict[int, str]]] = {}
     for key, _ in storage.list():
         if match := _FILE.fullmatch(key):

@@ -49,7 +49,7 @@ SHARDING = "DCP_SHARDING_INFO"
 """A key in the metadata of files of torch's writer: for each tensor, the offsets of this file's part in the global tensor."""
 
 
-def open_safetensors(storage: Storage, *, key: str | None = None) -> Source | None:
+def open_safetensors(storage: Storage, key: str | None) -> Source | None:
     """Open a safetensors file, or a folder of them; return None for anything else; see `Format.open`."""
     if key is not None and key.endswith(SUFFIX) and is_shard(key):
         raise UsageError(f"{storage.url}: {key} is what one rank saved; pass the folder, which has the files of all ranks")
@@ -154,7 +154,6 @@ FORMAT = Format(
     "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files",
     open_safetensors,
     order=60,
-    takes=("key",),
 )
 
 

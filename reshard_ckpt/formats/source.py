@@ -115,13 +115,13 @@ class Format:
     marks
         The files by which it is recognized, for the error that no format recognizes a path.
     open
-        Called with the store of a folder. Returns a catalog over its files, or None if they have another format. Raises
-        `CorruptError` if they have this format, but are damaged, incomplete or hostile.
+        Called with a store, and with the key of a file in it, or None for the whole folder. Returns a catalog over the files, or
+        None if they have another format. Raises `CorruptError` if they have this format, but are damaged, incomplete or hostile.
     order
         Formats are tried from the lowest order to the highest. Formats that recognize fewer paths come first.
     takes
         The names of the options of `open`: ``as_saved`` keeps the names of the other library, ``named`` gives names to tensors
-        that lie in nameless buckets. A format that also opens single files takes ``key``, the key of the file.
+        that lie in nameless buckets.
     options
         The options with which `open` is called.
     latest
@@ -196,9 +196,7 @@ def with_options(options: Mapping[str, bool], only: Collection[str] | None = Non
 def _opened(one: Format, storage: Storage, key: str | None) -> Source | None:
     """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
     try:
-        if key is None:
-            return one.open(storage, **one.options)
-        return one.open(storage, key=key, **one.options) if "key" in one.takes else None
+        return one.open(storage, key, **one.options)
     except (CheckpointError, OSError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes

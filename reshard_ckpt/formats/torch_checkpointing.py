@@ -30,9 +30,9 @@ _FILE = re.compile(r"([A-Za-z][\w.-]*?)_(\d{1,7})\.pt")
 _MAX_RANKS = 1 << 24
 
 
-def open_torch_checkpointing(storage: Storage) -> Source | None:
+def open_torch_checkpointing(storage: Storage, key: str | None) -> Source | None:
     """Open a folder of torch_checkpointing; return None for anything else; see `Format.open`."""
-    size = storage.size(METADATA_KEY)
+    size = storage.size(METADATA_KEY) if key is None else None
     if size is None:
         return None
     where = f"{storage.url}: {METADATA_KEY}"

@@ -43,7 +43,7 @@ _MAX_DEPTH = 64
 """How deep the dicts and lists of a file may nest: as deep as those of a value (`format.value_decode`)."""
 
 
-def open_torch(storage: Storage, *, key: str | None = None) -> Source | None:
+def open_torch(storage: Storage, key: str | None) -> Source | None:
     """Open a file of ``torch.save``, or a folder of them; return None for anything else; see `Format.open`."""
     if key is not None:
         return _open_file(storage, key) if _is_torch_file(storage, key) else None
@@ -150,10 +150,4 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
     return None if _is_optimizer_state(node) else children(node)
 
 
-FORMAT = Format(
-    "torch",
-    "a file that torch.save wrote, or a folder with pytorch_model.bin or its index",
-    open_torch,
-    order=70,
-    takes=("key",),
-)
+FORMAT = Format("torch", "a file that torch.save wrote, or a folder with pytorch_model.bin or its index", open_torch, order=70)

@@ -202,7 +202,7 @@ def test_a_folder_of_something_else_is_not_taken_for_one(case: Case, tmp_path: P
     (tmp_path / "notes" / "readme.txt").write_text("nothing of interest")
     (format,) = (one for one in known_formats() if one.name == case.format)
     for name in ("empty", "notes", "missing") if case.format == "safetensors" else ("empty", "notes", "missing", "native"):
-        assert format.open(open_storage(tmp_path / name)) is None, name
+        assert format.open(open_storage(tmp_path / name), None) is None, name
 
 
 def test_a_damaged_file_is_a_named_error_or_harms_nothing(case: Case, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_format_of_another_package_opens_a_path_and_is_named_where_nothing_doe
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "points_to").write_text("real")
 
-    def open_pointer(storage: Storage) -> Source | None:
+    def open_pointer(storage: Storage, key: str | None) -> Source | None:
         mark = Path(storage.url) / "points_to"
         if not mark.is_file():
             return None
@@ -85,5 +85,5 @@ def test_a_format_that_cannot_be_imported_is_a_warning_and_others_still_open(ins
 
 
 def test_a_package_cannot_take_the_place_of_an_own_format(install) -> None:
-    install("dcp", Format("dcp", "anything", lambda storage: None))
+    install("dcp", Format("dcp", "anything", lambda storage, key: None))
     assert [one.marks for one in known_formats() if one.name == "dcp"] != ["anything"]

@@ -24,8 +24,10 @@ _MODULE = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = {(_MODULE, name): name for name in ("Metadata", "_StorageInfo")}
 
 
-def open_bytecheckpoint(storage: Storage) -> Source | None:
+def open_bytecheckpoint(storage: Storage, key: str | None = None) -> Source | None:
     """Open a folder or root of ByteCheckpoint; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
     if is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=NAME):
         return _source(storage)
     step = _latest(storage)

@@ -102,10 +102,12 @@ def refuse_other_order(config: Any, where: str) -> None:
         )
 
 
-def open_deepspeed(storage: Storage) -> Source | None:
+def open_deepspeed(storage: Storage, key: str | None) -> Source | None:
     """Open the folder of a tag; return None if DeepSpeed did not write it; see `Format.open`."""
-    files = tag_files(storage)
-    return None if files is None else Source(storage, _Tag(storage, files).catalog(), NAME)
+    files = None if key is not None else tag_files(storage)
+    if files is None:
+        return None
+    return Source(storage, _Tag(storage, files).catalog(), NAME)
 
 
 _NOTHING = object()

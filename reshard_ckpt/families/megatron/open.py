@@ -54,7 +54,7 @@ LATEST_KEY = "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_megatron(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Source | None:
+def open_megatron(storage: Storage, key: str | None, *, as_saved: bool = False, named: bool = False) -> Source | None:
     """Open an iteration or a run of Megatron; return None for anything else; see `Format.open`.
 
     Parameters
@@ -65,6 +65,8 @@ def open_megatron(storage: Storage, *, as_saved: bool = False, named: bool = Fal
     named
         Name the state that lies in buckets, where the weights prove it (`buckets`). This reads all weights.
     """
+    if key is not None:
+        return None
     latest = _latest(storage)
     of_run = latest is not None
     if latest is not None:

@@ -27,8 +27,10 @@ _STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
 _PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
 
 
-def open_vescale(storage: Storage, *, as_saved: bool = False) -> Source | None:
+def open_vescale(storage: Storage, key: str | None = None, *, as_saved: bool = False) -> Source | None:
     """Open a folder of ``vescale.checkpoint``; return None for anything else; see `Format.open`."""
+    if key is not None:
+        return None
     found = {int(match[2]): match[1] for key, _ in storage.list() if (match := _STAGE.fullmatch(key))}
     stages = dict(sorted(found.items()))  # the folder of each pipeline stage's optimizer, by number of the stage
     if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):

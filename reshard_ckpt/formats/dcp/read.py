@@ -44,9 +44,15 @@ MAX_GROUP_ELEMENTS = 1 << 16
 """The most elements of a tensor that is a hyperparameter."""
 
 
-def open_dcp(storage: Storage, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Source | None:
+def open_dcp(
+    storage: Storage,
+    key: str | None = None,
+    *,
+    as_saved: bool = False,
+    otherwise: Callable[[bytes, str], Any] | None = None,
+) -> Source | None:
     """Open a folder of DCP; return None for anything else; see `Format.open`, and `read_values` for `otherwise`."""
-    if not is_folder(storage):
+    if key is not None or not is_folder(storage):
         return None
     saved = read_folder(storage)
     builder = CatalogBuilder(NAME, storage.url)
