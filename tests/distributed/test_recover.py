@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
@@ -576,3 +576,30 @@ def test_partial_recovery_takes_lost_rows_of_tables_alone_from_the_checkpoint(tm
         assert {name for name in mixed.steps if "dense" in name} == {
             "model.dense.weight", "optimizer.state.dense.weight.sum"
         }  # fmt: skip
+
+
+def older_rows_job(folder: str) -> Any:
+    """Rank 3 is lost with its rows of a table, and the checkpoint of this step has a part of the rows of the table alone."""
+    rank = dist.get_rank()
+    job = Tables(divides_dense=False)
+    rows = checkpoint.TouchedRows(job.model["table"], policy="most_used", fraction=0.25)
+    checkpoint.save(f"{folder}/full", job.state, rows=rows)
+    indices = distribute_tensor(torch.arange(12), init_device_mesh("cpu", (SIZE,)), [Replicate()])
+    for step in (1, 2):
+        job.optimizer.zero_grad()
+        job.model["table"](indices[step:]).full_tensor().sum().backward()
+        job.optimizer.step()
+        job.state["step"] = step
+    checkpoint.save(f"{folder}/rows", job.state, base=f"{folder}/full", rows=rows)
+    fresh = Tables(divides_dense=False)  # on all ranks, as it divides tensors together
+    job = fresh if rank == 3 else job
+    report = checkpoint.recover(job.state, alive=rank != 3, path=f"{folder}/rows")
+    saved = checkpoint.read(f"{folder}/rows", ["model.table.weight"])["model.table.weight"]
+    return report, torch.equal(job.tensors()["model.table.weight"], saved.chunk(SIZE)[rank])
+
+
+def test_exact_recovery_fills_no_table_from_a_checkpoint_with_older_rows(tmp_path: Path):
+    for report, is_as_saved in run_ranks(older_rows_job, SIZE, str(tmp_path)):
+        assert "model.table.weight" in report.went_back
+        assert "most_used, 0.25 of the rows" in report.went_back
+        assert (is_as_saved, report.step) == (True, 2)
