@@ -275,9 +275,8 @@ class Recovery:
         # Rows that a save left out or rounded (`TouchedRows`) are not those that the lost rank had at this step.
         stale = [name for name in self._lost_tensors if name in saved.lossy] if is_exact else []
         if stale:
-            raise LayoutError(
-                f"{few(stale)}: lost, and the checkpoint of this step does not hold all rows as they were ({saved.lossy[stale[0]]})"
-            )
+            why = saved.lossy[stale[0]]
+            raise LayoutError(f"{few(stale)}: lost, and the checkpoint of this step does not hold all rows as they were ({why})")
         if self._keeps:
             return Target((), (), (), (), lambda values: [], lambda values, skipped: None)
         target = prepare_load(self._state, saved, rank=comm.rank, size=comm.size)

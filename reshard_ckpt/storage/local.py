@@ -142,9 +142,9 @@ class LocalStorage(Storage):
     def _sync_root(self) -> None:
         """Make the name of the root durable, once: another process may have made the root, and may have been killed since."""
         if not self._is_root_durable:
-            above = os.path.dirname(self._root)
-            with Explained("sync", above), suppress(PermissionError):  # a folder that this user cannot read is not ours
-                sync_folder(above)
+            # A folder above that this user cannot read is not this job's.
+            with Explained("sync the folder above it", self._root), suppress(PermissionError):
+                sync_folder(os.path.dirname(self._root))
             self._is_root_durable = True
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -116,13 +117,13 @@ def test_slips_in_options_are_named(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["n"]
 
 
-def test_a_full_disk_is_said_where_torch_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_said_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_trained(tmp_path / "n")
 
-    def full(*args: object) -> None:
-        raise RuntimeError("unable to write to file: No space left on device (28)")
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", full)
+    monkeypatch.setattr(os, "fsync", full)
     ran = run("convert", tmp_path / "n", tmp_path / "x.pt", "--to", "torch")
-    assert (ran.code, "StorageError" in ran.err, "No space left on device (28); free space there" in ran.err) == (1, True, True)
+    assert (ran.code, "StorageError" in ran.err, "No space left on device; free space there" in ran.err) == (1, True, True)
     assert [path.name for path in tmp_path.iterdir()] == ["n"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm.store import StoreComm
 from reshard_ckpt.engine.common import progress
 from reshard_ckpt.engine.saving import commit as save_module
+from reshard_ckpt.engine.saving.messages import WrittenFile
+from reshard_ckpt.engine.saving.write import ShardFileWriter
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError, UsageError
 from reshard_ckpt.format import files
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
@@ -124,18 +126,19 @@ def test_a_rank_that_fails_at_the_end_of_writing_leaves_no_file_of_any_rank(
 ):
     begin(job, tmp_path)
     others_wrote = threading.Semaphore(0)
-    sync = LocalStorage.sync
+    finish = ShardFileWriter.finish
 
-    def fail(self: LocalStorage, keys: Iterable[str]) -> None:
-        sync(self, keys)
+    def fail(self: ShardFileWriter) -> WrittenFile:
+        file = finish(self)
         if of_rank(sick):
             for _ in range(SIZE - 1):
                 others_wrote.acquire()
             raise error
         others_wrote.release()
+        return file
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "sync", fail)
+        patch.setattr(ShardFileWriter, "finish", fail)
         outcomes = job.run(save(tmp_path, NEW))
     assert outcomes[sick] is error
     assert all(isinstance(other, CheckpointError) and f"rank {sick}: " in str(other) for other in outcomes if other is not error)
