@@ -34,7 +34,14 @@ from reshard_ckpt.core.planning.save_plan import plan_save
 from reshard_ckpt.engine.common.progress import Recorder
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
-from reshard_ckpt.engine.saving.messages import decode_assignment, decode_metadata, encode_assignments, encode_metadata
+from reshard_ckpt.engine.saving.messages import (
+    decode_assignment,
+    decode_metadata,
+    decode_receipts,
+    encode_assignments,
+    encode_metadata,
+    encode_receipt,
+)
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import all_fingerprints
 from reshard_ckpt.engine.saving.write import chunks_in_place, write_files
@@ -86,7 +93,7 @@ def make_source(folder: Path, layers: int) -> None:
         write_files(storage, chunks_in_place(h, a, rank, all_fingerprints(h, a.checks)), Recorder())
         for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))
     ]
-    publish(storage, SaveContents(plan, (), save_id, before=before), receipts)
+    publish(storage, SaveContents(plan, (), save_id, before=before), decode_receipts(list(map(encode_receipt, receipts))))
 
 
 def files_below(folder: Path) -> list[Path]:
