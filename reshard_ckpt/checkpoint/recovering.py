@@ -272,7 +272,7 @@ class Recovery:
         for name, step in _steps(saved.values_table).items():
             if is_exact and step != values.get(name, step):
                 raise LayoutError(f"{name} is {values[name]} on the survivors, {step} in the checkpoint of their step")
-        # Rows that a save left out or rounded (`TouchedRows`) are not those that the lost rank had at this step.
+        # A save of chosen rows (`TouchedRows`) leaves older or rounded rows in the checkpoint; the lost rank had newer ones.
         stale = [name for name in self._lost_tensors if name in saved.lossy] if is_exact else []
         if stale:
             why = saved.lossy[stale[0]]
