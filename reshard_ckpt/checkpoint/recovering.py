@@ -342,7 +342,7 @@ def _steps(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
 
 
 def _step_of(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
-    """Return the one integer among the values called ``step``; None if there is none, or several that differ."""
+    """Return the integer of the values called ``step``; None if no value has this name, or if their integers differ."""
     found = {step for step in _steps(values).values() if isinstance(step, int) and not isinstance(step, bool)}
     return found.pop() if len(found) == 1 else None
 

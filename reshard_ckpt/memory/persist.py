@@ -145,7 +145,7 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 
 
 def stored_save_id(storage: Storage) -> str:
-    """Return the id by which the lineage knows the save in the store; empty if there is none, or if its catalog is damaged."""
+    """Return the id by which the lineage knows the save in the store; empty if the store has no save, or a damaged catalog."""
     try:
         found = look(storage).catalog
         return decode_catalog(found).lineage_id if found else ""

@@ -588,7 +588,7 @@ def all_runs(root: str) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """One job of four ranks that makes all runs; return the folder of their folders, and for each rank what it wrote."""
+    """Make all runs in one job of four ranks. Return the folder above the runs, and the bytes that each rank wrote."""
     root = tmp_path_factory.mktemp("layouts")
     return root, run_ranks(all_runs, 4, str(root))
 
