@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.engine.resharding.delta import DeltaMover, decoded_runs, encode_runs
+from reshard_ckpt.engine.resharding.delta import DeltaMover, decode_changes, encode_changes
 from reshard_ckpt.errors import UsageError
 from tests.distributed.outcomes import outcome
 from tests.launch import run_ranks
@@ -25,39 +25,30 @@ NAMES = ("a", "b", "c")
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 70_000), st.integers(1, 700)), max_size=8), st.sampled_from([np.int8, np.int16, np.int64])
+    st.lists(st.tuples(st.integers(0, 99_999), st.integers(1, 700)), max_size=8),
+    st.lists(st.integers(0, 99_999), max_size=40),
+    st.sampled_from([np.int8, np.int16, np.int64]),
 )
-def test_encoded_runs_read_back(runs: list[tuple[int, int]], dtype: Any):
+def test_encoded_changes_read_back(runs: list[tuple[int, int]], places: list[int], dtype: Any):
     old = np.arange(100_000).astype(dtype)
     new = old.copy()
-    for start, length in runs:
+    for start, length in [*runs, *((place, 1) for place in places)]:
         new[start : start + length] += 1
-    data = encode_runs(old, new)
-    for index, elements in decoded_runs(data + encode_runs(old, old), dtype):
-        old[index] = elements
-    assert np.array_equal(old, new)
-    assert len(data) <= 5 + (8 * len(runs) + int((old != np.arange(100_000).astype(dtype)).sum()) * new.itemsize) * 1.1
+    data = encode_changes(old, new)
+    index, elements, size = decode_changes(data + encode_changes(old, old), dtype)
+    assert size == len(data)
+    assert np.array_equal(index, np.flatnonzero(old != new))
+    assert np.array_equal(elements, new[index])
+    assert len(data) - elements.nbytes < 40 + 14 * len(runs) + 4 * len(places)
 
 
-def test_single_elements_cost_little():
-    old = np.zeros(100_000, np.int16)
+@pytest.mark.parametrize("dtype", [np.int16, np.int32])
+def test_scattered_elements_cost_one_byte_each_besides_themselves(dtype: Any):
+    old = np.zeros(100_000, dtype)
     new = old.copy()
     new[np.random.default_rng(0).choice(len(new), 2000, replace=False)] = 1  # 2 % of them
-    # An element costs its own 2 bytes and 1 for its place; the information of the place alone is 0.9 bytes.
-    assert len(encode_runs(old, new)) < 1.56 * 2000 * new.itemsize
-    words = old.astype(np.int32)
-    assert len(encode_runs(words, new.astype(np.int32))) < 1.3 * 2000 * words.itemsize
-
-
-@given(st.lists(st.integers(0, 99_999), max_size=40, unique=True), st.sampled_from([np.int8, np.int16, np.int64]))
-def test_encoded_elements_read_back(places: list[int], dtype: Any):
-    old = np.arange(100_000).astype(dtype)
-    new = old.copy()
-    new[places] += 1
-    data = encode_runs(old, new)
-    for index, elements in decoded_runs(data + encode_runs(old, old), dtype):
-        old[index] = elements
-    assert np.array_equal(old, new)
+    # The information of a place alone is 0.9 bytes.
+    assert len(encode_changes(old, new)) < 2000 * (old.itemsize + 1.05)
 
 
 def sources(dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -8,112 +8,64 @@ The owner of a part keeps a copy of the elements that it sent last, its snapshot
    sends the size of its message of each round.
 3. The messages. A message is whole if its runs would be larger.
 
-The changed elements of a part are encoded in one of two ways, whichever is smaller:
-
-- Runs: pairs of a gap and a length, in elements, and the new elements. A number too large for its bytes is split into several
-  pairs.
-- Single elements, which cost less where changes are scattered: the gap before each one. The largest number says that so many
-  elements are unchanged, and that no changed one follows.
-
-Numbers have 1, 2 or 4 bytes, whichever is smallest in all.
+The changed elements of a part are encoded as gaps, compressed by zlib, and the elements themselves. A gap is the number of
+unchanged elements before a changed one. Within a run of changed elements all gaps are 0, so a run costs little more than its
+elements.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from ...core.geometry.runs import I64, ranges
+from ...core.geometry.runs import I64
 from ..common.rounds import Traffic
 from ..loading.ties import INTS
 from .live import LiveMover
 
-_HEAD = struct.Struct("<BI")
-"""The head of an encoded part: the bytes of each number, with `_SINGLE` if these are gaps alone, and how many numbers follow."""
+_HEAD = struct.Struct("<I")
+"""The head of an encoded part: the bytes of its compressed gaps."""
 
-_SINGLE = 0x80
+_FAR = 255
+"""A gap of this number says that so many elements are unchanged, and that no changed one follows."""
 
 _DIGEST_BYTES = 16
-_WIDTHS = (1, 2, 4)
 
 
-def encode_runs(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
-    """Encode the runs of elements in which two 1-D arrays of one dtype differ.
+def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
+    """Encode the elements of `new` that differ from those of `old`; both are 1-D arrays of one dtype.
 
     >>> old, new = np.zeros(1000, np.int16), np.zeros(1000, np.int16)
     >>> new[600:604] = 7
-    >>> data = encode_runs(old, new)
-    >>> apply = old.copy()
-    >>> for at, elements in decoded_runs(data, np.int16): apply[at] = elements
-    >>> len(data), bool((apply == new).all())
-    (17, True)
+    >>> data = encode_changes(old, new)
+    >>> index, elements, size = decode_changes(data, np.int16)
+    >>> index.tolist(), elements.tolist(), size == len(data)
+    ([600, 601, 602, 603], [7, 7, 7, 7], True)
     """
     changed = np.flatnonzero(old != new)
-    if not len(changed):
-        return _HEAD.pack(1, 0)
-    # first[i]: a run begins at changed element i. start, end: the runs; gap, length: the same as distances.
-    # A gap of one element costs no more to send than another pair.
-    singles = _encode_singles(changed, new)
-    first = np.concatenate([[True], np.diff(changed) > 2])
-    start, end = changed[first], np.concatenate([changed[:-1][first[1:]], changed[-1:]]) + 1
-    gap, length = start - np.concatenate([[0], end[:-1]]), end - start
-    if len(singles) < _HEAD.size + 2 * len(start) + int(length.sum()) * new.itemsize:  # less than pairs of one byte each
-        return singles
-    _, inside = ranges(length)
-    elements = new[np.repeat(start, length) + inside]
-    width = min(_WIDTHS, key=lambda w: w * int(_num_pairs(gap, length, w).sum()))
-    limit = (1 << 8 * width) - 1
-    owner, number = ranges(_num_pairs(gap, length, width))
-    # Pairs of a run: (limit, 0) until the rest of the gap fits, then the length in parts of at most `limit`.
-    before = gap[owner] // limit
-    gaps = np.where(number < before, limit, np.where(number == before, gap[owner] % limit, 0))
-    lengths = np.clip(length[owner] - (number - before) * limit, 0, limit) * (number >= before)
-    numbers = np.column_stack([gaps, lengths]).astype(f"<u{width}")
-    runs = _HEAD.pack(width, numbers.size) + numbers.tobytes() + elements.tobytes()
-    return min(runs, singles, key=len)
-
-
-def _encode_singles(changed: I64, new: np.ndarray[Any, Any]) -> bytes:
-    """Encode the elements at some indices, each with the gap before it."""
     gap = np.diff(changed, prepend=-1) - 1
-    width = min(_WIDTHS, key=lambda w: w * (len(gap) + int((gap // ((1 << 8 * w) - 1)).sum())))
-    limit = (1 << 8 * width) - 1
-    # numbers: the limit as often as it fits into a gap, then the rest of the gap, which is smaller
-    ends = np.cumsum(gap // limit + 1)
-    numbers = np.full(int(ends[-1]), limit, f"<u{width}")
-    numbers[ends - 1] = gap % limit
-    return _HEAD.pack(width | _SINGLE, len(numbers)) + numbers.tobytes() + new[changed].tobytes()
+    # gaps: `_FAR` as often as it fits into a gap, then the rest of the gap, which is smaller. ends[i]: where gap i ends in them
+    ends = np.cumsum(gap // _FAR + 1)
+    gaps = np.full(ends[-1] if len(ends) else 0, _FAR, np.uint8)
+    gaps[ends - 1] = gap % _FAR
+    packed = zlib.compress(gaps, 1)
+    return _HEAD.pack(len(packed)) + packed + new[changed].tobytes()
 
 
-def _num_pairs(gap: I64, length: I64, width: int) -> I64:
-    limit = (1 << 8 * width) - 1
-    pairs: I64 = gap // limit + -(-length // limit)
-    return pairs
-
-
-def decoded_runs(data: Any, dtype: Any) -> Iterator[tuple[I64, np.ndarray[Any, Any]]]:
-    """Yield the indices and the elements of each encoded part, from one part after the other in `data`."""
-    at = 0
-    while at < len(data):
-        form, num = _HEAD.unpack_from(data, at)
-        width = form & ~_SINGLE
-        numbers = np.frombuffer(data, f"<u{width}", num, at + _HEAD.size).astype(np.int64)
-        at += _HEAD.size + width * num
-        if form & _SINGLE:
-            after = np.cumsum(numbers)[numbers != (1 << 8 * width) - 1]
-            index = after + np.arange(len(after))
-        else:
-            gaps, lengths = numbers.reshape(-1, 2).T
-            _, inside = ranges(lengths)
-            index = np.repeat(np.cumsum(gaps + lengths) - lengths, lengths) + inside
-        elements = np.frombuffer(data, dtype, len(index), at)
-        at += elements.nbytes
-        yield index, elements
+def decode_changes(data: Any, dtype: Any) -> tuple[I64, np.ndarray[Any, Any], int]:
+    """Decode the part at the start of `data`: the indices of its changed elements, these elements, and the bytes of the part."""
+    at = _HEAD.size + _HEAD.unpack_from(data)[0]
+    gaps = np.frombuffer(zlib.decompress(data[_HEAD.size : at]), np.uint8)
+    is_changed = gaps != _FAR
+    index = (np.cumsum(gaps, dtype=np.int64) + np.cumsum(is_changed) - 1)[is_changed]
+    elements = np.frombuffer(data, dtype, len(index), at)
+    return index, elements, at + elements.nbytes
 
 
 class DeltaMover(LiveMover):
@@ -178,7 +130,7 @@ class DeltaMover(LiveMover):
                 if same not in self._encoded:
                     new = _raw(self._held.region(self._from, same), self._wire[same]).clone()
                     old = self._snapshots.get(same)
-                    self._encoded[same] = b"" if old is None else encode_runs(old.numpy(), new.numpy())
+                    self._encoded[same] = b"" if old is None else encode_changes(old.numpy(), new.numpy())
                     self._snapshots[same] = new
                 digest.update(self._snapshots[same].numpy().data)
                 whole, runs = whole + int(self._bytes[i]), runs + len(self._encoded[same])
@@ -225,18 +177,14 @@ class DeltaMover(LiveMover):
         left = memoryview(message.numpy().tobytes())
         for i in parts:
             into, wire = self._wanted.region(self._into, i), self._wire[i]
-            index, elements = next(decoded_runs(left, INTS_NUMPY[wire.itemsize]))
-            form, num = _HEAD.unpack_from(left)
-            left = left[_HEAD.size + (form & ~_SINGLE) * num + elements.nbytes :]
+            index, elements, size = decode_changes(left, f"i{wire.itemsize}")
+            left = left[size:]
             if not len(index):
                 continue
             raw = _raw(into, wire)  # the elements themselves, or a copy where they are strided, on a device, or of another dtype
             raw[torch.from_numpy(index)] = torch.from_numpy(elements.copy())
             if raw.data_ptr() != into.data_ptr():
                 into.copy_(raw.view(wire).view(into.shape))
-
-
-INTS_NUMPY = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
