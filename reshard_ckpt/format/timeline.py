@@ -1,8 +1,8 @@
 """Timelines as columns: a few bytes for each step, so that rank 0 can keep those of 16,384 ranks in a moment.
 
-1. A rank encodes its steps by `encode_steps`: for each step the code of its name and thread, the gap since the previous step's
-   end, the duration, and the bytes. Times are microseconds; the gap is negative if two threads worked at once. All are integers
-   of variable length (LEB128).
+1. A rank encodes its steps by `encode_steps`, as a msgpack list of integers: for each step the code of its name and thread, the
+   gap since the previous step's end, the duration, and the bytes. Times are microseconds; the gap is negative if two threads
+   worked at once.
 2. The file is msgpack: the names and threads that the codes count, the mesh, the columns of the ranks, and the steps of each rank
    as it has sent them. `decode_timeline` checks every field.
 """
@@ -22,28 +22,27 @@ from ..core.timeline import STEP_NAMES, STEP_THREADS, Step, Timeline
 from ..errors import CorruptError
 
 FORMAT = "reshard_ckpt.timeline"
-VERSION = 2
+VERSION = 3
 MAX_TIMELINE_BYTES = 256 << 20
 """The largest timeline that is read: some thousand steps of each of 16,384 ranks."""
 
 _SECOND = 1_000_000
-_MAX_SHIFT = 63
+_LAST = 1 << 63
+"""The latest time, in microseconds."""
 
 
 def encode_steps(steps: Iterable[tuple[str, str, float, float, int]], began_s: float) -> bytes:
     """Encode the steps of one rank: name, thread, start, end, bytes. A step whose name has no code becomes ``"other"``."""
-    encoded, before = bytearray(), 0
+    numbers: list[int] = []
+    before = 0
     for name, thread, start_s, end_s, num_bytes in sorted(steps, key=lambda step: step[2]):
         start, end = (max(round((at - began_s) * _SECOND), 0) for at in (start_s, end_s))
         known = name if name in STEP_NAMES else "other"
-        code, gap = STEP_NAMES.index(known) * len(STEP_THREADS) + STEP_THREADS.index(thread), start - before
-        for number in (code, 2 * gap if gap >= 0 else -2 * gap - 1, max(end - start, 0), num_bytes):
-            while number > 127:
-                encoded.append(number & 127 | 128)
-                number >>= 7
-            encoded.append(number)
+        code = STEP_NAMES.index(known) * len(STEP_THREADS) + STEP_THREADS.index(thread)
+        numbers += (code, start - before, max(end - start, 0), num_bytes)
         before = max(start, end)
-    return bytes(encoded)
+    packed: bytes = msgpack.packb(numbers)
+    return packed
 
 
 def encode_timeline(
@@ -117,29 +116,16 @@ def decode_timeline(data: bytes, *, where: str) -> Timeline:
 
 def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads: Sequence[str]) -> Iterator[Step]:
     """Yield the steps of one rank, as `encode_steps` encoded them."""
-    numbers, end = _numbers(data), 0
-    for code, gap, length, num_bytes in zip(numbers, numbers, numbers, numbers, strict=False):
-        start = end + (gap // 2 if gap % 2 == 0 else -(gap + 1) // 2)
+    numbers, end = msgpack.unpackb(data), 0
+    if type(numbers) is not list or any(type(number) is not int for number in numbers):
+        raise ValueError(f"the steps of rank {rank} are no integers")
+    for code, gap, length, num_bytes in zip(*[iter(numbers)] * 4, strict=True):
+        start = end + gap
         end = start + length
-        if start < 0 or end > 1 << _MAX_SHIFT:
+        if min(code, start, length, num_bytes) < 0 or end > _LAST:
             raise ValueError(f"a step of rank {rank} from {start} to {end}")
         name, thread = names[code // len(threads)], threads[code % len(threads)]
         yield Step(rank, name, thread, shift_s + start / _SECOND, shift_s + end / _SECOND, num_bytes)
-
-
-def _numbers(data: bytes) -> Iterator[int]:
-    """Decode LEB128 bytes, and yield the integers. Their number must be a multiple of 4."""
-    number = shift = count = 0
-    for byte in data:
-        number |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            yield number
-            number, shift, count = 0, 0, count + 1
-        elif shift > _MAX_SHIFT:
-            raise ValueError("a number of more than 64 bits")
-    if shift or count % 4:
-        raise ValueError("the last step is cut off")
 
 
 def _mesh(value: Any, num_ranks: int) -> Mesh | None:
