@@ -54,7 +54,7 @@ def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> byte
     ends = np.cumsum(gap // _FAR + 1)
     gaps = np.full(ends[-1] if len(ends) else 0, _FAR, np.uint8)
     gaps[ends - 1] = gap % _FAR
-    packed = zlib.compress(gaps, 1)
+    packed = zlib.compress(gaps.data, 1)
     return _HEAD.pack(len(packed)) + packed + new[changed].tobytes()
 
 

@@ -2,13 +2,12 @@
 
 A rank's *metadata* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. The metadata has three parts:
 the tensors, the rows (this rank's pieces of them), and the values. A part that many ranks have alike is sent and decoded once
-(`agreement`). The rows of all ranks are joined as bytes and decoded as one array, and so is each column of their receipts;
-assignments are encoded as one array and cut.
+(`agreement`). Rows, assignments and receipts are columns (`encode_columns`): rank 0 decodes those of all ranks at once, one
+column at a time, and encodes all assignments at once.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import pairwise
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.packed import PackedRows, packed_size
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
-from ...core.geometry.columns import ColumnTable, columns_of, lex_order
+from ...core.geometry.columns import ColumnTable, columns_of
 from ...core.geometry.runs import I64, pad_left, ranges
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
@@ -30,33 +29,11 @@ from ...format.files import digests_key
 _ARRAY = 1
 """Code of the msgpack extension type of arrays."""
 
-_ROWS_HEAD = struct.Struct("<BBxxII")
-"""Head of the rows part: bytes of an item (4 or 8), dims of a box, two bytes of padding, number of boxes, number of rows."""
-
-_FORMAT_BYTES = 2
-"""The first bytes of the head, item size and dims. Parts that agree in them can be joined."""
-
 _WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 """The columns of tensors that are int64 again after decoding; encoding narrows them."""
 
-_ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
-"""Head of an assignment: bytes of an item (4 or 8), three bytes of padding, number of write items."""
-
-_COUNT_OF = np.array([0, 0, 1, 2, 2, 2, 2, 2])
-"""For each column of a receipt, which of its ``counts`` is the column's: of write items (file, offset), of checks (fingerprints),
-of parts (the columns of `StoredRuns`)."""
-
-_RECEIPT_HEAD = np.dtype(
-    [
-        ("num_files", "<u4"),
-        ("has_parts", "?"),
-        ("bytes", "<u4", (2,)),
-        ("counts", "<u4", (3,)),
-        ("widths", "u1", (len(_COUNT_OF),)),
-    ]
-)
-"""Head of a receipt: its number of files; ``bytes`` of its files as msgpack, and of its record; bytes of a number of each column.
-The files, the record and the columns follow."""
+_COLUMN = np.dtype([("count", "<u4"), ("width", "u1")])
+"""Head of a column in a message: how many numbers it has, and the bytes of each."""
 
 
 class EncodedMetadata(NamedTuple):
@@ -213,8 +190,52 @@ def _ext_hook(code: int, data: bytes) -> Any:
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-def _wide(array: NDArray[Any]) -> I64:
-    return array.astype(np.int64)
+def encode_columns(columns: Sequence[NDArray[Any]], cuts: Sequence[I64] | None = None) -> list[bytes]:
+    """Encode columns of numbers that are not negative as one message, or cut them into several.
+
+    A message has the head of each column, and then the columns, each with the fewest bytes for a number.
+
+    Parameters
+    ----------
+    cuts : (columns, messages + 1)
+        Message i has the numbers ``[cuts[c][i], cuts[c][i + 1])`` of column c. By default one message has all.
+    """
+    cut = np.array([[0, len(column)] for column in columns] if cuts is None else cuts, np.int64)
+    narrow = [column.astype(np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<")) for column in columns]
+    widths = np.array([column.itemsize for column in narrow])
+    heads = np.empty((cut.shape[1] - 1, len(columns)), _COLUMN)
+    heads["count"], heads["width"] = np.diff(cut).T, widths
+    data = [column.tobytes() for column in narrow]
+    at = (cut * widths[:, None]).T.tolist()  # at[i][c]: byte of column c at which message i begins
+    return [
+        b"".join((head.tobytes(), *(one[low:high] for one, low, high in zip(data, begin, end, strict=True))))
+        for head, begin, end in zip(heads, at, at[1:], strict=False)
+    ]
+
+
+def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]:
+    """Decode messages of `num` columns, as `encode_columns` encoded them: one column of all messages at a time.
+
+    Returns
+    -------
+    tuple
+        Each column, of all messages end to end. And counts (messages, columns): how many numbers of a column each message has.
+    """
+    heads = np.frombuffer(b"".join([data[: num * _COLUMN.itemsize] for data in messages]), _COLUMN).reshape(-1, num)
+    counts, widths = (heads[field].astype(np.int64) for field in ("count", "width"))
+    # ends[c][i]: byte of message i at which its column c begins, and column c - 1, or the heads, end
+    head = np.full((len(heads), 1), num * _COLUMN.itemsize)
+    ends = np.cumsum(np.hstack([head, counts * widths]), axis=1).T.tolist()
+    columns = []
+    for count, width, begin, end in zip(counts.T, widths.T, ends, ends[1:], strict=False):
+        column = np.empty(int(count.sum()), np.int64)
+        width_of = np.repeat(width, count)
+        parts = [message[low:high] for message, low, high in zip(messages, begin, end, strict=True)]
+        for one in np.unique(width).tolist():  # messages with numbers of as many bytes are decoded together
+            data = b"".join([parts[i] for i in np.flatnonzero(width == one).tolist()])
+            column[width_of == one] = np.frombuffer(data, f"<u{one}").astype(np.int64)
+        columns.append(column)
+    return columns, counts
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
@@ -235,7 +256,7 @@ def _encode_tensors(tensors: TensorColumns) -> bytes:
 def _decode_tensors(data: bytes) -> TensorColumns:
     m = msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, strict_map_key=False)
     placements = tuple(tuple(AxisPlacement(*p) for p in placement) for placement in m["placements"])
-    wide = {name: _wide(m[name]) for name in _WIDE}
+    wide = {name: m[name].astype(np.int64) for name in _WIDE}
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
 
 
@@ -254,33 +275,18 @@ def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
     )
 
 
-def _encode_rows(rows: RowColumns, least_item: int = 4) -> bytes:
-    boxes = np.hstack([rows.box_offsets, rows.box_lengths])
-    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
-    item = max(_narrowest(boxes, columns), least_item)
-    head = _ROWS_HEAD.pack(item, rows.box_offsets.shape[1], len(boxes), len(columns))
-    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+def _encode_rows(rows: RowColumns) -> bytes:
+    boxes = [np.array(rows.box_offsets.shape), rows.box_offsets.ravel(), rows.box_lengths.ravel()]
+    return encode_columns([*boxes, rows.tensor, rows.box, rows.start, rows.count])[0]
 
 
-def _decode_rows(data: bytes) -> RowColumns:
-    """Decode the rows part of one rank."""
-    # boxes[i]: offsets, then lengths of box i. columns[i]: tensor, box, start and count of row i
-    item, width, num_boxes, num_rows = _ROWS_HEAD.unpack_from(data)
-    boxes = np.frombuffer(data, f"<u{item}", 2 * num_boxes * width, _ROWS_HEAD.size).reshape(num_boxes, 2 * width)
-    columns = np.frombuffer(data, f"<u{item}", 4 * num_rows, _ROWS_HEAD.size + boxes.nbytes).reshape(num_rows, 4)
-    return _row_columns(boxes, columns)
-
-
-def _row_columns(boxes: NDArray[Any], columns: NDArray[Any]) -> RowColumns:
-    width = boxes.shape[1] // 2
-    return RowColumns(_wide(boxes[:, :width]), _wide(boxes[:, width:]), *(_wide(column) for column in columns.T))
-
-
-def _widened(data: bytes, item: int, width: int) -> bytes:
-    """Encode rows again with wider items and boxes of more dims, so that they can be joined with those of other ranks."""
-    rows = _decode_rows(data)
-    offsets, lengths = pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)
-    return _encode_rows(replace(rows, box_offsets=offsets, box_lengths=lengths), item)
+def _joined_boxes(column: I64, num_boxes: I64, num_dims: I64, fill: int) -> I64:
+    """Return offsets or lengths of the boxes of all ranks (boxes, D), padded on the left where a rank has fewer dims."""
+    width = int(num_dims.max())
+    if (num_dims == width).all():
+        return column.reshape(int(num_boxes.sum()), width)
+    parts = zip(np.split(column, np.cumsum(num_boxes * num_dims)[:-1]), num_boxes.tolist(), num_dims.tolist(), strict=True)
+    return np.concatenate([pad_left(part.reshape(num, dims), width, fill) for part, num, dims in parts])
 
 
 def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetadata:
@@ -288,114 +294,66 @@ def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetad
     # number: index of each distinct tensors part. table[rank]: index of the rank's part
     number: dict[bytes, int] = {}
     table = np.array([number.setdefault(data, len(number)) for data in tensors], np.int64)
-    parts = rows
-    formats = [part[:_FORMAT_BYTES] for part in parts]
-    if len(set(formats)) > 1:  # encode all rows with the widest item and the most dims of any rank
-        item, width = (max(column) for column in zip(*formats, strict=True))
-        parts = [part if part[:_FORMAT_BYTES] == bytes((item, width)) else _widened(part, item, width) for part in parts]
-    item, width = parts[0][0], parts[0][1]
-    heads = [_ROWS_HEAD.unpack_from(part) for part in parts]
-    # cuts[rank]: byte at which the boxes of a part end and its columns begin
-    cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
-    boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
-    columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
-    joined = _row_columns(boxes, columns)
-    num_boxes, num_rows = (np.array([head[i] for head in heads], np.int64) for i in (2, 3))
-    rank, local = ranges(num_rows)
+    (shapes, offsets, lengths, *columns), counts = decode_columns(rows, 7)
+    num_boxes, num_dims = shapes.reshape(-1, 2).T
+    tensor, box, start, count = columns
+    rank, local = ranges(counts[:, -1])
     # first_box[rank]: the place of a rank's first box among the boxes of all ranks; in its message, it counts from 0
     first_box = np.cumsum(num_boxes) - num_boxes
     return JobMetadata(
         tables=tuple(map(_decode_tensors, number)),
         table=table,
-        box_offsets=joined.box_offsets,
-        box_lengths=joined.box_lengths,
+        box_offsets=_joined_boxes(offsets, num_boxes, num_dims, 0),
+        box_lengths=_joined_boxes(lengths, num_boxes, num_dims, 1),
         rank=rank,
         local=local,
-        tensor=joined.tensor,
-        box=joined.box + first_box[rank],
-        start=joined.start,
-        count=joined.count,
+        tensor=tensor,
+        box=box + first_box[rank],
+        start=start,
+        count=count,
     )
-
-
-def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:
-    return np.frombuffer(b"".join(parts), f"<u{item}").reshape(-1, width)
-
-
-def _narrowest(*arrays: I64) -> int:
-    """Return the item size in bytes, 4 or 8, that holds every number of these arrays."""
-    return 8 if any(array.size and int(array.max()) >> 32 for array in arrays) else 4
 
 
 def encode_assignments(plan: SavePlan) -> list[bytes]:
     """Encode the assignment of each rank, by rank: the columns of all ranks are encoded at once, and cut at each rank's range."""
-    # columns[i]: local row, start and count of write item i, sorted by rank. checked_columns: likewise for checks
-    columns = np.stack([plan.local, plan.part_start, plan.part_count], axis=1)
-    by_rank = lex_order(plan.checks.rank)
-    checked_columns = np.stack([plan.checks.local, plan.checks.start, plan.checks.count], axis=1)[by_rank]
-    item = _narrowest(columns, checked_columns)
-    rows = columns.astype(f"<u{item}").tobytes()
-    checks = checked_columns.astype(f"<u{item}").tobytes()
-    ranks = np.arange(plan.num_ranks + 1)
-    # Rank r's write items are [first[r], first[r + 1]), its checks [checked[r], checked[r + 1]); each is 3 numbers.
-    first = np.searchsorted(plan.rank, ranks).tolist()
-    checked = np.searchsorted(plan.checks.rank[by_rank], ranks).tolist()
-    return [
-        b"".join((_ASSIGNMENT_HEAD.pack(item, b - a), rows[3 * a * item : 3 * b * item], checks[3 * c * item : 3 * d * item]))
-        for a, b, c, d in zip(first, first[1:], checked, checked[1:], strict=False)
-    ]
+    checks, ranks = plan.checks, np.arange(plan.num_ranks + 1)
+    # Rank r's write items are [first[r], first[r + 1]), its checks [checked[r], checked[r + 1]).
+    first, checked = np.searchsorted(plan.rank, ranks), np.searchsorted(checks.rank, ranks)
+    columns = [plan.local, plan.part_start, plan.part_count, checks.local, checks.start, checks.count]
+    return encode_columns(columns, [first] * 3 + [checked] * 3)
 
 
 def decode_assignment(data: bytes, save_id: str) -> Assignment:
     """Decode one rank's assignment, as `encode_assignments` encoded it."""
-    item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
-    columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
-    checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
-    items, checked = (RunColumns(*_wide(part.reshape(-1, 3)).T) for part in (columns, checks))
-    return Assignment(save_id, items, checked)
+    columns, _ = decode_columns([data], 6)
+    return Assignment(save_id, RunColumns(*columns[:3]), RunColumns(*columns[3:]))
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """Encode a receipt."""
-    parts = columns_of(receipt.parts) if receipt.parts is not None else [np.zeros(0, np.int64)] * 5
-    # Each column in the narrowest unsigned dtype that holds its numbers, which are not negative; little-endian
-    columns = [
-        column.astype(np.min_scalar_type(int(column.max(initial=0))).newbyteorder("<"))
-        for column in (receipt.file, receipt.offset, receipt.fingerprints, *parts)
-    ]
+    parts = StoredRuns.empty() if receipt.parts is None else receipt.parts
+    head = np.array([len(receipt.files), receipt.parts is not None], np.int64)
     files = b"".join([msgpack.packb(astuple(file)) for file in receipt.files])
-    head = np.zeros((), _RECEIPT_HEAD)
-    head["num_files"], head["has_parts"] = len(receipt.files), receipt.parts is not None
-    head["bytes"] = len(files), len(receipt.record)
-    head["counts"] = len(receipt.file), len(receipt.fingerprints), len(parts[0])
-    head["widths"] = [column.itemsize for column in columns]
-    return b"".join((head.tobytes(), files, receipt.record, *(column.tobytes() for column in columns)))
+    texts = [np.frombuffer(text, np.uint8) for text in (files, receipt.record)]
+    return encode_columns([head, *texts, receipt.file, receipt.offset, receipt.fingerprints, *columns_of(parts)])[0]
 
 
 def decode_receipts(messages: Sequence[bytes]) -> Receipts:
     """Decode the receipts of all ranks, by rank, as `encode_receipt` encoded them: one column of all ranks at a time."""
-    heads = np.frombuffer(b"".join([data[: _RECEIPT_HEAD.itemsize] for data in messages]), _RECEIPT_HEAD)
-    # counts[r, i], widths[r, i]: numbers in column i of rank r, and the bytes of each
-    counts, widths = heads["counts"].astype(np.int64)[:, _COUNT_OF], heads["widths"].astype(np.int64)
-    # ends[i][r]: byte at which section i of rank r ends: its head, its files, its record, and its columns
-    head = np.full((len(heads), 1), _RECEIPT_HEAD.itemsize)
-    ends = np.cumsum(np.hstack([head, heads["bytes"].astype(np.int64), counts * widths]), axis=1).T.tolist()
-    packed_files, records, *sections = (
-        [data[begin:end] for data, begin, end in zip(messages, begins, until, strict=True)] for begins, until in pairwise(ends)
-    )
-    file, offset, fingerprints, *parts = map(_joined_numbers, sections, counts.T, widths.T)
+    (heads, packed_files, records, file, offset, fingerprints, *parts), counts = decode_columns(messages, 11)
+    num_files, has_parts = heads.reshape(-1, 2).T
+    text = records.astype(np.uint8).tobytes()
     unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=0)
-    unpacker.feed(b"".join(packed_files))
+    unpacker.feed(packed_files.astype(np.uint8).tobytes())
     files = tuple(
         WrittenFile(key, size, digest, sha256, digests_sha256, packed and tuple(PackedRows(*rows) for rows in packed))
         for key, size, digest, sha256, digests_sha256, packed in unpacker
     )
-    num_files = heads["num_files"].astype(np.int64)
     # first[r]: index of the first file of rank r; a receipt numbers its own files from 0
     first = np.cumsum(num_files) - num_files
-    ranks = np.arange(len(heads))
+    ranks = np.arange(len(messages))
     part_rank = np.repeat(ranks, counts[:, -1])
-    stored = StoredRuns(*(column.astype(np.int64) for column in parts)) if heads["has_parts"].any() else None
+    stored = StoredRuns(*parts) if has_parts.any() else None
     if stored is not None:
         # A part lies in a file of its rank, or in the base: that number counts on from the rank's files, and now from all files.
         beyond = np.where(stored.file < num_files[part_rank], first[part_rank], len(files) - num_files[part_rank])
@@ -403,21 +361,10 @@ def decode_receipts(messages: Sequence[bytes]) -> Receipts:
     return Receipts(
         files=files,
         rank=np.repeat(ranks, num_files),
-        file=_wide(file) + np.repeat(first, counts[:, 0]),
-        offset=_wide(offset),
-        fingerprints=fingerprints,
-        records=records,
+        file=file + np.repeat(first, counts[:, 3]),
+        offset=offset,
+        fingerprints=fingerprints.view(np.uint64),
+        records=[text[low:high] for low, high in pairwise([0, *np.cumsum(counts[:, 2]).tolist()])],
         parts=stored,
         part_rank=part_rank,
     )
-
-
-def _joined_numbers(parts: Sequence[bytes], counts: I64, widths: I64) -> NDArray[np.uint64]:
-    """Join the columns of all ranks: ``counts[r]`` numbers of ``widths[r]`` bytes in the part of rank r."""
-    joined = np.empty(int(counts.sum()), np.uint64)
-    if len(joined):
-        width_of = np.repeat(widths, counts)
-        for width in np.unique(widths).tolist():
-            data = b"".join([part for part, own in zip(parts, widths.tolist(), strict=True) if own == width])
-            joined[width_of == width] = np.frombuffer(data, f"<u{width}")
-    return joined

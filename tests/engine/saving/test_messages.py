@@ -76,4 +76,4 @@ def test_a_receipt_has_few_bytes():
     file = WrittenFile("20260101T000000Z-00000000/rank00003-0.safetensors", 1 << 31, bytes(16))
     items = np.arange(75) * 1_000_000
     data = encode_receipt(Receipt((file,), np.zeros(75, np.int64), items, np.zeros(0, np.uint64), bytes(82)))
-    assert len(data) < 75 * (1 + 4) + 82 + 128
+    assert len(data) < 75 * (1 + 4) + 82 + 140
