@@ -20,9 +20,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_UNSHOWN = (*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000))
+_HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    r"""Escape characters that control a terminal or cannot be written to it, because names may come from anywhere.
+
+    >>> visible("\x1b[2Jmodel")
+    '\\x1b[2Jmodel'
+    """
+    return text.translate(_HIDDEN)
+
 
 class CheckpointError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. Its text is `visible`."""
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class UsageError(CheckpointError):
@@ -74,7 +89,7 @@ class MismatchError(CheckpointError):
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problems = tuple(map(visible, problems))
 
 
 class PeerError(CheckpointError):
@@ -118,7 +133,7 @@ def _combined(kind: type[CheckpointError], others: tuple[type[BaseException], ..
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
-        "__str__": Exception.__str__,  # that of torch's CheckpointException shows only failures
+        "__str__": CheckpointError.__str__,  # that of torch's CheckpointException shows only failures
         "__reduce__": lambda self: (rebuilt, (kind, others, self.args, vars(self))),
     }
     known = _COMBINED.get((kind, *others))

@@ -40,8 +40,8 @@ from rich.progress import (
 )
 
 from .. import __version__
-from ..errors import CheckpointError, CheckpointNotFound, UsageError
-from .columns import Columns, visible
+from ..errors import CheckpointError, CheckpointNotFound, UsageError, visible
+from .columns import Columns
 from .spelling import options_of, spelled
 
 PROBLEM, WRONG_USE = 1, 2

@@ -18,6 +18,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import visible
+
 MAX_DRAWN = 300
 """The most rows that rich draws and folds; it takes milliseconds for each. Longer tables are printed as plain text."""
 
@@ -26,21 +28,10 @@ SHORT, MIN_NAME = 12, 16
 
 _GUIDES = re.compile("[│ ]*(?:[├└]─ )?")
 _WORD = re.compile(r"[^\s/]*/+|[^\s/]+")
-_UNSHOWN = (*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000))
-_HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in "\n\t"}
 
 
 class Preview(str):
     """A cell that is cut, not folded, if its column is narrower."""
-
-
-def visible(text: str) -> str:
-    r"""Escape characters that control a terminal or cannot be written to it, because names may come from anywhere.
-
-    >>> visible("\x1b[2Jmodel")
-    '\\x1b[2Jmodel'
-    """
-    return text.translate(_HIDDEN)
 
 
 def _guide(name: str) -> str:

@@ -23,7 +23,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import BoxTable, RowTable
 from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
-from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
+from reshard_ckpt.dcp import torch_errors as dcp_errors
+from reshard_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
 from tests.reliability.hostile import mutated_catalog, seal, unseal
@@ -296,3 +297,11 @@ def test_a_value_that_no_row_holds_is_refused(url: str, good: bytes):
     with pytest.raises(CorruptError, match="extra.long"):
         checkpoint.read(url)
     put(url, good)
+
+
+def test_errors_show_no_control_codes_of_names(tmp_path: Path):
+    checkpoint.save(tmp_path / "a", {"t": {"w\x1b[2J\x9b1m": torch.arange(3)}})
+    with pytest.raises(MismatchError, match=r"t\.w\\x1b\[2J\\x9b1m: ") as caught:
+        checkpoint.load(tmp_path / "a", {"t": {"w": torch.zeros(3)}})
+    for text in (str(caught.value), *caught.value.problems, str(dcp_errors.as_torch_error(caught.value))):
+        assert not {"\x1b", "\x9b"} & {*text}
