@@ -13,9 +13,10 @@ from typing import Any
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
 from ..core.report import check_count
-from ..engine.common.files import open_catalog
+from ..engine.common.files import identified_catalog
 from ..engine.common.step_folders import STEP_NAMES, StepNames, referred_keys
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..format.catalog import HEAD_BYTES
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source
 from ..memory.options import Memory
@@ -28,32 +29,41 @@ class StepInfo:
 
     Attributes
     ----------
+    folder
+        Its folder below the root.
     referred, own
         Keys, from the root, of the files that it needs: those in other folders, and those in its own.
     num_saves
         The number of saves that wrote these files; 0 if the step has no catalog that can be read.
+    head
+        The first bytes of the catalog (`HEAD_BYTES`).
     """
 
+    folder: str
     metric: float | None = None
     referred: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     save_id: str = ""
     num_saves: int = 0
+    head: bytes = bytes(HEAD_BYTES)
 
 
 def look(path: str, folder: str) -> StepInfo:
     """Read the `StepInfo` of the step in a folder of the run; an empty one if its catalog is missing or damaged."""
     try:
         with open_storage(path) as storage:
-            catalog = open_catalog(storage)
+            opened = identified_catalog(storage)
     except (CheckpointNotFound, CorruptError):
-        return StepInfo()
+        return StepInfo(folder)
+    catalog = opened.value
     return StepInfo(
+        folder,
         metric_of(catalog.metadata),
         frozenset(referred_keys(folder, catalog)),
         frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in file.keys),
         catalog.lineage_id,
         len({catalog.save_id, *(file.save_id for file in catalog.files)}),
+        bytes(opened.found.data[:HEAD_BYTES]) if opened.found else b"",
     )
 
 

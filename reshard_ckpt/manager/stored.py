@@ -24,7 +24,8 @@ from ..engine.common.step_folders import (
     remove_step,
 )
 from ..errors import CorruptError, StorageError, UsageError
-from ..format.files import EXPORT, SAVE_ID
+from ..format.catalog import HEAD_BYTES
+from ..format.files import CATALOG_KEY, EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
 from ..storage.protocol import PROBE, at_once, begin
 from .retention import Retention
@@ -295,9 +296,28 @@ class StoredSteps:
 
     def _referred(self, steps: Collection[int]) -> frozenset[str]:
         """Return the keys of the files that these steps, and checkpoints of other names beside them, need of other folders."""
+        self._forget_replaced()
         self._read_infos(steps)
-        beside = referred_by_folders(self._storage, lambda folder: self._names.step_of(folder) is not None, pass_damaged=True)
+        # A step may have a second folder, of another name: it does not count, but somebody may load it by its path.
+        counted = {self._info(step).folder for step in steps}
+        beside = referred_by_folders(self._storage, counted.__contains__, pass_damaged=True)
         return frozenset(key for step in steps for key in self._info(step).referred).union(beside)
+
+    def _forget_replaced(self) -> None:
+        """Forget the facts about steps that another program has saved over since they were read."""
+        self._storage.close()  # a file that it has open may have been replaced
+
+        def head(info: StepInfo) -> bytes:
+            found = bytearray(HEAD_BYTES)
+            with suppress(CorruptError, StorageError):
+                self._storage.read_into(f"{info.folder}/{CATALOG_KEY}", 0, [memoryview(found)])
+            return bytes(found)
+
+        known = list(self._infos.items())
+        heads = at_once(self._storage, *(partial(head, info) for _, info in known))
+        for (step, info), now in zip(known, heads, strict=True):
+            if now != info.head:
+                self._infos.pop(step, None)
 
     def _read_infos(self, steps: Iterable[int]) -> None:
         """Read the facts about these steps that are not known yet, all together."""
@@ -307,7 +327,7 @@ class StoredSteps:
         if step not in self._infos:
             folder = self._names.folder(self._storage, step)
             foreign = step in self._foreign
-            self._infos[step] = StepInfo(save_id=folder) if foreign else look(self._path(folder), folder)
+            self._infos[step] = StepInfo(folder, save_id=folder) if foreign else look(self._path(folder), folder)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:

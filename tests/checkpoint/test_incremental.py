@@ -403,6 +403,18 @@ def test_a_checkpoint_of_another_name_in_the_root_keeps_what_it_refers_to(tmp_pa
     assert_holds(tmp_path / "best", {"w": torch.arange(3)})
 
 
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_step_that_another_program_saves_over_keeps_what_it_refers_to(tmp_path: Path, memory: str, where: str):
+    root, state = (str(tmp_path) if where == "folder" else memory), counted()
+    with Manager(root, keep_last=2) as manager:
+        for step in (1, 2, 3):  # the removal of step 1 reads what steps 2 and 3 refer to: nothing
+            manager.save(step, state)
+        checkpoint.save(f"{root}/step_3", state, base=f"{root}/step_2")
+        manager.save(4, state)
+        assert manager.steps() == [3, 4]
+    assert_holds(f"{root}/step_3", state)
+
+
 @pytest.mark.parametrize("into", ["new", "saved"])
 @pytest.mark.parametrize("how", ["saved over", "removed by hand", "deleted"])
 def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, into: str):

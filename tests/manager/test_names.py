@@ -71,6 +71,18 @@ def test_a_run_that_changes_its_name_goes_on(tmp_path: Path):
         assert manager.steps() == [10, 30, 40, 50]
 
 
+def test_a_folder_of_the_former_name_keeps_what_it_refers_to(tmp_path: Path):
+    with Manager(tmp_path, incremental=True) as manager:
+        manager.save(10, state(10))
+        manager.save(20, state(10))
+    assert any(file.checkpoint for file in checkpoint.catalog(tmp_path / "step_20").files)
+    with Manager(tmp_path, name="step-{}", keep_last=2) as manager:
+        manager.save(20, state(21))  # beside step_20, which no longer counts but can be loaded by its path
+        manager.save(30, state(30))
+        assert manager.steps() == [20, 30]
+    assert torch.equal(checkpoint.read(tmp_path / "step_20")["w"], state(10)["w"])
+
+
 def test_leftovers_go_from_folders_of_any_known_name(tmp_path: Path):
     Manager(tmp_path, name="step-{}").close()
     dead = [
