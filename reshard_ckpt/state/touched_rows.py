@@ -132,7 +132,10 @@ class Sampled:
 
 
 class LargestChange:
-    """The squared distance of each row from its saved value: a copy of this rank's part of the table."""
+    """The squared distance of each row from its saved value: a copy of this rank's part of the table.
+
+    A row that became NaN or infinite is farthest. One that was so when it was saved, and is unchanged, has no distance.
+    """
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
         self._saved = memory.detach().clone()
@@ -141,8 +144,11 @@ class LargestChange:
         pass
 
     def scores(self, memory: torch.Tensor) -> Scores:
-        change = (memory.detach() - self._saved).float().flatten(1).square().sum(1)
-        return change.cpu().numpy()
+        now, saved = memory.detach().flatten(1), self._saved.flatten(1)
+        is_same = (now == saved) | (now.isnan() & saved.isnan())
+        # The square of a tiny change may be too small for a float, but the row has changed.
+        change = (now - saved).abs().float().square().nan_to_num(torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
+        return change.masked_fill(is_same, 0).sum(1).cpu().numpy()
 
     def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
         rows = torch.from_numpy(np.flatnonzero(chosen)).to(memory.device)

@@ -384,6 +384,30 @@ def test_a_policy_saves_its_rows_and_keeps_the_base_s_for_the_others(
     assert not checkpoint.catalog(root / "whole").lossy
 
 
+def test_rows_that_became_nan_are_farthest_and_saved_once(tmp_path: Path):
+    job = Job("sgd")
+    with torch.no_grad():
+        job.table[5] = math.inf
+        job.table[11] = 0
+    tracker = TouchedRows(job.model, policy="largest_change", fraction=2 / ROWS)
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+
+    def saved(n: int, changes: dict[int, float]) -> list[int]:
+        """Set the first elements of some rows, save two rows, and return which these are."""
+        with torch.no_grad():
+            for row, value in changes.items():
+                job.table[row, 0] = value
+        tracker.mark(job.table, torch.tensor([*changes]))
+        checkpoint.save(tmp_path / str(n), job.state, base=tmp_path / str(n - 1), rows=tracker)
+        shards = checkpoint.catalog(tmp_path / str(n)).tensor("model.table.weight").shards
+        own = [(shard.offsets[0], shard.lengths[0]) for shard in shards if not shard.file.checkpoint]
+        return [row for first, count in own for row in range(first, first + count)]
+
+    assert saved(1, {3: math.nan, 4: math.nan, 9: 1e6}) == [3, 4]
+    assert saved(2, {11: 1e-30}) == [9, 11]  # the square of such a change is 0
+    assert saved(3, {3: 1.0}) == [3]
+
+
 # --- rows in 8 or 4 bits ---
 
 
