@@ -28,12 +28,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
+from ..core.report import few
 from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..format.catalog import MAX_CATALOG_BYTES
 from ..format.files import CATALOG_KEY, CONVERT_LOCK
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage, is_object_path, open_storage, resolved_path
 from ..storage.posix import Explained, sync_folder
-from ..storage.protocol import PROBE, at_once, copy_file
+from ..storage.protocol import PROBE, Document, at_once, copy_file
 from ..storage.swap import swap
 from .source import known_formats, open_source
 
@@ -142,12 +144,30 @@ def _new_prefix(dst: str, src: str, *, overwrite: bool) -> Iterator[Storage]:
             _refuse_referred(storage.url)  # again, because it may have taken hours to make the result
             keys = sorted((key for key, _ in made.list() if key != CONVERT_LOCK), key=lambda key: (key == CATALOG_KEY, key))
             with _leased(storage) as lease:
+                _retire(storage)
                 storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
                 at_once(storage, *(partial(copy_file, made, key, storage) for key in keys if key != CATALOG_KEY))
                 lease.check()
                 for key in keys[-1:] if CATALOG_KEY in keys else ():  # last: with it, the checkpoint is there
                     copy_file(made, key, storage)
             made.delete(keys)
+
+
+def _retire(storage: Storage) -> None:
+    """Delete the catalog of a checkpoint that will be replaced, unless another checkpoint needs its files by then.
+
+    A save with this checkpoint as its base looks for the catalog after its own commit. So one of the two sees the other.
+    """
+    found: Document | None = None
+    with suppress(CorruptError):  # larger than any catalog
+        [found] = storage.read_many([CATALOG_KEY], MAX_CATALOG_BYTES)
+    storage.delete([CATALOG_KEY])
+    try:
+        _refuse_referred(storage.url)
+    except CheckpointError:
+        if found is not None:
+            storage.publish(CATALOG_KEY, found.data)
+        raise
 
 
 @contextmanager
@@ -297,10 +317,22 @@ def _check_replaceable(storage: Storage, src: str) -> None:
         raise UsageError(f"{path}: holds no checkpoint, and nothing else is replaced; remove it, or pass another path") from error
     except CheckpointError:
         pass  # a damaged checkpoint may be replaced
+    inside = () if os.path.islink(path) else storage.folders()  # only the link would be replaced
+    sizes = storage.stat([f"{folder}/{CATALOG_KEY}" for folder in inside])
+    held = [folder for folder, size in zip(inside, sizes, strict=True) if size is not None]
+    if held:
+        raise UsageError(
+            f"{path}: holds other checkpoints ({few(held)}), which are never replaced; pass the path of one, or a new path"
+        )
 
 
-def _refuse_referred(path: str) -> None:
+def _refuse_referred(path: str, old: str | None = None) -> None:
     """Refuse to replace a checkpoint whose files another one needs.
+
+    Parameters
+    ----------
+    old
+        The path of the checkpoint's files now. None means that they are at `path`.
 
     Raises
     ------
@@ -309,11 +341,11 @@ def _refuse_referred(path: str) -> None:
     CorruptError
         The catalog of another step is damaged, so it is unknown which files that step refers to.
     """
-    if os.path.islink(path):
+    if os.path.islink(old or path):
         return  # only the link will be replaced, not the checkpoint that it points to
-    with open_storage(path) as storage:
+    with open_storage(path) as storage, open_storage(old or path) as files:
         try:
-            steps = sorted({step for key, step in referred_by_others(storage).items() if storage.size(key) is not None})
+            steps = sorted({step for key, step in referred_by_others(storage).items() if files.size(key) is not None})
         except CorruptError as error:
             raise CorruptError(f"{path}: is not replaced, as a step beside it may refer to its files: {error}") from error
     if steps:
@@ -335,10 +367,22 @@ def _move_into_place(made: str, path: str) -> None:
     replaced = None
     if not _is_occupied(path) or both_files:
         os.rename(made, path)
-    elif not swap(made, path):
-        replaced = _sibling(path, None, "replaced")
-        os.rename(path, replaced)
-        os.rename(made, path)
+    else:
+        if not swap(made, path):
+            replaced = _sibling(path, None, "replaced")
+            os.rename(path, replaced)
+            os.rename(made, path)
+        old = replaced or made
+        try:
+            # Again: a save with the old checkpoint as its base looks for that after its commit, so one of the two sees the other.
+            _refuse_referred(path, old)
+        except CheckpointError:
+            if replaced is None:
+                swap(made, path)
+            else:
+                os.rename(path, made)
+                os.rename(replaced, path)
+            raise
     sync_folder(os.path.dirname(path))
     if replaced is not None:
         _remove(replaced)

@@ -362,6 +362,18 @@ def test_the_root_of_a_run_of_another_library_is_not_replaced_as_its_newest_chec
     assert checkpoint.diff(tmp_path / "run" / "global_step1", tmp_path / "run" / "global_step2").equal
 
 
+def test_a_checkpoint_with_others_in_its_folder_is_not_replaced(tmp_path: Path):
+    save_some(tmp_path / "n")
+    save_some(tmp_path / "run")
+    save_some(tmp_path / "run" / "step_1")
+    with pytest.raises(UsageError, match=r"run: holds other checkpoints \(step_1\), which are never replaced"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "run", overwrite=True)
+    assert checkpoint.verify(tmp_path / "run" / "step_1").ok
+    (tmp_path / "link").symlink_to("run")
+    checkpoint.convert(tmp_path / "n", tmp_path / "link", to="reshard", overwrite=True)
+    assert checkpoint.verify(tmp_path / "run" / "step_1").ok
+
+
 def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
     save_some(tmp_path / "n")
     (tmp_path / "out").mkdir()

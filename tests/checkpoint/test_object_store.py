@@ -22,6 +22,7 @@ from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
 from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK
+from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
@@ -137,6 +138,23 @@ def test_a_conversion_replaces_nothing_but_a_checkpoint(url: str) -> None:
             with pytest.raises(UsageError, match=why):
                 checkpoint.convert(f"{url}/other", f"{url}/{path}", to="dcp", overwrite=True)
         assert storage.list() == before
+
+
+def test_what_refers_to_it_in_the_last_moment_of_a_conversion_survives(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, leased = {"w": torch.arange(70_000)}, destination._leased
+    checkpoint.save(f"{url}/run/step_1", shared)
+    checkpoint.save(f"{url}/other", state(2))
+
+    def late(storage: Any) -> Any:
+        if storage.url.endswith("/step_1"):
+            checkpoint.save(f"{url}/run/step_2", shared, base=f"{url}/run/step_1")
+        return leased(storage)
+
+    monkeypatch.setattr(destination, "_leased", late)
+    with pytest.raises(UsageError, match="step_1: is not replaced: step_2"):
+        checkpoint.convert(f"{url}/other", f"{url}/run/step_1", to="dcp", overwrite=True)
+    for step in (1, 2):
+        assert torch.equal(checkpoint.read(f"{url}/run/step_{step}")["w"], shared["w"])
 
 
 def test_what_a_killed_conversion_left_is_no_checkpoint(url: str) -> None:

@@ -20,9 +20,11 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager
 from reshard_ckpt.engine.common.step_folders import remove_step
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
+from reshard_ckpt.formats import destination
 from reshard_ckpt.formats import source as source_module
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage, posix
+from reshard_ckpt.storage.swap import swap
 from tests.checkpoint.references import refer
 from tests.cli.running import run as run_command
 from tests.cli.states import save_trained
@@ -231,6 +233,27 @@ def test_what_refers_to_it_since_a_conversion_began_survives(root: Path, tmp_pat
             other, root / "step_90", overwrite=True, progress=lambda *_: later.exists() and later.rename(root / "step_100")
         )
     assert same(read(root / "step_100"), wanted)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_what_refers_to_it_in_the_last_moment_of_a_conversion_survives(root: Path, tmp_path: Path, swaps: bool):
+    """The save finds its base whole, and the conversion has found nothing that refers to it."""
+    step, other = root / "step_90", tmp_path / "other"
+    wanted, state = read(step), {"model": {"w": torch.arange(5)}}
+    checkpoint.save(other, state)
+    checkpoint.compact(root / "step_100")
+    (root / "step_100").rename(tmp_path / "away")
+
+    def late(made: str, path: str) -> bool:
+        if not (root / "late").exists():
+            refer(root / "late", step, "../step_90", {1, 2})
+        return swaps and swap(made, path)
+
+    with mock.patch.object(destination, "swap", late), pytest.raises(UsageError, match="step_90: is not replaced: late"):
+        checkpoint.convert(other, step, to="reshard", overwrite=True)
+    assert same(read(step), wanted)
+    assert same(read(root / "late"), wanted)
+    assert sorted(path.name for path in root.iterdir()) == ["late", "step_90"]
 
 
 def test_a_step_with_no_folder_above_it_is_replaced_as_ever():
