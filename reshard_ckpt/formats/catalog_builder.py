@@ -93,6 +93,7 @@ class CatalogBuilder:
         self._rows: list[tuple[I64, ...]] = []
         self._values: list[ValueEntry] = []
         self._unreadable: dict[str, CheckpointError] = {}
+        self._steps: dict[str, tuple[str, int | float]] = {}
         self._budget = FileBudget()
 
     def file(self, key: str, size: int, rank: int = 0) -> int:
@@ -101,6 +102,22 @@ class CatalogBuilder:
         if number == len(self.files):
             self.files.append(FileEntry(key, size, "", b"", self.format, rank))
         return number
+
+    def of_step(self, key: str, count: str, step: Any) -> None:
+        """Say which number a file has for a count of steps that all files have alike; anything but a number says nothing.
+
+        Raises
+        ------
+        CorruptError
+            A file before it has another number: files of two saves are mixed.
+        """
+        if isinstance(step, int | float):
+            other, known = self._steps.setdefault(count, (key, step))
+            if step != known:
+                raise CorruptError(
+                    f"{self.where}: {count} is {known} in {other} and {step} in {key}, so files of two saves are mixed; use "
+                    "another checkpoint"
+                )
 
     def tensor(
         self,

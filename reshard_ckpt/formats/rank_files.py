@@ -59,6 +59,9 @@ def open_rank_files(storage: Storage, key: str | None) -> Source | None:
     kinds = {stem: _kind(stem) for stem in sizes}
     if not {MODEL, OPTIMIZER} & set(kinds.values()):
         return None
+    models = sorted(stem for stem in sizes if kinds[stem] == MODEL)
+    if len(models) > 1:  # they have tensors of the same names
+        raise CorruptError(f"{storage.url}: {models[0]}_* and {models[1]}_* are two models; move one of them to another folder")
     folder = RankFolder(storage, NAME)
     for stem in sorted(
         sizes, key=lambda stem: (kinds[stem] != MODEL, stem)
@@ -92,6 +95,8 @@ def _of_all_ranks(sizes: Mapping[int, Mapping[int, str]], stem: str, where: str)
         raise CorruptError(f"{where}: {stem}_* has files of {numbers} ranks; move all but one of these sets to another folder")
     ((size, keys),) = sizes.items()
     absent = [rank for rank in range(size or max(keys) + 1) if rank not in keys]
+    if size and max(keys) >= size:
+        raise CorruptError(f"{where}: {keys[max(keys)]} is of no job of {size} ranks; move it to another folder")
     if absent:
         raise CorruptError(f"{where}: {stem}_* has no file of rank {absent[0]}, beside {keys[min(keys)]}; copy it along")
     return [keys[rank] for rank in sorted(keys)]
@@ -161,6 +166,8 @@ class RankFolder:
                 )
                 return
             for number, entry in state.items():
+                if number == next(iter(state)):  # the steps of one parameter tell
+                    self.builder.of_step(file.key, f"step of {names.get(number, number)}", file.number(entry.get("step")))
                 for name, value in self._dict(entry, file.key).items():
                     path = (item, "state", names.get(number, str(number)), str(name))
                     self._add(path, value, file, plain_on_all=plain_on_all)

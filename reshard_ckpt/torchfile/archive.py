@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -117,6 +118,11 @@ class TorchFile:
         self._stored.seek(self.at(tensor) + first * tensor.dtype.itemsize)
         self._stored.readinto(data)
         return torch.frombuffer(data, dtype=tensor.dtype)
+
+    def number(self, made: Any) -> Any:
+        """Return the number in a tensor of one element; anything else as it is."""
+        is_one = isinstance(made, PickledTensor) and prod(made.shape) == 1
+        return self.elements(made, 0, 1).item() if is_one else made
 
     def plain(self, made: Any) -> Any:
         """Convert an object of the content to a plain or tagged value.

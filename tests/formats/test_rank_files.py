@@ -110,6 +110,14 @@ def test_one_file_of_a_rank_says_that_the_folder_is_the_checkpoint(folders: dict
     [
         (lambda folder: (folder / "optim_world_size_4_rank_2.pt").unlink(), r"optim_\* has no file of rank 2"),
         (
+            lambda folder: shutil.copy(folder / "model_world_size_4_rank_2.pt", folder / "model_world_size_4_rank_4.pt"),
+            r"model_world_size_4_rank_4.pt is of no job of 4 ranks",
+        ),
+        (
+            lambda folder: [shutil.copy(one, folder / f"model_ema{one.name[5:]}") for one in folder.glob("model_world*")],
+            r"model_\* and model_ema_\* are two models; move one of them to another folder",
+        ),
+        (
             lambda folder: shutil.copy(folder / "model_world_size_4_rank_0.pt", folder / "model_world_size_2_rank_0.pt"),
             r"files of 2 and of 4",
         ),

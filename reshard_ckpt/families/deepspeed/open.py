@@ -141,6 +141,7 @@ class _Tag:
         module = file.content.get("module", _NOTHING) if isinstance(file.content, dict) else _NOTHING
         if not isinstance(module, dict) and not (module is None and self._files.layers):
             raise CorruptError(f"{self._where}: {file.key} holds no model states of DeepSpeed; use another copy")
+        self._builder.of_step(file.key, "global_steps", file.content.get("global_steps"))
         return file
 
     def _info(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,7 +193,10 @@ class _Tag:
             mine = named_globally(params, places) if places else params
             opened = open_state(mine, state, [place.rank for place in places] or dp, where)
             self._check_num_ranks(opened, file)
+            for i, hyperparameters in enumerate(opened.param_groups):
+                self._builder.of_step(file.key, f"step of param_groups[{i}]", hyperparameters.get("step"))
             for i, group in enumerate(opened.groups):
+                self._builder.of_step(file.key, f"step of group {i}", file.number(group.values.get("step")))
                 at = i, places[i].expert_rank if places else 0
                 if is_first := at not in kept:
                     kept[at] = self._parts.shards(mp, group.params)

@@ -52,6 +52,7 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
     builder = CatalogBuilder(NAME, files.where)
     for file in files.by_rank.values():
         builder.file(file.key, file.size)
+        builder.of_step(file.key, "iteration", file.content.get("iteration"))
     model = RankTensors(files.storage, _chunks(files), files.args)
     model.add_tensors(builder, str if as_saved else tensor_name)
     homes: dict[str, tuple[int, int | None]] = {}

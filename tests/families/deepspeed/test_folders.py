@@ -6,9 +6,12 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
+import struct
 import subprocess
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +251,27 @@ def test_files_of_two_saves_are_not_mixed(unpack: Unpack) -> None:
     shutil.copy(other, parts[1])
     with pytest.raises(CorruptError, match=r"8 parameters have the paddings"):
         checkpoint.read(root)
+
+
+@pytest.mark.parametrize(("case", "kind", "count"), [(ZERO, "optim", "step of group 0"), ("t1-bf16-tp", "model", "global_steps")])
+def test_files_of_two_steps_are_not_mixed(case: str, kind: str, count: str, unpack: Unpack) -> None:
+    root = unpack(case)
+    last = max(root.glob(f"*/*{kind}_states.pt"))
+    with zipfile.ZipFile(last) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+
+    def edited(name: str, data: bytes) -> bytes:
+        """Write 2 where the job wrote 3: a tensor of one float, or the number behind its key in the pickle."""
+        if kind == "optim":
+            return struct.pack("<f", 2) if data == struct.pack("<f", 3) else data
+        at = data.find(b"K\x03", data.find(b"global_steps")) if name.endswith("data.pkl") else -1
+        return data if at < 0 else data[:at] + b"K\x02" + data[at + 2 :]
+
+    with zipfile.ZipFile(last, "w") as new:
+        for name, data in records.items():
+            new.writestr(name, edited(name, data))
+    with pytest.raises(CorruptError, match=rf"{re.escape(count)} is 3.* and 2.* in .*files of two saves are mixed"):
+        checkpoint.catalog(root)
 
 
 def test_folder_without_its_latest_checkpoint_is_named(unpack: Unpack) -> None:

@@ -238,6 +238,15 @@ def test_folders_must_be_those_of_the_job(tmp_path: Path, args: State, said: str
         checkpoint.catalog(write(tmp_path, lambda rank: {"x": grid(1, 1)}, **args))
 
 
+def test_files_of_two_iterations_are_refused(tmp_path: Path) -> None:
+    root = write(tmp_path, lambda rank: {"x": grid(1, 1)})
+    for rank in range(2):
+        path = root / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        torch.save({**torch.load(path, weights_only=False), "iteration": 7 + rank}, path)
+    with pytest.raises(CorruptError, match="iteration is 7 in mp_rank_00/.* and 8 in mp_rank_01/.*files of two saves are mixed"):
+        checkpoint.catalog(root)
+
+
 def test_models_before_the_core_and_other_experts_are_refused(tmp_path: Path) -> None:
     nested = {"language_model": {"embedding": {"word_embeddings": {"weight": grid(2, 3)}}}}
     with pytest.raises(UnsupportedError, match="before its core"):
