@@ -48,6 +48,7 @@ NAMESPACE_TAG, NAMESPACE = "__class__", "argparse:Namespace"
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
 """The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
 Path = tuple[Any, ...]
+_STATE_NAME = f"{OPTIMIZER}.state."
 _SPELLED = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
 _MODEL = re.compile(r"model\d*\.")
@@ -151,12 +152,17 @@ def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
     if has_keys(catalog):
         return checkpoint_key
     links, tensors = catalog.links(), frozenset(catalog.names)
+    # Tensors that cannot be read have no links. A load that wants one by its key must find its error.
+    unreadable = {name for name in catalog.unreadable if object_key(name) is None}
+    for name in (name for name in unreadable if name.startswith(_STATE_NAME)):
+        fqn, _, key = name.removeprefix(_STATE_NAME).rpartition(".")
+        links[name] = StateLink(OPTIMIZER, fqn, key, f"{MODEL}.{fqn}")
 
     def key_of(name: str) -> str:
-        if name not in tensors:
+        if name not in tensors and name not in unreadable:
             return object_key(name) or name
         link = links.get(name)
-        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"optimizer.state.{link.key}.{link.fqn}")
+        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"{_STATE_NAME}{link.key}.{link.fqn}")
 
     return key_of
 

@@ -40,7 +40,6 @@ from .names import (
     FULLY_RESHARDABLE,
     NAME,
     OPTIMIZER,
-    checkpoint_key,
     is_bucket,
     link_of,
     object_path,
@@ -54,14 +53,11 @@ LATEST_KEY = "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_megatron(storage: Storage, key: str | None, *, as_saved: bool = False, named: bool = False) -> Source | None:
+def open_megatron(storage: Storage, key: str | None, *, named: bool = False) -> Source | None:
     """Open an iteration or a run of Megatron; return None for anything else; see `Format.open`.
 
     Parameters
     ----------
-    as_saved
-        Keep Megatron's keys as names, and the paths of its own state. The metadata of the catalog list the dicts that were
-        Namespaces.
     named
         Name the state that lies in buckets, where the weights prove it (`buckets`). This reads all weights.
     """
@@ -77,11 +73,11 @@ def open_megatron(storage: Storage, key: str | None, *, as_saved: bool = False, 
     # The three kinds of folders differ in their small files: .metadata alone is DCP's, neither of the two is an old folder
     # with a file for each rank, and metadata.json marks a torch_dist folder.
     if not has_config and not has_metadata and is_per_rank(storage):
-        catalog = read_ranks(storage, as_saved=as_saved, named=named)
+        catalog = read_ranks(storage, named=named)
         return Source(storage, catalog, NAME, _advice(catalog))
     if not is_checkpoint(storage, of_run=of_run):
         return None
-    catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
+    catalog, raw = read_folder(storage, named=named)
     return Source(storage, catalog, NAME, _advice(catalog), raw, read_integrity(storage))
 
 
@@ -144,17 +140,16 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     return True
 
 
-def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
+def read_folder(storage: Storage, *, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values with their places in the files."""
     builder = CatalogBuilder(NAME, storage.url)
-    folder = _Folder(storage, read_metadata(storage), builder, MegatronValues(builder, as_saved=as_saved), as_saved)
+    folder = _Folder(storage, read_metadata(storage), builder, MegatronValues(builder))
     folder.add_tensors()
     if named and any(map(is_bucket, builder.tensors)):
         name_buckets(builder, storage)
         folder.groups = {}
     folder.add_values()
-    about = {NAME: {"namespaces": folder.values.namespaces}} if as_saved else None
-    return builder.finish(about, links_from_names=False), folder.raw
+    return builder.finish(links_from_names=False), folder.raw
 
 
 @dataclass
@@ -165,7 +160,6 @@ class _Folder:
     saved: Metadata
     builder: CatalogBuilder
     values: MegatronValues
-    as_saved: bool
     groups: dict[tuple[Any, ...], list[Any]] | None = None
     """The groups of optimizers whose buckets are named, by path; None if buckets are not named."""
     raw: dict[str, RawValue] = field(default_factory=dict)
@@ -175,16 +169,12 @@ class _Folder:
         tensors = {}
         true_shapes = _true_shapes(self.saved, f"{self.storage.url}: {METADATA_KEY}")
         for key, saved in self.saved.tensors.items():
-            with self.builder.reading(self._name(key)):
+            with self.builder.reading(tensor_name(key)):
                 shape = true_shapes.get(key)
                 found = saved if shape is None else unflattened(saved, shape, f"{self.storage.url}: {key}")
                 self._check_shape(key, found.shape)
                 tensors[key] = found
-        link = (lambda key: None) if self.as_saved else link_of
-        add_tensors(self.builder, self.storage, tensors, name_of=self._name, link_of=link)
-
-    def _name(self, key: str) -> str:
-        return checkpoint_key(key) if self.as_saved else tensor_name(key)
+        add_tensors(self.builder, self.storage, tensors, name_of=tensor_name, link_of=link_of)
 
     def _check_shape(self, key: str, shape: Ints) -> None:
         """Refuse optimizer state that has another shape than its parameter: it was saved flat, without its true shape."""
@@ -206,7 +196,7 @@ class _Folder:
         for key, extent in self.saved.values.items():
             problem = sizes.problem(key, extent)
             if problem is not None:
-                self.builder.unreadable(".".join(self._object_path(key)), problem)
+                self.builder.unreadable(".".join(object_path(key)), problem)
             elif key == COMMON_OBJECT and COMMON_FILE not in self.raw:
                 self._add_common(key, extent)
             elif self.groups is not None and is_bucket(key):
@@ -245,11 +235,8 @@ class _Folder:
             optimizer = state.get(OPTIMIZER)
             self.values.add_common({**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state)
 
-    def _object_path(self, key: str) -> tuple[str, ...]:
-        return (key,) if self.as_saved else object_path(key)
-
     def _add_object(self, key: str, extent: Extent) -> None:
-        path = self._object_path(key)
+        path = object_path(key)
         with self.builder.reading(".".join(path)):
             found = self._read(key, extent)
             if not isinstance(found, list) or len(found) != 1:
@@ -273,7 +260,7 @@ FORMAT = Format(
     "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt, a metadata.json, or mp_rank_00",
     open_megatron,
     order=30,
-    takes=("as_saved", "named"),
+    takes=("named",),
     root_marks=(LATEST_KEY,),
     write=write_megatron,
     shares=True,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from ...plugins import CatalogBuilder, Ints, Part, Storage, read_range
 from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
 from ...plugins.torchfile import PickledTensor, TorchFile
+from .names import tensor_name
 from .places import Cut, cut_of
 
 WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
@@ -152,16 +153,16 @@ class RankTensors:
         for key, held in self.extra.items():
             yield self._name(key), *self._place(key), held
 
-    def add_tensors(self, builder: CatalogBuilder, name_of: Callable[[str], str]) -> None:
-        """Add all tensors to a catalog; `name_of` converts Megatron's keys to their names."""
+    def add_tensors(self, builder: CatalogBuilder) -> None:
+        """Add all tensors to a catalog."""
         of_name: dict[str, list[Key]] = defaultdict(list)
         for key in self.held:
             of_name[self._name(key)].append(key)
         for name, keys in of_name.items():
-            with builder.reading(name_of(name)):
-                builder.tensor(name_of(name), *self._stacked(name, keys))
+            with builder.reading(tensor_name(name)):
+                builder.tensor(tensor_name(name), *self._stacked(name, keys))
         for name, why in self.unreadable.items():
-            builder.unreadable(name_of(name), why)
+            builder.unreadable(tensor_name(name), why)
 
     def _stacked(self, name: str, keys: Sequence[Key]) -> tuple[torch.dtype, Ints, list[Part]]:
         """Return the dtype, the shape and the parts of a tensor."""

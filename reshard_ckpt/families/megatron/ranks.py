@@ -21,7 +21,7 @@ from ...plugins import Catalog, CatalogBuilder, Part, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, PickledTensor, TorchFile, attributes_of
 from .buckets import name_buckets
-from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING, tensor_name
+from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING
 from .rank_tensors import ModelChunk, RankTensors
 from .values import MegatronValues
 
@@ -38,8 +38,8 @@ def is_per_rank(storage: Storage) -> bool:
     return any(_FILE.fullmatch(key) for key, _ in storage.list())
 
 
-def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Catalog:
-    """Build the catalog of a folder; the options are those of `megatron.open.open_megatron`.
+def read_ranks(storage: Storage, *, named: bool = False) -> Catalog:
+    """Build the catalog of a folder; the option is that of `megatron.open.open_megatron`.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
         builder.file(file.key, file.size)
         builder.of_step(file.key, "iteration", file.content.get("iteration"))
     model = RankTensors(files.storage, _chunks(files), files.args)
-    model.add_tensors(builder, str if as_saved else tensor_name)
+    model.add_tensors(builder)
     homes: dict[str, tuple[int, int | None]] = {}
     buffers: list[tuple[str, TorchFile, PickledTensor]] = []
     with builder.reading(f"{OPTIMIZER}.state"):
@@ -63,7 +63,7 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
         builder.tensor(key, view.dtype, view.shape)
         builder.view(key, file, view)
     named = named and bool(buffers)
-    values = MegatronValues(builder, as_saved=as_saved)
+    values = MegatronValues(builder)
     _add_values(values, files, model, named=named)
     # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
     if named:
@@ -73,8 +73,7 @@ def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False)
             return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
 
         name_buckets(builder, files.storage, may_hold)
-    about = {NAME: {"namespaces": values.namespaces}} if as_saved else None
-    return builder.finish(about, links_from_names=False)
+    return builder.finish(links_from_names=False)
 
 
 class _Files:

@@ -66,19 +66,10 @@ MAX_DEPTH = 64
 
 
 class MegatronValues:
-    """Adds values to a catalog; a value that cannot be read becomes unreadable.
+    """Adds values to a catalog; a value that cannot be read becomes unreadable."""
 
-    Parameters
-    ----------
-    builder
-        The catalog.
-    as_saved
-        Whether to keep Megatron's keys as names, and the paths of its own state.
-    """
-
-    def __init__(self, builder: CatalogBuilder, *, as_saved: bool) -> None:
-        self.builder, self.as_saved = builder, as_saved
-        self.namespaces: list[list[Any]] = []
+    def __init__(self, builder: CatalogBuilder) -> None:
+        self.builder = builder
 
     def add_part(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
         """Add one part of an object, from a rank's file.
@@ -93,15 +84,12 @@ class MegatronValues:
             The rank's file, and the stand-in that it has for the part.
         """
         part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
-        self.add((f"{key}/{part}",) if self.as_saved else (key, part), made, file)
+        self.add((key, part), made, file)
 
     def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
         """Add the values of nested dicts. They are plain values, or stand-ins if they come from a rank's file."""
         for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
-            if self.as_saved and path[-1] == NAMESPACE_TAG:
-                self.namespaces.append(list(path[:-1]))
-            else:
-                self.add(path if self.as_saved else common_path(path), made, file)
+            self.add(common_path(path), made, file)
 
     def add(self, path: Path, made: Any, file: TorchFile | None = None) -> None:
         """Add a value, or the stand-in of one in a rank's file."""

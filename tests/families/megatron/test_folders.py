@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
+from reshard_ckpt.families.megatron.names import keys_of_catalog
 from reshard_ckpt.format.objects import Named
-from reshard_ckpt.formats.source import open_source, with_options
 from reshard_ckpt.torchfile.object_writer import object_bytes
 from reshard_ckpt.torchfile.objects import read_object
 from tests.damage import Calls
@@ -216,13 +216,24 @@ def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
         assert repr(again[key]) == repr(item), key
 
 
-def test_as_saved_names_are_the_keys_and_paths_of_megatron(folder: Unpacked, tmp_path: Path) -> None:
-    with open_source(folder("0.15.3-moe"), with_options({"as_saved": True}, only=["megatron"])) as source:
-        catalog = source.catalog
-    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
-    assert "optimizer.state.param.decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
-    assert {"rng_state/shard_0.0_2.1", "args.lr", "optimizer.0.optimizer.param_groups"} <= set(catalog.value_names)
-    assert catalog.metadata == {"megatron": {"namespaces": [["args", "nested"], ["args"]]}}
+def test_the_calls_find_the_keys_and_paths_of_megatron(folder: Unpacked, tmp_path: Path) -> None:
+    root = folder("0.15.3-moe")
+    catalog = checkpoint.catalog(root)
+    keys = {*map(keys_of_catalog(catalog), (*catalog.names, *catalog.value_names))}
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in keys
+    assert "optimizer.state.param.decoder.layers.mlp.experts.experts.linear_fc1.weight" in keys
+    assert "rng_state/shard_0.0_2.1" in keys
+    common = megatron.load_common_state_dict(str(root))
+    assert isinstance(common["args"].nested, argparse.Namespace)
+    assert isinstance(common["optimizer"][0]["optimizer"]["param_groups"], list)
+
+
+def test_a_load_finds_the_error_of_what_cannot_be_read_by_its_key(folder: Unpacked, tmp_path: Path) -> None:
+    error = CorruptError("damaged")
+    names = ["model.a.weight", "optimizer.state.a.weight.exp_avg", "rng_state.shard_0.1_2.2", "args.seed"]
+    catalog = replace(checkpoint.catalog(folder("0.15.3-moe")), unreadable=dict.fromkeys(names, error))
+    keys = ["a.weight", "optimizer.state.exp_avg.a.weight", "rng_state/shard_0.1_2.2", "args.seed"]
+    assert [*map(keys_of_catalog(catalog), names)] == keys
 
 
 def test_a_run_that_dcp_saved_opens_at_its_newest_iteration(tmp_path: Path) -> None:
