@@ -39,11 +39,13 @@ class NewPart:
 
     Attributes
     ----------
+    run
+        None if the part is literal bytes alone; `num_bytes` is 0 then.
     after
         Returns the bytes behind the run, given the CRC-32 of the run; their number does not depend on it.
     """
 
-    run: Run
+    run: Run | None
     num_bytes: int
     before: bytes = b""
     after: Callable[[int], bytes] | None = None
@@ -102,7 +104,9 @@ def write_files(
     kept = frozenset[str]() if notes is None else _keep_finished(comm, storage, files, sizes, notes)
     missing = [file for file in files if file.key not in kept]
     mine = list(_share(missing, comm, by_file=not storage.hints.shares_files))
-    runs = [part.run for file, parts in mine for part in (file.parts[i] for i in parts) if part.num_bytes]
+    runs = [
+        part.run for file, parts in mine for part in (file.parts[i] for i in parts) if part.run is not None and part.num_bytes
+    ]
     stream = ByteStream(bytes_of(runs))
     sections: list[tuple[Section, dict[int, int]]] = []
     for file, parts in mine:

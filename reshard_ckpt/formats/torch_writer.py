@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +20,16 @@ import torch
 from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
-from ..core.catalog.specs import ITEM_BYTES, StateLink, ValueKind
+from ..core.catalog.specs import StateLink, ValueKind
 from ..core.trees import put
-from ..engine.loading.stream import Run, whole_run
+from ..engine.loading.stream import whole_run
 from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
 from ..storage import LocalStorage
-from ..torchfile.object_writer import StreamedTensor, described_object, object_bytes
-from ..torchfile.zip_records import ZipRecord, directory, lay_out_records, whole_record
+from ..torchfile.object_writer import Records, StreamedTensor, described_object, directory_of, laid_out, object_bytes
+from ..torchfile.zip_records import whole_record
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf
 from .tensor_stream import aliases_of, in_natural_order
@@ -63,38 +62,24 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         )
         for index in in_natural_order(catalog)
     }
-    described, storages = described_object(_state(catalog, values, tensors), path)
-    # A storage is the bytes of a tensor inside of a value, or a tensor of the catalog, whose bytes are streamed.
-    literal = {"data.pkl": described, "byteorder": b"little", "version": b"3\n"}
-    literal |= {f"data/{n}": one for n, one in enumerate(storages) if isinstance(one, bytes)}
-    runs = {f"data/{n}": whole_run(catalog, one.index) for n, one in enumerate(storages) if isinstance(one, StreamedTensor)}
-    sizes = {key: len(data) for key, data in literal.items()}
-    sizes |= {key: run.count * ITEM_BYTES[catalog.dtype(run.tensor)] for key, run in runs.items()}
-    order = ["data.pkl", "byteorder", *(f"data/{n}" for n in range(len(storages))), "version"]
-    records = lay_out_records((key, sizes[key]) for key in order)
+    records = laid_out(*described_object(_state(catalog, values, tensors), path))
     with LocalStorage(folder) as storage:
-        write_files(comm or SoloComm(), storage, [_zip_file(name, records, literal, runs)], bytes_of)
+        write_files(comm or SoloComm(), storage, [_zip_file(name, records, catalog)], bytes_of)
 
 
-def _zip_file(key: str, records: Sequence[ZipRecord], literal: Mapping[str, bytes], runs: Mapping[str, Run]) -> NewFile:
-    """Lay out a file of these records; the data of each are literal bytes, or a run of a tensor."""
-    parts: list[NewPart] = []
-    before: list[bytes] = []  # literal bytes behind the last part
-    for record in records:
-        if record.name in runs:
-            before.append(record.head)
-            parts.append(NewPart(runs[record.name], record.size, b"".join(before), record.tail))
-            before = []
-        else:
-            before.append(whole_record(record, literal[record.name]))
-    rest = b"".join(before)
-    known = {name: zlib.crc32(data) for name, data in literal.items()}
+def _zip_file(key: str, records: Records, catalog: Catalog) -> NewFile:
+    """Lay out a file of these records; the data of each are literal bytes, or those of a tensor of the catalog."""
+    parts = tuple(
+        NewPart(None, 0, whole_record(record, data))
+        if isinstance(data, bytes)
+        else NewPart(whole_run(catalog, data.index), record.size, record.head, record.tail)
+        for record, data in records
+    )
 
     def end(crcs: Sequence[int]) -> bytes:
-        found = iter(crcs)
-        return rest + directory(records, [next(found) if one.name in runs else known[one.name] for one in records])
+        return directory_of(records, (crc for part, crc in zip(parts, crcs, strict=True) if part.run is not None))
 
-    return NewFile(key, b"", tuple(parts), end)
+    return NewFile(key, b"", parts, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -26,7 +26,7 @@ from ..format.torch_values import SPARSE_PARTS
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
 from .pickle_writer import Built, Filled, FunctionCall, Global, Instance, Pairs, PersistentId, pickled
 from .tensors import STORAGE_DTYPES
-from .zip_records import directory, lay_out_records, whole_record
+from .zip_records import ZipRecord, directory, lay_out_records, whole_record
 
 
 def object_bytes(value: Any, name: str) -> bytes:
@@ -37,13 +37,9 @@ def object_bytes(value: Any, name: str) -> bytes:
     UnsupportedError
         It holds a value that is neither plain nor tagged.
     """
-    described, storages = described_object(value, name)
-    data = {"data.pkl": described, "byteorder": b"little"}
-    data |= {f"data/{key}": storage for key, storage in enumerate(storages) if isinstance(storage, bytes)}
-    data["version"] = b"3\n"
-    records = lay_out_records((key, len(record)) for key, record in data.items())
-    whole = (whole_record(record, data[record.name]) for record in records)
-    return b"".join((*whole, directory(records, list(map(zlib.crc32, data.values())))))
+    records = laid_out(*described_object(value, name))
+    whole = (whole_record(record, data) for record, data in records if isinstance(data, bytes))
+    return b"".join(whole) + directory_of(records, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,30 @@ class StreamedTensor:
     index: int
     dtype: torch.dtype
     shape: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Records = Sequence[tuple[ZipRecord, bytes | StreamedTensor]]
+"""The records of a file of ``torch.save`` in order, each with its data, or with the tensor whose bytes the caller writes."""
+
+
+def laid_out(described: bytes, storages: Sequence[bytes | StreamedTensor]) -> Records:
+    """Lay out a file with this pickle and these storages."""
+    contents: dict[str, bytes | StreamedTensor] = {"data.pkl": described, "byteorder": b"little"}
+    contents |= {f"data/{number}": data for number, data in enumerate(storages)}
+    contents["version"] = b"3\n"
+    sizes = ((key, len(data) if isinstance(data, bytes) else data.num_bytes) for key, data in contents.items())
+    return list(zip(lay_out_records(sizes), contents.values(), strict=True))
+
+
+def directory_of(records: Records, crcs: Iterable[int]) -> bytes:
+    """Return the end of a file, given the CRC-32 of each tensor whose bytes the caller writes, in order."""
+    streamed = iter(crcs)
+    known = [zlib.crc32(data) if isinstance(data, bytes) else next(streamed) for _, data in records]
+    return directory([record for record, _ in records], known)
 
 
 def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | StreamedTensor]]:
@@ -196,15 +216,11 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
 @lru_cache(maxsize=256)
 def around_tensor(dtype: torch.dtype, shape: Ints) -> tuple[bytes, Callable[[int], bytes]]:
     """Return the bytes of a file of ``torch.save`` before a tensor's data, and the bytes behind by the CRC-32 of the data."""
-    described = pickled(tensor_parts(dtype, shape, "0"))
-    data = {"data.pkl": described, "byteorder": b"little", "version": b"3\n"}
-    sizes = [("data.pkl", len(described)), ("byteorder", 6), ("data/0", prod(shape) * dtype.itemsize), ("version", 2)]
-    records = lay_out_records(sizes)
-    first, second, own, last = records
-    before = b"".join(whole_record(record, data[record.name]) for record in (first, second)) + own.head
+    records = laid_out(pickled(tensor_parts(dtype, shape, "0")), [StreamedTensor(0, dtype, shape)])
+    (own,) = (record for record, data in records if not isinstance(data, bytes))
+    *first, last = (whole_record(record, data) for record, data in records if isinstance(data, bytes))
 
     def behind(crc: int) -> bytes:
-        crcs = [crc if record is own else zlib.crc32(data[record.name]) for record in records]
-        return own.tail(crc) + whole_record(last, data["version"]) + directory(records, crcs)
+        return own.tail(crc) + last + directory_of(records, [crc])
 
-    return before, behind
+    return b"".join(first) + own.head, behind

@@ -109,8 +109,7 @@ def write_folder(
     comm, out = comm or SoloComm(), _Files()
     places: dict[str, Extent] = {}
     for name, value in layout.values.items():
-        out.begin()
-        places[name] = out.add(encoded(value))
+        places[name] = out.add(NewPart(None, 0, encoded(value)))
     tensors = _lay_out_tensors(out, catalog, layout)
     try:
         kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
@@ -127,44 +126,26 @@ class _Files:
     """The layout of the files of the folder, one after the other."""
 
     def __init__(self) -> None:
-        self._done = list[NewFile]()
-        self._begin_file()
+        self._parts: list[list[NewPart]] = [[]]
+        self._size = 0
 
-    def _begin_file(self) -> None:
-        # before: literal bytes behind the last part
-        self._parts, self._before, self.size = list[NewPart](), list[bytes](), 0
+    def add(self, part: NewPart) -> Extent:
+        """Add a part, to the next file if this one has reached its size; return the extent of the part."""
+        if self._size >= FILE_BYTES:
+            self._parts.append([])
+            self._size = 0
+        self._parts[-1].append(part)
+        extent = Extent(_file_key(len(self._parts) - 1), self._size, part.size)
+        self._size += extent.length
+        return extent
 
     def all(self) -> list[NewFile]:
         """Return all files."""
-        return [*self._done, *([self._file()] if self.size else [])]
+        return [NewFile(_file_key(number), b"", tuple(parts)) for number, parts in enumerate(self._parts) if parts]
 
-    def _file(self) -> NewFile:
-        rest = b"".join(self._before)
-        if not self._parts:
-            return NewFile(self._key, rest, ())
-        return NewFile(self._key, b"", tuple(self._parts), (lambda crcs: rest) if rest else None)
 
-    @property
-    def _key(self) -> str:
-        return f"__0_{len(self._done)}.distcp"
-
-    def begin(self) -> None:
-        """Begin the next file if this one has reached its size."""
-        if self.size >= FILE_BYTES:
-            self._done.append(self._file())
-            self._begin_file()
-
-    def add(self, data: bytes, run: Run | None = None, num_bytes: int = 0, after: Callable[[int], bytes] | None = None) -> Extent:
-        """Add literal bytes, and then a run with the bytes behind it, which are a function of its CRC-32; return their extent."""
-        begin = self.size
-        self._before.append(data if num_bytes or after is None else data + after(0))
-        if num_bytes:
-            assert run is not None
-            part = NewPart(run, num_bytes, b"".join(self._before), after)
-            self._parts.append(part)
-            self._before = []
-        self.size += len(data) + num_bytes + (len(after(0)) if after else 0)
-        return Extent(self._key, begin, self.size - begin)
+def _file_key(number: int) -> str:
+    return f"__0_{number}.distcp"
 
 
 def _torch_saved(value: Any) -> bytes:
@@ -180,9 +161,8 @@ def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dic
         dtype = TORCH_DTYPES[catalog.dtype(index)]
         chunks: list[Chunk] = []
         for offsets, lengths, run in _boxes(catalog, index):
-            out.begin()
             before, behind = around_tensor(dtype, lengths)
-            chunks.append(Chunk(offsets, lengths, out.add(before, run, run.count * dtype.itemsize, behind)))
+            chunks.append(Chunk(offsets, lengths, out.add(NewPart(run, run.count * dtype.itemsize, before, behind))))
         written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
 
