@@ -7,7 +7,7 @@ returns once it is committed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,18 +17,11 @@ from ...plugins.errors import UsageError
 from ...plugins.names import unwrapped_keys
 from .saving import is_ours
 
-if TYPE_CHECKING:
-
-    class _Strategy:
-        """The strategy of Fabric that stands behind `FabricSaves`."""
-
-        def __getattr__(self, name: str) -> Any: ...
-        def load_checkpoint(self, path: Any, state: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]: ...
-else:
-    _Strategy = object
+_Strategy: Any = object
+"""The strategy of Fabric that stands behind `FabricSaves`. Type checkers cannot know its methods."""
 
 
-class FabricSaves(_Strategy):
+class FabricSaves(_Strategy):  # type: ignore[misc]
     """Saves into this library's format; checkpoints that Fabric wrote load too.
 
     Parameters
@@ -68,7 +61,8 @@ class FabricSaves(_Strategy):
         """
         path = str(self.broadcast(path))
         if isinstance(state, nn.Module | Optimizer) or not is_ours(path):
-            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            content: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            return content
         catalog = checkpoint.catalog(path)
         if not state:
             found: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -29,25 +29,11 @@ from ...plugins.names import unwrapped
 OPTIMIZERS = "optimizer_states"
 STATE_DICT = "state_dict"
 
-
-if TYPE_CHECKING:
-
-    class _Strategy:
-        """Declares the methods that `TrainerSaves` calls of the Lightning strategy it is mixed into; for type checkers alone."""
-
-        def __init__(self, *arguments: Any, **options: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-        def remove_checkpoint(self, filepath: Any) -> None: ...
-        def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]: ...
-        def load_model_state_dict(self, content: Mapping[str, Any], strict: bool = True) -> None: ...
-        def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None: ...
-        def on_exception(self, exception: BaseException) -> None: ...
-        def teardown(self) -> None: ...
-else:
-    _Strategy = object
+_Strategy: Any = object
+"""The strategy of Lightning that stands behind `TrainerSaves`. Type checkers cannot know its methods."""
 
 
-class TrainerSaves(_Strategy):
+class TrainerSaves(_Strategy):  # type: ignore[misc]
     """Saves in the background into this library's format; checkpoints that Lightning wrote load too.
 
     Parameters
