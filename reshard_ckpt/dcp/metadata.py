@@ -128,45 +128,31 @@ def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
     )
 
 
-class _Field:
-    """A field that is read from the catalog on first access; a value that was set on the instance comes first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: SavedMetadata | None, owner: type) -> Any:
-        if instance is None:
-            raise AttributeError(self._name)
-        instance.read()
-        return vars(instance)[self._name]
+_FIELDS = frozenset(field.name for field in fields(Metadata))
 
 
 class SavedMetadata(Metadata):
-    """The `Metadata` of a save, read from its catalog when a field is first used.
+    """The `Metadata` of a save, read from its catalog when a field is first used; a field that was set stays as it is.
 
     Most trainers do not use it, so no rank reads the catalog for them. A copy is a plain `Metadata`, and so is an unpickled one.
     """
 
+    _read: Callable[[], Metadata]
+
     @classmethod
     def of(cls, path: Path, at: str, save_id: str) -> SavedMetadata:
-        """Make the metadata of a save to `path`; `at` is its absolute path at the time of the save."""
+        """Make the metadata of a save to `path`; `at` is its absolute path at the time of the save.
+
+        Using a field raises `CheckpointNotFound` if that path holds another save by then, or no checkpoint.
+        """
         new = cls.__new__(cls)
         new._read = partial(_read_metadata, path, at, save_id)
         return new
 
-    _read: Callable[[], Metadata] | None = None
-
-    def read(self) -> None:
-        """Read all fields that are not there yet.
-
-        Raises
-        ------
-        CheckpointNotFound
-            The path holds another save by now, or no checkpoint.
-        """
-        if self._read is not None:
-            found = self._read()
-            vars(self).update({**vars(found), **vars(self), "_read": None})
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FIELDS and name not in vars(self):
+            vars(self).update({**vars(self._read()), **vars(self)})
+        return super().__getattribute__(name)
 
     def __reduce__(self) -> tuple[type[Metadata], tuple[Any, ...]]:
         return Metadata, tuple(getattr(self, field.name) for field in fields(Metadata))
@@ -179,13 +165,9 @@ class SavedMetadata(Metadata):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        if self._read is not None:
+        if not vars(self).keys() >= _FIELDS:
             return f"<{type(self).__name__}, not read yet>"
         return super().__repr__()
-
-
-for _field in fields(Metadata):  # not named: torch 2.6 has no field `version`
-    setattr(SavedMetadata, _field.name, _Field(_field.name))
 
 
 def _read_metadata(path: Path, at: str, save_id: str) -> Metadata:
