@@ -24,7 +24,7 @@ from ..errors import UnsupportedError
 from ..format.objects import Named
 from ..format.torch_values import SPARSE_PARTS
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
-from .pickle_writer import Built, Filled, FunctionCall, Global, Instance, Pairs, PersistentId, pickled
+from .pickle_writer import FunctionCall, Global, Instance, PersistentId, pickled
 from .tensors import STORAGE_DTYPES
 from .zip_records import ZipRecord, directory, lay_out_records, whole_record
 
@@ -78,57 +78,58 @@ def directory_of(records: Records, crcs: Iterable[int]) -> bytes:
 def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | StreamedTensor]]:
     """Return the pickle of a value, and the storages that it names by number; raise as `object_bytes` does."""
     parts = _Parts(name)
-    return pickled(parts.of(value)), parts.storages
+    return pickled(value, parts.reduced), parts.storages
 
 
 class _Parts:
-    """Converts values to parts of a pickle; `storages` collects the bytes of tensors, and the tensors that are streamed."""
+    """Replaces values by parts of a pickle; `storages` collects the bytes of tensors, and the tensors that are streamed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.storages: list[bytes | StreamedTensor] = []
         self._keys: dict[int, int] = {}  # by index of a streamed tensor: the number of its storage
 
-    def of(self, value: Any) -> Any:
+    def reduced(self, value: Any) -> Any:
+        """Return the part of a pickle that makes a value; its own parts are reduced after it. Plain data stay as they are."""
         match value:
-            case None | bool():
+            case None | bool() | Global() | FunctionCall() | Instance() | PersistentId():
                 return value
             case Named():
                 return self._named(value)
             case Enum():
                 return self._named(Named(type(value).__module__, type(value).__qualname__, value.value))
             case np.generic():  # before numbers: numpy's float64 is a float
-                return FunctionCall(_numpy("scalar"), (_dtype(value.dtype), _bytes(value.tobytes())))
+                return FunctionCall(_numpy("scalar"), (value.dtype, value.tobytes()))
             case int() | float() | str():
                 return value
             case complex():
                 return FunctionCall(Global("__builtin__", "complex"), (value.real, value.imag))
             case bytes():
-                return _bytes(value)
+                return FunctionCall(Global("_codecs", "encode"), (value.decode("latin1"), "latin1"))
             case torch.Size():
                 return FunctionCall(Global("torch", "Size"), (tuple(value),))
-            case list():
-                return [self.of(item) for item in value]
-            case tuple():
-                return tuple(self.of(item) for item in value)
+            case list() | tuple():
+                return value
             case set() | frozenset():
-                return FunctionCall(Global("__builtin__", type(value).__name__), ([self.of(item) for item in value],))
+                return FunctionCall(Global("__builtin__", type(value).__name__), (list(value),))
             case OrderedDict():
-                return Filled(_ORDERED_DICT, self._pairs(value))
+                return FunctionCall(Global("collections", "OrderedDict"), (), value.items())
             case defaultdict():
                 factory = None if value.default_factory is None else Global("__builtin__", value.default_factory.__name__)
-                return Filled(FunctionCall(Global("collections", "defaultdict"), (factory,)), self._pairs(value))
+                return FunctionCall(Global("collections", "defaultdict"), (factory,), value.items())
             case Counter():
-                return FunctionCall(Global("collections", "Counter"), (self._pairs(value),))
+                return FunctionCall(Global("collections", "Counter"), (dict(value),))
             case dict():
-                return self._dict(value)
+                if value.get(NAMESPACE_TAG) != ":".join(NAMESPACE):
+                    return value
+                return Instance(Global(*NAMESPACE), {key: item for key, item in value.items() if key != NAMESPACE_TAG})
             case StreamedTensor(index, dtype, shape):
                 key = self._keys.setdefault(index, len(self.storages))
                 if key == len(self.storages):
                     self.storages.append(value)
                 return tensor_parts(dtype, shape, str(key))
             case torch.nn.Parameter():
-                arguments = self.of(value.detach()), value.requires_grad, _ORDERED_DICT
+                arguments = value.detach(), value.requires_grad, OrderedDict()
                 return FunctionCall(Global("torch._utils", "_rebuild_parameter"), arguments)
             case torch.Tensor():
                 return self._tensor(value)
@@ -137,7 +138,9 @@ class _Parts:
             case torch.device():
                 return FunctionCall(Global("torch", "device"), (value.type, *(() if value.index is None else (value.index,))))
             case np.ndarray():
-                return _array(value)
+                # numpy makes an empty array, and then gives it its state: version, shape, dtype, whether in Fortran order, bytes.
+                state = (1, tuple(value.shape), value.dtype, False, np.ascontiguousarray(value).tobytes())
+                return FunctionCall(_numpy("_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b"), state=state)
             case np.dtype():
                 return _dtype(value)
         raise UnsupportedError(
@@ -145,37 +148,25 @@ class _Parts:
             "save a plain value"
         )
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        if value.get(NAMESPACE_TAG) == ":".join(NAMESPACE):
-            return Instance(Global(*NAMESPACE), {key: self.of(item) for key, item in value.items() if key != NAMESPACE_TAG})
-        return self._pairs(value)
-
-    def _pairs(self, value: dict[Any, Any]) -> Pairs:
-        return Pairs([(self.of(key), self.of(item)) for key, item in value.items()])
-
     def _named(self, value: Named) -> Any:
         kind = Global(value.module, value.name)
         if value.plain is None:
             return kind
         if isinstance(value.plain, dict | tuple):
-            return Instance(kind, self.of(value.plain))
+            return Instance(kind, value.plain)
         if not may_be_called(value.module):
             raise UnsupportedError(f"{self.name}: a value of {value.module}.{value.name} is none of Megatron's; leave it out")
-        return FunctionCall(kind, (self.of(value.plain),))
+        return FunctionCall(kind, (value.plain,))
 
     def _tensor(self, value: torch.Tensor) -> FunctionCall:
         if value.layout in SPARSE_PARTS:
             layout = FunctionCall(Global("torch.serialization", "_get_layout"), (str(value.layout),))
             held = [*(getattr(value, part)() for part in SPARSE_PARTS[value.layout]), value.shape]
             held += [value.is_coalesced()] if value.layout is torch.sparse_coo else []
-            return FunctionCall(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, self.of(tuple(held))))
+            return FunctionCall(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, tuple(held)))
         flat = value.detach().cpu().contiguous().reshape(-1)
         self.storages.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         return tensor_parts(value.dtype, tuple(value.shape), str(len(self.storages) - 1))
-
-
-def _bytes(value: bytes) -> FunctionCall:
-    return FunctionCall(Global("_codecs", "encode"), (value.decode("latin1"), "latin1"))
 
 
 def _numpy(name: str) -> Global:
@@ -183,21 +174,14 @@ def _numpy(name: str) -> Global:
     return Global("numpy.core.multiarray", name)
 
 
-def _dtype(value: np.dtype[Any]) -> Built:
+def _dtype(value: np.dtype[Any]) -> FunctionCall:
     order = value.str[0]
     # The state that numpy pickles: version 3, byte order, three fields of structured dtypes, item size and alignment (of strings
     # alone), flags. The arguments: the code without byte order, not aligned, copied.
     state = (3, order, None, None, None, *((-1, -1, 0) if value.kind not in "SU" else (value.itemsize, value.alignment, 8)))
-    return Built(FunctionCall(Global("numpy", "dtype"), (value.str[1:], False, True)), state)
+    return FunctionCall(Global("numpy", "dtype"), (value.str[1:], False, True), state=state)
 
 
-def _array(value: np.ndarray[Any, Any]) -> Built:
-    # numpy makes an empty array, and then gives it its state: version, shape, dtype, whether in Fortran order, bytes.
-    empty = FunctionCall(_numpy("_reconstruct"), (Global("numpy", "ndarray"), (0,), _bytes(b"b")))
-    return Built(empty, (1, tuple(value.shape), _dtype(value.dtype), False, _bytes(np.ascontiguousarray(value).tobytes())))
-
-
-_ORDERED_DICT = FunctionCall(Global("collections", "OrderedDict"), ())
 _STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 
 
@@ -206,7 +190,8 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
     storage = PersistentId(("storage", kind, key, "cpu", count * dtype.itemsize if typed is None else count))
-    view = (storage, 0, shape, row_major_strides(shape), False, _ORDERED_DICT)
+    hooks = FunctionCall(Global("collections", "OrderedDict"), ())
+    view = (storage, 0, shape, row_major_strides(shape), False, hooks)
     if typed is not None:
         return FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view)
     name = Global("torch", str(dtype).removeprefix("torch."))

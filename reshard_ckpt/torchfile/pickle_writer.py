@@ -7,7 +7,7 @@ of this process gets into the pickle.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,15 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """The result of a function or class, called with these arguments by the reader."""
+    """The result of a function or class that the reader calls with these arguments, puts items into, and gives a state.
+
+    Without `items` nothing is put into it. If `state` is None, it gets none; else as its ``__setstate__`` takes it.
+    """
 
     function: Global
     arguments: tuple[Any, ...]
+    items: Collection[tuple[Any, Any]] = ()
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +38,6 @@ class Instance:
     """An instance of a class, with its state: a dict of its fields, or the argument of its ``__setstate__``."""
 
     kind: Global
-    state: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An object that the reader makes by a call, and then gives its state, as ``__setstate__`` takes it."""
-
-    made: FunctionCall
     state: Any
 
 
@@ -55,37 +52,37 @@ class PersistentId:
 class Pairs:
     """A dict as key and value pairs, because a key may be an `Instance` with a dict, which cannot be hashed here."""
 
-    items: Sequence[tuple[Any, Any]]
+    items: Collection[tuple[Any, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """An empty container that the reader makes by a call, and then fills with items."""
-
-    made: FunctionCall
-    pairs: Pairs
-
-
-def pickled(value: Any) -> bytes:
+def pickled(value: Any, reduced: Callable[[Any], Any] = lambda value: value) -> bytes:
     """Pickle a value made of the classes above, None, booleans, numbers, strings, tuples, lists and dicts.
 
     The pickle has protocol 2, which ``torch.load(weights_only=True)`` reads.
+
+    Parameters
+    ----------
+    reduced
+        Called with the value, and with each value inside of it, the outermost first. Returns the value itself, or one of the
+        classes above in its place.
     """
-    emitter = _Emitter()
+    emitter = _Emitter(reduced)
     emitter.add(value)
     return bytes(b"\x80\x02" + emitter.out + b".")
 
 
 class _Emitter:
-    def __init__(self) -> None:
+    def __init__(self, reduced: Callable[[Any], Any]) -> None:
         self.out = bytearray()
+        self._reduced = reduced
         self._memo: dict[str | Global, int] = {}
 
     def add(self, value: Any) -> None:
         """Write one value."""
+        value = self._reduced(value)
         match value:
             # Operations in the order of the cases: NONE; NEWTRUE, NEWFALSE; BINFLOAT; MARK … TUPLE; EMPTY_LIST MARK … APPENDS;
-            # EMPTY_DICT MARK … SETITEMS; … MARK … SETITEMS; … REDUCE; … EMPTY_TUPLE NEWOBJ, … BUILD; … BUILD; … BINPERSID
+            # EMPTY_DICT MARK … SETITEMS; … REDUCE, MARK … SETITEMS, … BUILD; … EMPTY_TUPLE NEWOBJ, … BUILD; … BINPERSID
             case None:
                 self.out += b"N"
             case bool():
@@ -101,25 +98,27 @@ class _Emitter:
             case list():
                 self._sequence(b"](", value, b"e")
             case dict():
-                self._sequence(b"}(", [part for item in value.items() for part in item], b"u")
+                self._pairs(b"}", value.items())
             case Pairs(items):
-                self._sequence(b"}(", [part for item in items for part in item], b"u")
-            case Filled(made, Pairs(items)):
-                self.add(made)
-                self._sequence(b"(", [part for item in items for part in item], b"u")
-            case FunctionCall(function, arguments):
+                self._pairs(b"}", items)
+            case FunctionCall(function, arguments, items, state):
                 self._sequence(b"", (function, arguments), b"R")
+                if items:
+                    self._pairs(b"", items)
+                if state is not None:
+                    self._sequence(b"", (state,), b"b")
             case Instance(kind, state):
                 self._sequence(b"", (kind,), b")\x81")
                 self._sequence(b"", (state,), b"b")
-            case Built(made, state):
-                self._sequence(b"", (made, state), b"b")
             case PersistentId(identity):
                 self._sequence(b"", (identity,), b"Q")
             case _:
                 raise TypeError(f"a {type(value).__name__} has no place in such a pickle")
 
-    def _sequence(self, before: bytes, values: Sequence[Any], after: bytes) -> None:
+    def _pairs(self, before: bytes, items: Iterable[tuple[Any, Any]]) -> None:
+        self._sequence(before + b"(", (part for item in items for part in item), b"u")
+
+    def _sequence(self, before: bytes, values: Iterable[Any], after: bytes) -> None:
         self.out += before
         for value in values:
             self.add(value)
