@@ -38,14 +38,8 @@ NAME = "rank-files"
 MODEL, OPTIMIZER = "model", "optimizer"
 
 _FILE = re.compile(r"([A-Za-z][\w.-]*?)(?:_world_size_(\d{1,7}))?_rank_?(\d{1,7})\.(?:pt|pth|bin)")
-_TENSOR = "torch.distributed.tensor"
-_CLASSES = {
-    (f"{_TENSOR}._dtensor_spec", "DTensorSpec"): True,
-    ("torch.distributed.device_mesh", "DeviceMesh"): True,
-    ("torch.distributed._mesh_layout", "_MeshLayout"): True,
-    ("torch.distributed._mesh_layout", "_FlatLayout"): True,
-    **{(f"{_TENSOR}.placement_types", name): True for name in ("Shard", "_StridedShard", "Replicate")},
-}
+_PLACEMENTS = "torch.distributed.tensor.placement_types:"
+"""The beginning of the names of torch's placements in a pickle."""
 
 
 def open_rank_files(storage: Storage, key: str | None) -> Source | None:
@@ -123,7 +117,7 @@ class RankFolder:
     def __init__(self, storage: Storage, format: str) -> None:
         self.storage = storage
         self.builder = CatalogBuilder(format, storage.url)
-        self._reader = FileReader(storage, _CLASSES)
+        self._reader = FileReader(storage)
         self._url = storage.url
         self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
         """The boxes of each tensor that were added: another rank may hold the same."""
@@ -201,7 +195,7 @@ class RankFolder:
 
     def add_values(self, stem: str, keys: Sequence[str]) -> None:
         """Add files of values. Those of one name that differ between ranks are named by rank."""
-        reader = FileReader(self.storage, any_class=True)
+        reader = FileReader(self.storage, tagged="")
         try:
             found = [file.plain(file.content) for file in map(reader.open, keys)]
         except UnsupportedError as error:
@@ -235,8 +229,6 @@ class RankFolder:
                         "FSDP1 have, so its place in a global tensor is unknown; load the model alone"
                     )
                 self._add_part(name, _Part(value, value.shape, None), file)
-            elif class_of(value) is not None:
-                raise UnsupportedError(f"{self._url}: {file.key}: {name} is a {class_of(value)}, which is unknown here")
             elif name not in self._boxes:
                 self._boxes[name] = set()
                 self.builder.value(path, file.plain(value))
@@ -314,7 +306,7 @@ def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
 def _placement(made: Any) -> Any:
     """Return torch's own placement for a pickled one; None for any other class."""
     state = attributes_of(made) or {}
-    return placement_of(str(class_of(made)), state.get("dim"), state.get("split_factor"))
+    return placement_of(str(class_of(made)).removeprefix(_PLACEMENTS), state.get("dim"), state.get("split_factor"))
 
 
 FORMAT = Format(

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from ..torchfile.archive import FileReader, FileTensor, TorchFile
+from ..format.objects import Named
+from ..torchfile.archive import FileReader, FileTensor, TorchFile, read_object
 from ..torchfile.object_writer import object_bytes
-from ..torchfile.objects import read_object
 from ..torchfile.pickle_reader import attributes_of, class_of
 from ..torchfile.tensors import PickledTensor
 
-__all__ = ["FileReader", "FileTensor", "PickledTensor", "TorchFile", "attributes_of", "class_of", "object_bytes", "read_object"]
+__all__ = [
+    "FileReader",
+    "FileTensor",
+    "Named",
+    "PickledTensor",
+    "TorchFile",
+    "attributes_of",
+    "class_of",
+    "object_bytes",
+    "read_object",
+]

@@ -1,7 +1,7 @@
-"""Reading the objects of a Megatron checkpoint, which are files of ``torch.save``, as plain and tagged values; no code runs.
+"""Reading the objects in files of ``torch.save`` as plain and tagged values; no code runs.
 
 1. `read_pickle` makes stand-ins for the classes that the pickle names. A pickle may name any class, but call only those in a
-   list: plain data of numpy and torch, and members of enums of Megatron and its companions.
+   list: plain data of numpy and torch, and members of enums of Megatron, DeepSpeed and their companions.
 2. `PlainValues` converts the stand-ins to values. A ``Namespace`` becomes a dict. An instance of any other class, and a member of
    an enum, becomes a `Named`: the name of its class and its plain state.
 3. Tensors are copied out of their records of the zip. The size of the file limits the size of the whole value.
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import re
 from collections.abc import Callable, Mapping
 from math import prod
@@ -19,18 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CorruptError, UnsupportedError
+from ..core.trees import MAX_ALIKE, too_many_alike
 from ..format.objects import Named
 from ..format.value_decode import MAX_DEPTH, NUMPY_DTYPE
-from .pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
-from .tensors import ENCODED, SIZE, TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
-from .zip_records import ZipRecords
+from .pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table
+from .tensors import ENCODED, SIZE, TENSOR_TABLE, PickledDTensor, PickledTensor, SavedStorage
 
 NAMESPACE = ("argparse", "Namespace")
 NAMESPACE_TAG = "__class__"
 """A key that marks a dict which was a Namespace, below the top of the common state."""
 
-_ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
+_ENUMS = re.compile(r"(megatron|deepspeed|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
 """Modules whose names a pickle may call with one value, because it spells members of enums so. The call is noted, not made."""
 
 _MIN_NODES = 1 << 12
@@ -45,24 +43,8 @@ def may_be_called(module: str) -> bool:
     return _ENUMS.fullmatch(module) is not None
 
 
-def read_object(data: bytes, name: str, *, tagged: bool = True) -> Any:
-    """Decode a file of ``torch.save``; unless `tagged`, it may hold tensors and plain values alone, and no objects.
-
-    Raises
-    ------
-    UnsupportedError
-        It needs to call a class or function outside of the list.
-    CorruptError
-        It is damaged.
-    """
-    zipped = ZipRecords(io.BytesIO(data), name)
-    pickled = zipped.read_pickle()
-    root = read_pickle(pickled, Globals() if tagged else TENSOR_TABLE, name=name, persistent=stored_at)
-    return PlainValues(lambda key: zipped.read(f"data/{key}"), len(data), name).of(root)
-
-
 def _instance(kind: str) -> Callable[..., StandInObject]:
-    """Return a function that keeps its arguments in a stand-in; `_Plain` converts them once the object's state is known."""
+    """Return a function that keeps its arguments in a stand-in; `PlainValues` converts them once the object's state is known."""
 
     def make(*arguments: Any) -> StandInObject:
         return _Called(StandInClass(kind), arguments)
@@ -77,11 +59,16 @@ class _Called(StandInObject):
         super().__init__(kind)
         self.arguments = arguments
 
+    def take(self, items: list[Any]) -> None:
+        if self.kind.name == "deque":  # made empty, and then filled
+            self.state = self.state or []
+            self.state += items
+        else:
+            super().take(items)
+
 
 def _a_dict(first: Any = None) -> dict[Any, Any]:
     """Return a plain dict in the place of a Counter, which is called with its items, or of a defaultdict, with its factory."""
-    if not isinstance(first, dict | StandInClass | StandInFunction | type(None)):
-        raise ValueError("a dict of something else than items")
     return first if isinstance(first, dict) else {}
 
 
@@ -99,8 +86,35 @@ _KEPT = [
 ]
 """Calls whose arguments are kept: the kind of the stand-in, the name that a pickle calls, and the modules that may have it."""
 
+
+def _wrapper(*arguments: Any) -> Any:
+    raise ValueError("a tensor that wraps others, without its attributes")
+
+
+_WRAPPER = StandInFunction("_rebuild_wrapper_subclass", _wrapper)
+
+
+def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Return a tensor without the Python attributes that it was saved with.
+
+    Those of a DTensor are kept in a `PickledDTensor`: they say which part of the global tensor this one is.
+    """
+    if type(arguments) is not tuple or not isinstance(kind, StandInClass):
+        raise ValueError("a tensor of a kind that is unknown")
+    if make is _WRAPPER and kind.name.endswith(":DTensor") and len(arguments) > 2:
+        # The state of a class with slots is a pair: its dict or None, and its slots.
+        state = next((each for each in (state if isinstance(state, tuple) else (state,)) if isinstance(each, dict)), {})
+        return PickledDTensor(SIZE.make(arguments[2]), state.get("_local_tensor"), state.get("_spec"))
+    if make is _WRAPPER or not isinstance(make, StandInFunction):
+        return Opaque(kind.name)
+    return make.make(*arguments)
+
+
 _CALLED: Mapping[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER,
+    ("torch._tensor", "_rebuild_from_type_v2"): StandInFunction("_rebuild_from_type_v2", _rebuilt),
     ("_codecs", "encode"): ENCODED,
+    **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
     **{("collections", kind): StandInFunction(kind, _a_dict) for kind in ("Counter", "defaultdict")},
     ("torch", "Size"): StandInFunction("torch.Size", lambda *values: torch.Size(SIZE.make(*values))),
     **{(module, name): StandInFunction(kind, _instance(kind)) for kind, name, modules in _KEPT for module in modules},
@@ -111,35 +125,27 @@ _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 class Globals(dict[tuple[str, str], Any]):
     """A table with a stand-in for every global: `_TABLE` has some, and any other becomes a class.
 
-    A pickle that calls such a class is refused. If `lenient`, the call makes an `Opaque` object, which `PlainValues` refuses
-    only if it is converted.
+    A pickle that calls such a class makes an `Opaque`, which `PlainValues` refuses if it is converted.
     """
-
-    def __init__(self, *, lenient: bool = False) -> None:
-        self._lenient = lenient
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key in _TABLE:
             found = _TABLE[key]
         else:
-            module, name = key
-            called = _instance(f"{module}:{name}") if may_be_called(module) else _refused(key, self._lenient)
-            found = StandInClass(f"{module}:{name}", called)
+            name = f"{key[0]:.100}:{key[1]:.100}"
+            found = StandInClass(name, _instance(name) if may_be_called(key[0]) else None)
         self[key] = found
         return found
 
 
-def _refused(key: tuple[str, str], lenient: bool) -> Callable[..., Any]:
-    def make(*arguments: Any) -> Any:
-        if lenient:
-            return Opaque(f"{key[0]:.100}.{key[1]:.100}")
-        raise PicklingError(f"calls {key[0]:.100}.{key[1]:.100}, which such a file does not need")
-
-    return make
+def _dotted(made: StandInClass | Opaque) -> str:
+    return made.name.replace(":", ".")
 
 
 class PlainValues:
     """Converts stand-ins to plain and tagged values, no larger together than a file of `num_bytes` can spell.
+
+    It counts the parts of the values: references to one list are counted, and copied, each time.
 
     Parameters
     ----------
@@ -147,39 +153,17 @@ class PlainValues:
         Returns the bytes of a storage by its key.
     num_bytes
         The size of the file.
-    name
-        The name of the file in messages.
+    tagged
+        The beginning of the names of modules whose objects become tagged values; ``""`` for all modules, None for no module.
+        Other objects are refused.
     """
 
-    def __init__(self, stored: Callable[[str], bytes], num_bytes: int, name: str) -> None:
-        self._plain, self._name = _Plain(stored, num_bytes), name
-
-    def of(self, made: Any) -> Any:
-        """Convert a stand-in to its value.
-
-        Raises
-        ------
-        UnsupportedError
-            It needs to call a class or function outside of the list.
-        CorruptError
-            It is damaged.
-        """
-        try:
-            return self._plain.of(made, MAX_DEPTH)
-        except PicklingError as error:
-            raise UnsupportedError(f"{self._name}: {error}; nothing was executed") from None
-        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
-            raise CorruptError(f"{self._name}: holds what no program saved ({error}); use another checkpoint") from None
-
-
-class _Plain:
-    """Converts stand-ins, and counts the parts of the result: references to one list are counted, and copied, each time."""
-
-    def __init__(self, stored: Callable[[str], bytes], num_bytes: int) -> None:
-        self._stored = stored
+    def __init__(self, stored: Callable[[str], bytes], num_bytes: int, tagged: str | None) -> None:
+        self._stored, self._tagged = stored, tagged
         self._left, self._bytes_left = num_bytes + _MIN_NODES, _VIEWS * num_bytes
 
-    def of(self, value: Any, depth: int) -> Any:
+    def of(self, value: Any, depth: int = MAX_DEPTH) -> Any:
+        """Convert a stand-in to its value. Any error means that the file is damaged, a `PicklingError` that it is refused."""
         self._left -= 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
         if self._left < 0:
             raise ValueError("its parts are repeated more often than its bytes can spell")
@@ -191,10 +175,7 @@ class _Plain:
         if isinstance(value, PickledTensor):
             return self._tensor(value)
         if isinstance(value, StandInClass | StandInFunction):
-            module, colon, name = value.name.partition(":")
-            if not colon:
-                raise PicklingError(f"refers to {value.name}")
-            return Named(module, name, None)
+            return self._named(value.name, None)
         if isinstance(value, dict):
             return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -205,27 +186,36 @@ class _Plain:
             return tuple(self.of(item, depth - 1) for item in value)
         if isinstance(value, SavedStorage):
             raise ValueError("a storage without a tensor")
+        if isinstance(value, PickledDTensor):
+            raise PicklingError("holds a DTensor")
         if isinstance(value, Opaque):
-            raise PicklingError(f"calls {value.name}, which such a file does not need")
+            raise PicklingError(f"calls {_dotted(value)}, which such a file does not need")
         return value
+
+    def _named(self, kind: str, value: Any) -> Named:
+        """Tag a value with the class, or a global without a value with its name."""
+        module, colon, name = kind.partition(":")
+        if not colon or self._tagged is None or not module.startswith(self._tagged):
+            raise PicklingError(f"needs {kind.replace(':', '.')}")
+        return Named(module, name, value)
 
     def _object(self, made: StandInObject, depth: int) -> Any:
         arguments = made.arguments if isinstance(made, _Called) else ()
+        if isinstance(made.state, Opaque):
+            raise PicklingError(f"has a {_dotted(made.kind)} with items of its own")
         if made.kind.name in _MAKERS:
             return _MAKERS[made.kind.name](self, arguments, made.state, depth - 1)
-        module, _, name = made.kind.name.partition(":")
+        name = _dotted(made.kind)
         # A call of a name outside of `_MAKERS` can only be a member of an enum: one argument, no state.
         if isinstance(made, _Called):
             if len(arguments) != 1 or made.state is not None:
-                raise PicklingError(f"calls {module}.{name} with {len(arguments)} arguments, which no enum takes")
+                raise PicklingError(f"calls {name} with {len(arguments)} arguments, which no enum takes")
             value = self.of(arguments[0], depth - 1)
             if value is None or isinstance(value, dict | tuple):
-                raise PicklingError(f"has a member of {module}.{name} that is {value!r:.60}")
-            return Named(module, name, value)
-        state = self.of({} if made.state is None else made.state, depth - 1)
-        if (module, name) == NAMESPACE:
-            return {**state, NAMESPACE_TAG: ":".join(NAMESPACE)}
-        return Named(module, name, state)
+                raise PicklingError(f"has a member of {name} that is {value!r:.60}")
+            return self._named(made.kind.name, value)
+        found = self._named(made.kind.name, self.of({} if made.state is None else made.state, depth - 1))
+        return {**found.plain, NAMESPACE_TAG: made.kind.name} if made.kind.name == ":".join(NAMESPACE) else found
 
     def _tensor(self, view: PickledTensor) -> torch.Tensor:
         data = self._stored(view.storage.key)
@@ -241,7 +231,10 @@ class _Plain:
         (items,) = arguments or ([],)
         if not isinstance(items, list | tuple):
             raise ValueError("a collection of something else than a list")
-        return [self.of(item, depth) for item in items]
+        found = [self.of(item, depth) for item in items]
+        if too_many_alike(found):
+            raise ValueError(f"more than {MAX_ALIKE} items of a set have the same hash")
+        return found
 
     def dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
         code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
@@ -270,13 +263,13 @@ class _Plain:
         return np.frombuffer(data, kind, 1)[0]
 
 
-_Maker = Callable[[_Plain, tuple[Any, ...], Any, int], Any]
+_Maker = Callable[[PlainValues, tuple[Any, ...], Any, int], Any]
 _MAKERS: Mapping[str, _Maker] = {
     "set": lambda plain, arguments, state, depth: set(plain.elements(arguments, depth)),
     "frozenset": lambda plain, arguments, state, depth: frozenset(plain.elements(arguments, depth)),
     "complex": lambda plain, arguments, state, depth: complex(*arguments),
     "deque": lambda plain, arguments, state, depth: collections.deque(
-        plain.elements(arguments[:1], depth), *(a for a in arguments[1:] if type(a) is int)
+        plain.elements(() if state is None else (state,), depth), *(a for a in arguments[1:] if type(a) is int)
     ),
     "numpy.dtype": lambda plain, arguments, state, depth: plain.dtype(arguments, state),
     "numpy.ndarray": lambda plain, arguments, state, depth: plain.array(state),

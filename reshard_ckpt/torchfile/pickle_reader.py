@@ -9,9 +9,9 @@ stream. Strings and numbers are no longer than the bytes that spell them, memo e
 arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple
 may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
 
-With `opaque`, a file may also hold a user's own values. A global that is not in the table, and an object made from it, becomes an
-`Opaque`, which holds only the name. So one such value does not make the file unreadable. A key of any other kind becomes an
-`Opaque`, too.
+A file may also hold a user's own values. The result of a call that the table does not allow, an object whose content is not read,
+and a key of any other kind become an `Opaque`, which holds only a name. So one such value does not make the file unreadable: only
+a reader that needs the value raises an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UINT32 = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class; its instances are `StandInObject`. If the pickle may call the class, `make` runs on a call."""
+    """The stand-in of a class; its instances are `StandInObject`. A call runs `make`; without it, the result is `Opaque`."""
 
     name: str
     make: Callable[..., Any] | None = None
@@ -53,6 +53,10 @@ class StandInObject:
         self.kind = kind
         self.state: Any = None
 
+    def take(self, items: list[Any]) -> None:
+        """Note that the object has items of its own, as one of a subclass of dict or list has; they are not read."""
+        self.state = Opaque(self.kind.name)
+
 
 @dataclass(frozen=True, slots=True)
 class StandInFunction:
@@ -63,7 +67,7 @@ class StandInFunction:
 
 
 class Opaque:
-    """A value that is not read: a global outside of the table, an object made from one, or a key of an unsupported kind."""
+    """A value that is not read: the result of a call, the state of an object with items of its own, or a key."""
 
     __slots__ = ("name",)
 
@@ -94,9 +98,7 @@ Table = Mapping[tuple[str, str], Any]
 """Maps ``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
 
 
-def read_pickle(
-    data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None, opaque: bool = False
-) -> Any:
+def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
     """Return the data that a pickle describes.
 
     Parameters
@@ -107,8 +109,6 @@ def read_pickle(
         The name of the pickle in messages.
     persistent
         Returns the object of a persistent id; None if the pickle may have no such ids.
-    opaque
-        Make an `Opaque` of each value that needs a global outside of the table, instead of raising.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def read_pickle(
         The data are not a pickle, or one that no writer of such a file makes.
     """
     try:
-        return _Machine(bytes(data), table, persistent, opaque).run()
+        return _Machine(bytes(data), table, persistent).run()
     except PicklingError as error:
         raise UnsupportedError(
             f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
@@ -130,9 +130,9 @@ def read_pickle(
 class _Machine:
     """The state of the stack machine for one pickle: the stack, the positions of marks on it, and the memo."""
 
-    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None, opaque: bool) -> None:
+    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.at = data, 0
-        self.table, self.persistent, self.opaque = table, persistent, opaque
+        self.table, self.persistent = table, persistent
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -188,16 +188,17 @@ class _Machine:
             elif code == 0x52:  # REDUCE
                 arguments, call = pop(), stack[-1]
                 make = call.make if type(call) is StandInFunction or type(call) is StandInClass else None
-                if type(call) is Opaque:
-                    continue
-                if make is None or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                if make is None:
+                    stack[-1] = _opaque(call)
+                elif type(arguments) is tuple and len(arguments) <= MAX_ARGUMENTS:
+                    stack[-1] = make(*arguments)
+                else:
                     raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
-                stack[-1] = make(*arguments)
             elif code == 0x75:  # SETITEMS
                 low = marks.pop()
                 values = stack[low:]
                 del stack[low:]
-                _set_items(stack[-1], values, self.opaque)
+                _set_items(stack[-1], values)
                 continue
             elif code == 0x94:  # MEMOIZE
                 remember(stack[-1])
@@ -213,12 +214,9 @@ class _Machine:
                 low = marks.pop()
                 stack[low:] = (tuple(stack[low:]),)
             elif code == 0x81:  # NEWOBJ
-                arguments = pop()
-                if type(stack[-1]) is Opaque:
-                    continue
-                if arguments != () or type(stack[-1]) is not StandInClass:
-                    raise ValueError(f"makes an instance of {_shown(stack[-1])}, with arguments")
-                stack[-1] = StandInObject(stack[-1])
+                arguments, kind = pop(), stack[-1]
+                is_empty = arguments == () and type(kind) is StandInClass
+                stack[-1] = StandInObject(kind) if is_empty else _opaque(kind)
             elif code == 0x2E:  # STOP
                 (result,) = stack
                 return result
@@ -251,9 +249,14 @@ class _Machine:
         try:
             return self.table[module, name]
         except KeyError:
-            if self.opaque:
-                return Opaque(f"{module[:100]}.{name[:100]}")
             raise PicklingError(f"names the global {module[:100]}.{name[:100]}, which such a file does not need") from None
+
+
+def _opaque(kind: Any) -> Opaque:
+    """Return what stands for an object that a class makes in a way that is not followed."""
+    if not isinstance(kind, StandInClass | Opaque):
+        raise ValueError(f"calls {_shown(kind)}")
+    return Opaque(kind.name)
 
 
 def _tuple3(machine: _Machine) -> None:
@@ -264,9 +267,10 @@ def _tuple3(machine: _Machine) -> None:
 
 def _build(made: Any, state: Any) -> None:
     if isinstance(made, StandInObject):
-        if made.state is not None or not isinstance(state, dict | tuple):
-            raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
-        made.state = state
+        if made.state is None:
+            made.state = state if isinstance(state, dict | tuple) else Opaque(made.kind.name)
+        elif type(made.state) is not Opaque:
+            raise ValueError(f"gives {made.kind.name} a second state")
     elif not (isinstance(made, Opaque) or (isinstance(made, dict) and _is_attributes(state))):
         raise ValueError(f"gives {_shown(made)} a state")
 
@@ -276,31 +280,32 @@ def _is_attributes(state: Any) -> bool:
     return state == {} or (type(state) is dict and list(state) == ["_metadata"])
 
 
-def _key(key: Any, opaque: bool) -> Any:
+def _key(key: Any) -> Any:
     # Larger integers can be chosen to have the same hash, which makes the dict slow.
     if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
         return key
     # Constants of the table, such as dtypes, hash by their address, and strings by a secret; nobody can choose them to collide.
     if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
         return key
-    if not opaque:
-        raise ValueError(f"{_shown(key)} is the key of a dict")
     return Opaque(f"the key of a dict, {_shown(key)}")
 
 
-def _set_items(target: Any, values: list[Any], opaque: bool) -> None:
+def _set_items(target: Any, values: list[Any]) -> None:
+    if isinstance(target, StandInObject):
+        target.take(values)
+        return
     if type(target) is Opaque:
         return
     if type(target) is not dict or len(values) % 2:
         raise ValueError(f"puts items into {_shown(target)}")
     for i in range(0, len(values), 2):
         key = values[i]
-        target[key if type(key) is str else _key(key, opaque)] = values[i + 1]
+        target[key if type(key) is str else _key(key)] = values[i + 1]
 
 
 def _set_item(machine: _Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _set_items(machine.stack[-1], [key, value], machine.opaque)
+    _set_items(machine.stack[-1], [key, value])
 
 
 def _extend(machine: _Machine, low: int) -> None:
@@ -308,6 +313,8 @@ def _extend(machine: _Machine, low: int) -> None:
     stack, target = machine.stack, machine.stack[low - 1]
     if type(target) is list:
         target.extend(stack[low:])
+    elif isinstance(target, StandInObject):
+        target.take(stack[low:])
     elif type(target) is not Opaque:
         raise ValueError(f"appends to {_shown(target)}")
     del stack[low:]

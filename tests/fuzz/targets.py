@@ -39,7 +39,7 @@ from reshard_ckpt.format.shard_file import parse_header
 from reshard_ckpt.format.timeline import decode_timeline
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value
 from reshard_ckpt.storage import open_storage
-from reshard_ckpt.torchfile.objects import read_object
+from reshard_ckpt.torchfile.archive import read_object
 from tests.reliability.hostile import mutated_bytes, mutated_catalog, mutated_node
 
 Mutate = Callable[[bytes, random.Random], bytes]

@@ -10,8 +10,8 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import UnsupportedError
+from reshard_ckpt.torchfile.archive import read_object
 from reshard_ckpt.torchfile.object_writer import object_bytes
-from reshard_ckpt.torchfile.objects import read_object
 
 KINDS = {
     "ordered": OrderedDict(b=1, a=[2]),

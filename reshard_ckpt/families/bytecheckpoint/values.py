@@ -48,7 +48,7 @@ def add_extra_state(builder: CatalogBuilder, storage: Storage) -> tuple[Storage,
 
 
 def _load(storage: Storage, key: str) -> dict[str, Any]:
-    state = read_object(bytes(storage.read(key, limit=MAX_BYTES)), f"{storage.url}: {key}", tagged=False)
+    state = read_object(bytes(storage.read(key, limit=MAX_BYTES)), f"{storage.url}: {key}", tagged=None)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UnsupportedError(f"{storage.url}: {key} holds something else than a dict by name; load it with torch")
     return state

@@ -49,8 +49,8 @@ from .places import (
 )
 from .universal import add_universal
 from .values import (
-    CLASSES,
     NOT_VALUES,
+    OWN,
     FlatNames,
     KnownNames,
     StateAdder,
@@ -117,7 +117,7 @@ class _Tag:
     """One checkpoint on its way to a catalog."""
 
     def __init__(self, storage: Storage, files: TagFiles) -> None:
-        self._storage, self._files, self._reader = storage, files, FileReader(storage, CLASSES)
+        self._storage, self._files, self._reader = storage, files, FileReader(storage, tagged=OWN)
         self._where = storage.url
         self._builder = CatalogBuilder(NAME, storage.url)
         self._state = StateAdder(self._builder)
@@ -125,13 +125,13 @@ class _Tag:
         first = self._models[0].content
         self._buffers = {name for model in self._models for name in model.content.get("buffer_names") or ()}
         # With ZeRO-3, each rank has a file of model states; one rank alone tells the stage in its optimizer's file.
-        stage = self._optimizer_state(0, 0)[1].get("zero_stage") if files.optimizers else None
-        self._is_striped = any(dp for _, dp in files.models) or stage == 3
+        optimizer, state = self._optimizer_state(0, 0) if files.optimizers else (self._models[0], {})
+        self._is_striped = any(dp for _, dp in files.models) or plain(optimizer, state.get("zero_stage")) == 3
         self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
         self._layers = open_layers(self._reader, files.layers, storage.url)
         parallel = None
         if files.num_models > 1 and not files.layers:
-            parallel = TensorParallel(self._info(first))
+            parallel = TensorParallel(self._info(self._models[0]))
         self._experts = module_files(files, self._where, first)
         self._parts = ModelParallelParts(self._builder, self._models, parallel)
         self._masters: set[str] = set()
@@ -144,14 +144,14 @@ class _Tag:
         self._builder.of_step(file.key, "global_steps", file.content.get("global_steps"))
         return file
 
-    def _info(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        info = content.get("universal_checkpoint_info")
+    def _info(self, model: TorchFile) -> Mapping[str, Any]:
+        info = model.content.get("universal_checkpoint_info")
         if not isinstance(info, dict):
             raise UnsupportedError(
                 f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no universal_checkpoint_info "
                 "that says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
             )
-        return plain(info)  # type: ignore[no-any-return]
+        return plain(model, info)  # type: ignore[no-any-return]
 
     def _optimizer_state(self, mp: int, dp: int) -> tuple[TorchFile, Mapping[str, Any]]:
         file = self._reader.open(self._files.optimizers[mp, dp])
@@ -208,7 +208,7 @@ class _Tag:
             if dp == 0 and mp == 0:
                 self._state.tree(file, (ROOT, OPTIMIZER), opened.values)
                 if places:
-                    refuse_other_order(plain(file.content.get("ds_config")), where)
+                    refuse_other_order(plain(file, file.content.get("ds_config")), where)
 
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
         """Return the parameters of each flat group. BF16_Optimizer of a pipeline without ZeRO lists them beside its fragments."""

@@ -350,4 +350,4 @@ def shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
         for name, shape in shapes.items()
     ):
         raise CorruptError(f"{where}: holds something else than shapes where the shapes of parameters belong; use another copy")
-    return shapes
+    return {name: tuple(shape) for name, shape in shapes.items()}

@@ -1,6 +1,6 @@
 """Adding the content of files to a catalog: runs in flat tensors, shards, state of parameters, groups, and values from pickles.
 
-1. Tensors are separated from values, and some objects of DeepSpeed become dicts (`leaves`, `plain`).
+1. Tensors are separated from values, and objects of DeepSpeed become dicts (`plain`).
 2. A part of a parameter is a shard of a tensor-parallel rank, or runs in flat tensors (`add_shard`, `add_runs`).
 3. `StateAdder` adds an entry of the state, such as the step, once for each parameter, because all ranks have the same. Groups are
    collected from all files, and merged at the end. Other content is a tree; its tensors and values are added by their paths.
@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,25 +17,16 @@ import numpy as np
 import torch
 
 from ...plugins import CatalogBuilder, ValueKind
-from ...plugins.errors import CheckpointError, CorruptError, UnsupportedError
+from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.groups import merge
 from ...plugins.names import StateLink, name_of
-from ...plugins.torchfile import PickledTensor, TorchFile, attributes_of, class_of
-from ...plugins.trees import flatten
+from ...plugins.torchfile import Named, PickledTensor, TorchFile, attributes_of, class_of
+from ...plugins.trees import flatten, map_tree
 from .model_parallel import Shard
 from .names import GROUPS, MASTER, OPTIMIZER, STATE, parameter_name, state_link
 from .places import FlatGroup, Params, Runs
 
 MAX_DEPTH = 64
-_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
-CLASSES = {
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): False,
-    (_LOSS_SCALER, "LossScaler"): True,
-    (_LOSS_SCALER, "DynamicLossScaler"): True,
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): True,
-    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): True,
-}
-"""DeepSpeed's classes in its files; see `plugins.torchfile.FileReader`."""
 NOT_VALUES = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "universal_checkpoint_info",
@@ -44,20 +35,14 @@ NOT_VALUES = frozenset({
 Path = tuple[Any, ...]
 
 
-def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield tensors and values with their paths. Dicts are taken apart, and so are lists that hold tensors.
-
-    A step into a list is a tuple of the index. For an unreadable value, its `UnsupportedError` is yielded instead.
-    """
-    for at, leaf in flatten(value, _children, path, max_depth=MAX_DEPTH):
-        try:
-            yield at, leaf if isinstance(leaf, PickledTensor) else plain(leaf)
-        except UnsupportedError as error:
-            yield at, error
+OWN = "deepspeed."
+"""The beginning of the names of DeepSpeed's own modules."""
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    node = _without_class(node)
+    """Take dicts, objects of DeepSpeed, and lists that hold tensors apart. A step into a list is a tuple of the index."""
+    attributes = attributes_of(node) if str(class_of(node)).startswith(OWN) else None
+    node = node if attributes is None else attributes
     if isinstance(node, Mapping) and node and all(isinstance(key, str) for key in node):
         return node.items()
     if isinstance(node, list | tuple) and any(isinstance(child, PickledTensor) for child in node):
@@ -65,35 +50,19 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _without_class(value: Any) -> Any:
-    """Return the attributes of an object of DeepSpeed as a dict; any other value as it is."""
-    attributes = attributes_of(value)
-    return value if attributes is None else attributes
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value to plain values; an object of DeepSpeed becomes a dict.
+def plain(file: TorchFile, made: Any) -> Any:
+    """Convert a value of a file to plain values: an object of DeepSpeed becomes a dict, a member of its enums a number.
 
     Raises
     ------
     UnsupportedError
         The value holds an object whose class would have to be imported.
     """
-    if depth > MAX_DEPTH:
-        raise UnsupportedError("is nested too deep; save it in another form")
-    value = _without_class(value)
-    if isinstance(value, dict):
-        return {plain(key, depth + 1): plain(child, depth + 1) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(plain(child, depth + 1) for child in value)
-    if isinstance(value, PickledTensor):
-        raise UnsupportedError("has a tensor deep inside of something else; save it at a key of its own")
-    if (needed := class_of(value)) is not None:
-        raise UnsupportedError(
-            f"needs {needed}, which could run any code; nothing was executed. Leave it out, or load it with DeepSpeed and save "
-            "it again as a plain value"
-        )
-    return value
+
+    def without_class(path: Path, node: Any) -> Any:
+        return map_tree(without_class, node.plain) if isinstance(node, Named) else node
+
+    return map_tree(without_class, file.plain(made))
 
 
 def add_whole(builder: CatalogBuilder, file: TorchFile, name: str, view: PickledTensor, link: StateLink | None = None) -> None:
@@ -215,11 +184,12 @@ class StateAdder:
         if isinstance(value, PickledTensor):
             add_whole(self.builder, file, link.name, value, link)
         else:
-            self.builder.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+            self.builder.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(file, value), link=link)
 
     def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
         """Collect the groups of a file, with the names of their parameters; `merged_groups` adds them."""
-        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
+        found = [{key: value if key == "params" else plain(file, value) for key, value in group.items()} for group in groups]
+        self._groups.append((file.key, found))
 
     def merged_groups(self) -> None:
         """Add the groups of all files as one value."""
@@ -238,12 +208,14 @@ class StateAdder:
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
         """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
-        for at, leaf in leaves(value, path):
+        for at, leaf in flatten(value, _children, path, max_depth=MAX_DEPTH):
             name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
             with self.builder.reading(name):
                 if isinstance(leaf, PickledTensor):
                     add_whole(self.builder, file, name, leaf)
-                elif isinstance(leaf, CheckpointError):
-                    raise UnsupportedError(f"{self.builder.where}: {name} {leaf}")
-                else:
-                    self.builder.value(at, leaf)
+                    continue
+                try:
+                    found = plain(file, leaf)
+                except UnsupportedError as error:
+                    raise UnsupportedError(f"{name}: {error}") from None
+                self.builder.value(at, found)

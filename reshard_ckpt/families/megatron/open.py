@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from ...plugins.dcp import (
     read_part,
 )
 from ...plugins.errors import CheckpointNotFound, CorruptError, UnsupportedError
-from ...plugins.torchfile import read_object
+from ...plugins.torchfile import TorchFile, read_object
 from .buckets import groups_path, name_buckets
 from .names import (
     COMMON_FILE,
@@ -214,34 +215,37 @@ class _Folder:
         with self.builder.reading(".".join(map(str, path))):
             kept = self.groups.setdefault(path, [])
             try:
-                (found,) = self._read(key, extent)
+                file = self._open(key, extent)
+                (found,) = file.plain(file.content)
                 kept.extend(group for group in found["param_groups"] if group not in kept)
             except (ValueError, TypeError, KeyError):
                 raise CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer; use another checkpoint") from None
 
-    def _read(self, key: str, extent: Extent) -> Any:
+    def _open(self, key: str, extent: Extent) -> TorchFile:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
         if extent.length > MAX_OBJECT_BYTES:
             raise UnsupportedError(f"{self.storage.url}: {key} has {extent.length} bytes, more than an object may have")
-        return read_object(bytes(self.raw[key].read(self.storage)), f"{self.storage.url}: {key}")
+        return TorchFile(key, io.BytesIO(self.raw[key].read(self.storage)), f"{self.storage.url}: {key}", tagged="")
 
     def _add_common(self, key: str, extent: Extent) -> None:
         with self.builder.reading(key):
-            state = self._read(key, extent)
+            file = self._open(key, extent)
+            state = file.content
             if key == COMMON_OBJECT:
                 (state,) = state if isinstance(state, list) and len(state) == 1 else (None,)
             if not isinstance(state, dict):
                 raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")
             optimizer = state.get(OPTIMIZER)
-            self.values.add_common({**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state)
+            common = {**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state
+            self.values.add_common(common, file)
 
     def _add_object(self, key: str, extent: Extent) -> None:
         path = object_path(key)
         with self.builder.reading(".".join(path)):
-            found = self._read(key, extent)
-            if not isinstance(found, list) or len(found) != 1:
+            file = self._open(key, extent)
+            if not isinstance(file.content, list) or len(file.content) != 1:
                 raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
-            self.values.add(path, found[0])
+            self.values.add(path, file.content[0], file)
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:

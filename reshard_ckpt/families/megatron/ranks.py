@@ -81,7 +81,7 @@ class _Files:
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.where = storage, storage.url
-        self._reader = FileReader(storage, any_class=True)
+        self._reader = FileReader(storage, tagged="")
         found = sorted(match[1] for key, _ in storage.list() if (match := _FILE.fullmatch(key)))
         first = self.open(f"{found[0]}/{_MAIN}")
         args = first.content.get("args")

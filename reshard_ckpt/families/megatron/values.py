@@ -86,13 +86,13 @@ class MegatronValues:
         part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
         self.add((key, part), made, file)
 
-    def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
-        """Add the values of nested dicts. They are plain values, or stand-ins if they come from a rank's file."""
+    def add_common(self, tree: Any, file: TorchFile) -> None:
+        """Add the values of nested dicts, which are the content of a file."""
         for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
             self.add(common_path(path), made, file)
 
     def add(self, path: Path, made: Any, file: TorchFile | None = None) -> None:
-        """Add a value, or the stand-in of one in a rank's file."""
+        """Add a value, or the stand-in of one in a file."""
         with self.builder.reading(name_of(path)):
             self.builder.value(path, made if file is None else file.plain(made))
 

@@ -153,7 +153,7 @@ def test_a_cut_folder_names_what_is_missing(copied: Path) -> None:
 def test_hostile_metadata_and_extra_state_run_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = copied / "extra_state" / "extra_state_rank_1.pt"
     torch.save({"step": Calls(print, "executed")}, extra)
-    with pytest.raises(UnsupportedError, match=r"names the global __builtin__.print, .* nothing was executed"):
+    with pytest.raises(UnsupportedError, match=r"calls __builtin__.print, .* nothing was executed"):
         checkpoint.read(copied, ["extra_state"])
     extra.write_bytes(b"PK\x03\x04 no zip")
     with pytest.raises(CorruptError, match=r"extra_state_rank_1.pt: is no whole zip, as torch.save writes it"):
@@ -188,7 +188,7 @@ def test_extra_state_that_grows_when_it_is_read_is_refused(copied: Path) -> None
     for state in ({"x": many}, {"x": torch.zeros(1).expand(1 << 40)}):
         for rank in range(2):
             torch.save(state, copied / "extra_state" / f"extra_state_rank_{rank}.pt", pickle_protocol=4)
-        with pytest.raises(CorruptError, match=r"more often than its bytes can spell|reaches beyond its 4 bytes"):
+        with pytest.raises(CorruptError, match=r"more often than its \d+ bytes can spell|reaches beyond its 4 bytes"):
             checkpoint.read(copied, ["extra_state"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -181,22 +182,30 @@ def test_foreign_class_in_client_state_makes_that_value_unreadable_and_runs_noth
     root = unpack(ZERO)
     _rewrite(
         _model_file(root),
-        lambda state: state.update(evil=Calls(os.mkdir, str(tmp_path / "run")), numpy=np.float64(3), tuples={(1, 2): 3}),
+        lambda state: state.update(
+            evil=Calls(os.mkdir, str(tmp_path / "run")),
+            numpy=np.float64(3),
+            tuples={(1, 2): 3},
+            object=argparse.Namespace(rate=0.5),
+        ),
     )
     catalog = checkpoint.catalog(root)
-    assert set(catalog.unreadable) == {"deepspeed.evil", "deepspeed.numpy", "deepspeed.tuples"}
-    with pytest.raises(UnsupportedError, match=r"deepspeed.evil needs posix.mkdir.*nothing was executed"):
+    assert set(catalog.unreadable) == {"deepspeed.evil", "deepspeed.object", "deepspeed.tuples"}
+    with pytest.raises(UnsupportedError, match=r"deepspeed.evil: .* calls posix.mkdir.*nothing was executed"):
         checkpoint.read(root, ["deepspeed.evil"])
+    with pytest.raises(UnsupportedError, match=r"deepspeed.object: .* needs argparse.*nothing was executed"):
+        checkpoint.read(root, ["deepspeed.object"])
+    assert checkpoint.read(root, ["deepspeed.numpy"]) == {"deepspeed.numpy": np.float64(3)}
     assert digests_of(root) == DIGESTS[ZERO]
     assert not (tmp_path / "run").exists()
 
 
 def test_sets_of_plain_values_are_read(unpack: Unpack) -> None:
     root = unpack(ZERO)  # releases before 0.19 have the names of sparse tensors in one
-    sets = {"sparse_tensor_module_names": {"a", "b"}, "seen": frozenset({1, 2.5, None}), "none": set(), "odd": {(1, 2)}}
+    sets = {"sparse_tensor_module_names": {"a", "b"}, "seen": frozenset({1, 2.5, None}), "none": set(), "pairs": {(1, 2)}}
     _rewrite(_model_file(root), lambda state: state.update(sets))
-    assert set(checkpoint.catalog(root).unreadable) == {"deepspeed.odd"}
-    for key in ("sparse_tensor_module_names", "seen", "none"):
+    assert not checkpoint.catalog(root).unreadable
+    for key in sets:
         assert checkpoint.read(root, [f"deepspeed.{key}"])[f"deepspeed.{key}"] == sets[key]
 
 

@@ -21,7 +21,7 @@ from reshard_ckpt.families.megatron.open import read_metadata
 from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.parts import Part
 from reshard_ckpt.storage import open_storage
-from reshard_ckpt.torchfile.objects import read_object
+from reshard_ckpt.torchfile.archive import read_object
 from tests.families.megatron import values
 from tests.families.megatron.folders import expected, unpack
 

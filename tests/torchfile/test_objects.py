@@ -1,0 +1,88 @@
+"""Objects in files of ``torch.save`` are read as plain and tagged values, and one that is not read harms no other."""
+
+from __future__ import annotations
+
+import collections
+import io
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reshard_ckpt.errors import CorruptError, UnsupportedError
+from reshard_ckpt.format.objects import Named
+from reshard_ckpt.storage import open_storage
+from reshard_ckpt.torchfile.archive import FileReader, read_object
+
+
+class Settings:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+class OwnDict(dict[str, int]):
+    pass
+
+
+class OwnList(list[int]):
+    pass
+
+
+class OwnState:
+    def __getstate__(self) -> int:
+        return 1
+
+    def __setstate__(self, state: int) -> None:
+        pass
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3)],
+    ids=repr,
+)
+def test_plain_data_of_python_and_numpy_are_read(value: Any):
+    found = read_object(saved({"a": value, "b": 1}), "x", tagged=None)
+    assert found == {"a": value, "b": 1}
+    assert repr(found["a"]) == repr(value) or isinstance(value, set)
+
+
+def test_an_object_is_its_class_and_state_or_refused():
+    data = saved({"a": Settings(0.5)})
+    assert read_object(data, "x") == {"a": Named(__name__, "Settings", {"rate": 0.5})}
+    for tagged in (None, "another"):
+        with pytest.raises(UnsupportedError, match="needs .*Settings; nothing was executed"):
+            read_object(data, "x", tagged=tagged)
+
+
+UNREAD = [OwnDict(a=1), OwnList([1]), Pair(1, 2), uuid.UUID(int=1), OwnState(), {1.5: 2}, {(1, 2): 3}]
+
+
+@pytest.mark.parametrize("value", UNREAD, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("tagged", [None, ""])
+def test_an_object_with_more_than_attributes_is_refused_alone(value: Any, tagged: str | None):
+    """Its items, arguments or state would be lost."""
+    with open_storage("memory://objects") as storage:
+        storage.publish("x.pt", saved({"bad": value, "good": [1, b""]}))
+        file = FileReader(storage, tagged=tagged).open("x.pt")
+    assert file.plain(file.content["good"]) == [1, b""]
+    if not isinstance(value, uuid.UUID) or tagged is None:  # which has attributes alone
+        with pytest.raises(UnsupportedError, match="nothing was executed"):
+            file.plain(file.content["bad"])
+
+
+def test_many_items_of_a_set_with_one_hash_are_refused():
+    alike = {i * (2**61 - 1) for i in range(1, 100)}
+    with pytest.raises(CorruptError, match="have the same hash"):
+        read_object(saved({"a": alike}), "x")
