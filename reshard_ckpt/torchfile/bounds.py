@@ -20,13 +20,16 @@ import torch
 from ..core.catalog.model import Catalog
 from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError, UnsupportedError
-from .pickle_reader import StandInObject
+from .pickle_reader import Opaque, StandInObject
 
 TIMES = 16
 """The most bytes of tensors for each byte of a file, and the most parts of values for each byte of a pickle."""
 
 _SMALL_BYTES, _SMALL_PARTS = 64 << 20, 1 << 20
 """Bytes of tensors and parts of values that are allowed in any file, however small."""
+
+MAX_CYCLES = 64
+"""The most cycles of objects that are cut in one file."""
 
 _TEXT_PART = 64
 """Characters or bytes that count as one part of a value."""
@@ -81,8 +84,10 @@ def _too_much(where: str, claimed: int, num_bytes: int, largest: str) -> Unsuppo
     )
 
 
-def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> None:
+def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str, *, tries: int = MAX_CYCLES) -> None:
     """Refuse an object that torch loaded, or that was read from a pickle, if it is many times larger than the file can spell.
+
+    Objects of unknown classes that contain themselves become `Opaque`, in up to `tries` places.
 
     Parameters
     ----------
@@ -99,6 +104,7 @@ def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> Non
     most = TIMES * pickle_bytes + _SMALL_PARTS
     parts: dict[int, int] = {}  # by id of each finished container: its number of parts, with shared ones counted each time
     begun: set[int] = set()
+    path: list[Any] = []  # the containers that were begun and are not finished, the outermost first
     tensors: dict[int, torch.Tensor] = {}
     top = [root]
     todo: list[Any] = [top]
@@ -113,11 +119,21 @@ def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> Non
         missing = [child for child in children if isinstance(child, _CONTAINERS) and id(child) not in parts]
         if missing and id(node) not in begun:
             begun.add(id(node))
+            path.append(node)
             todo += missing
             continue
         todo.pop()
         if missing:
-            raise CorruptError(f"{name}: contains itself; use another copy")
+            at = next(i for i, one in enumerate(path) if one is node)
+            objects = [one for one in path[at:] if isinstance(one, StandInObject)]
+            if not objects or not tries:
+                raise CorruptError(f"{name}: contains itself; use another copy")
+            for one in objects:
+                one.state = Opaque(one.kind.name)
+            refuse_bombs(root, pickle_bytes, num_bytes, name, tries=tries - 1)
+            return
+        if path and path[-1] is node:
+            path.pop()
         parts[id(node)] = min(1 + sum(parts.get(id(child)) or _text_parts(child) for child in children), most + 1)
         # Only strided tensors that are not on the meta device take memory.
         found = [child for child in children if isinstance(child, torch.Tensor) and not child.is_meta]

@@ -129,7 +129,7 @@ class _Parts:
                     self.storages.append(value)
                 return tensor_parts(dtype, shape, str(key))
             case torch.nn.Parameter():
-                arguments = value.detach(), value.requires_grad, OrderedDict()
+                arguments = value.detach(), value.requires_grad, _HOOKS
                 return FunctionCall(Global("torch._utils", "_rebuild_parameter"), arguments)
             case torch.Tensor():
                 return self._tensor(value)
@@ -182,6 +182,7 @@ def _dtype(value: np.dtype[Any]) -> FunctionCall:
     return FunctionCall(Global("numpy", "dtype"), (value.str[1:], False, True), state=state)
 
 
+_HOOKS = FunctionCall(Global("collections", "OrderedDict"), ())
 _STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 
 
@@ -190,8 +191,7 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
     storage = PersistentId(("storage", kind, key, "cpu", count * dtype.itemsize if typed is None else count))
-    hooks = FunctionCall(Global("collections", "OrderedDict"), ())
-    view = (storage, 0, shape, row_major_strides(shape), False, hooks)
+    view = (storage, 0, shape, row_major_strides(shape), False, _HOOKS)
     if typed is not None:
         return FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view)
     name = Global("torch", str(dtype).removeprefix("torch."))

@@ -20,6 +20,8 @@ from reshard_ckpt.torchfile.archive import FileReader, read_object
 class Settings:
     def __init__(self, rate: float) -> None:
         self.rate = rate
+        self.children: list[Any] = []
+        self.parent: Settings | None = None
 
 
 class OwnDict(dict[str, int]):
@@ -60,13 +62,19 @@ def test_plain_data_of_python_and_numpy_are_read(value: Any):
 
 def test_an_object_is_its_class_and_state_or_refused():
     data = saved({"a": Settings(0.5)})
-    assert read_object(data, "x") == {"a": Named(__name__, "Settings", {"rate": 0.5})}
+    assert read_object(data, "x") == {"a": Named(__name__, "Settings", {"rate": 0.5, "children": [], "parent": None})}
     for tagged in (None, "another"):
         with pytest.raises(UnsupportedError, match="needs .*Settings; nothing was executed"):
             read_object(data, "x", tagged=tagged)
 
 
-UNREAD = [OwnDict(a=1), OwnList([1]), Pair(1, 2), uuid.UUID(int=1), OwnState(), {1.5: 2}, {(1, 2): 3}]
+def cyclic() -> Settings:
+    parent, child = Settings(1), Settings(2)
+    parent.children, child.parent = [child, {"a": parent}], parent
+    return parent
+
+
+UNREAD = [cyclic(), OwnDict(a=1), OwnList([1]), Pair(1, 2), uuid.UUID(int=1), OwnState(), {1.5: 2}, {(1, 2): 3}]
 
 
 @pytest.mark.parametrize("value", UNREAD, ids=lambda value: type(value).__name__)
@@ -80,6 +88,14 @@ def test_an_object_with_more_than_attributes_is_refused_alone(value: Any, tagged
     if not isinstance(value, uuid.UUID) or tagged is None:  # which has attributes alone
         with pytest.raises(UnsupportedError, match="nothing was executed"):
             file.plain(file.content["bad"])
+
+
+def test_a_list_that_contains_itself_and_very_many_cycles_are_refused():
+    listed: list[Any] = []
+    listed.append(listed)
+    for value in (listed, [cyclic() for _ in range(200)]):
+        with pytest.raises(CorruptError, match="contains itself"):
+            read_object(saved({"a": value}), "x")
 
 
 def test_many_items_of_a_set_with_one_hash_are_refused():
