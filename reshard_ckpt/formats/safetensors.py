@@ -185,8 +185,8 @@ def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int
         stem = f"{STEM}-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else STEM
         group.sort(key=lambda member: -ITEM_BYTES[member.dtype])
         runs = ((run_of(catalog.index(member.name)), ITEM_BYTES[member.dtype]) for member in group)
-        parts = tuple(part for run, each in runs for part in _cut(run, each))
-        files.append(NewFile(f"{stem}.safetensors", _header(group, aliases), parts))
+        parts = (part for run, each in runs for part in _cut(run, each))
+        files.append(NewFile(f"{stem}.safetensors", (NewPart(None, 0, _header(group, aliases)), *parts)))
     return files
 
 
@@ -257,7 +257,7 @@ def write_safetensors(
 
 
 def _index(files: Sequence[NewFile]) -> bytes:
-    members = [(member, file.key) for file in files for member in parse_header(memoryview(file.header)).members]
+    members = [(member, file.key) for file in files for member in parse_header(memoryview(file.parts[0].before)).members]
     weight_map = {member.name: key for member, key in members}
     total = sum(member.num_bytes for member, _ in members)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

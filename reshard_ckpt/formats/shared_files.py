@@ -1,7 +1,7 @@
 """Writing files of other formats, on one process or on several that share the work by bytes.
 
-1. A writer lays out its files before any byte is read: literal bytes, runs of tensors, and bytes that need checksums of the
-   runs (`NewFile`). Every process makes the same layout.
+1. A writer lays out its files before any byte is read: parts of literal bytes, runs of tensors, and bytes that need checksums of
+   the runs (`NewFile`). Every process makes the same layout.
 2. Files that an earlier attempt finished are kept; the processes verify an even share of them each.
 3. The processes divide the parts of all other files by their bytes (`engine.common.sections`), and write them as a stream.
 4. Rank 0 joins files that several processes wrote.
@@ -58,7 +58,7 @@ class NewPart:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file to write: a header, the parts, and the bytes behind them.
+    """A file to write: one part or more, and the bytes behind the last part.
 
     Attributes
     ----------
@@ -67,7 +67,6 @@ class NewFile:
     """
 
     key: str
-    header: bytes
     parts: tuple[NewPart, ...]
     end: Callable[[Sequence[int]], bytes] | None = None
 
@@ -79,7 +78,7 @@ class NewFile:
     @property
     def offsets(self) -> list[int]:
         """Where each part begins, and where the last one ends."""
-        return list(accumulate((part.size for part in self.parts), initial=len(self.header)))
+        return list(accumulate((part.size for part in self.parts), initial=0))
 
 
 def write_files(
@@ -134,16 +133,13 @@ def write_files(
 
 
 def _share(files: Sequence[NewFile], comm: Comm, *, by_file: bool) -> Iterator[tuple[NewFile, range]]:
-    """Yield the files that this process writes, each with the numbers of its parts; a file without parts is one part."""
-    units = [(file, number) for file in files for number in range(1 if by_file else max(len(file.parts), 1))]
-    sizes = (
-        file.offsets[-1] if by_file or not file.parts else file.parts[number].size + len(file.header) * (number == 0)
-        for file, number in units
-    )
+    """Yield the files that this process writes, each with the numbers of its parts."""
+    units = [(file, number) for file in files for number in range(1 if by_file else len(file.parts))]
+    sizes = (file.offsets[-1] if by_file else file.parts[number].size for file, number in units)
     mine = [units[i] for i in share(sizes, comm.rank, comm.size)]
     for _, group in groupby(mine, key=lambda unit: id(unit[0])):
         (file, first), *rest = group
-        last = len(file.parts) if by_file else min((rest[-1][1] if rest else first) + 1, len(file.parts))
+        last = len(file.parts) if by_file else (rest[-1][1] if rest else first) + 1
         yield file, range(first, last)
 
 
@@ -153,8 +149,7 @@ def _write_section(
     """Write some parts of a file; return the section and the CRC-32 of each run, or None if it is the whole file."""
     offsets = file.offsets
     is_whole = (parts.start, parts.stop) == (0, len(file.parts))
-    low = 0 if parts.start == 0 else offsets[parts.start]
-    writer = SectionWriter(storage, file.key, low, size if is_whole else offsets[parts.stop], size)
+    writer = SectionWriter(storage, file.key, offsets[parts.start], size if is_whole else offsets[parts.stop], size)
     gathered = bytearray()
 
     def write(data: bytes | memoryview) -> None:
@@ -169,7 +164,6 @@ def _write_section(
 
     crcs: dict[int, int] = {}
     try:
-        write(file.header if parts.start == 0 else b"")
         for number in parts:
             part, crc = file.parts[number], 0
             write(part.before)
@@ -200,10 +194,11 @@ def _keep_finished(
     """Return the keys of files that an earlier attempt finished, and have rank 0 delete all other files. Collective."""
     there = dict(storage.list())
     left = [file for file in files if there.get(file.key) == sizes[file.key]]
+    mine = [left[i] for i in share((sizes[file.key] for file in left), comm.rank, comm.size)]
     finished = [
-        left[i].key
-        for i in share((sizes[file.key] for file in left), comm.rank, comm.size)
-        if finished_digests(storage, left[i].key, sizes[left[i].key], left[i].header, notes, _digests_key(left[i])) is not None
+        file.key
+        for file in mine
+        if finished_digests(storage, file.key, sizes[file.key], file.parts[0].before, notes, _digests_key(file)) is not None
     ]
 
     def without_others(of_ranks: list[Any]) -> list[str]:

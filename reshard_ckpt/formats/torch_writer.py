@@ -79,7 +79,7 @@ def _zip_file(key: str, records: Records, catalog: Catalog) -> NewFile:
     def end(crcs: Sequence[int]) -> bytes:
         return directory_of(records, (crc for part, crc in zip(parts, crcs, strict=True) if part.run is not None))
 
-    return NewFile(key, b"", parts, end)
+    return NewFile(key, parts, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class _Files:
 
     def all(self) -> list[NewFile]:
         """Return all files."""
-        return [NewFile(_file_key(number), b"", tuple(parts)) for number, parts in enumerate(self._parts) if parts]
+        return [NewFile(_file_key(number), tuple(parts)) for number, parts in enumerate(self._parts) if parts]
 
 
 def _file_key(number: int) -> str:
