@@ -16,19 +16,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from ...plugins import CatalogBuilder, FlatShard, Ints, LocalShard
 from ...plugins.errors import CorruptError, UnsupportedError
-from ...plugins.placements import row_major_strides
+from ...plugins.placements import parts_of_box, row_major_strides
 from ...plugins.states import values_of_all
 from ...plugins.torchfile import TorchFile
 from .names import parameter_name
 from .places import Params, local_shapes
-
-MAX_SEGMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +157,12 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
     if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
         raise UnsupportedError(f"{name}: a piece of its affine_map is no box of the tensor; save with reshard_ckpt instead")
-    # outer: how many leading dims of the piece are cut into single indices. The dims behind them are consecutive in the shard.
-    step, outer = 1, len(lengths)
-    while outer and (lengths[outer - 1] == 1 or dest_strides[outer - 1] == step):
-        outer -= 1
-        step *= lengths[outer]
-    num = prod(lengths[:outer])
     last = dest + sum((n - 1) * s for n, s in zip(lengths, dest_strides, strict=True))
-    if num > MAX_SEGMENTS or dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
-        raise UnsupportedError(f"{name}: a piece of its affine_map comes apart into {num} runs, or lies beyond the shard")
-    return [
-        FlatBox(
-            int(dest + np.dot(corner, dest_strides[:outer])) if outer else dest,
-            tuple(o + int(c) for o, c in zip(offsets[:outer], corner, strict=True)) + offsets[outer:],
-            (1,) * outer + lengths[outer:],
-        )
-        for corner in np.ndindex(*lengths[:outer])
-    ]
+    if dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
+        raise UnsupportedError(f"{name}: a piece of its affine_map lies beyond the shard; save with reshard_ckpt instead")
+    # Places are counted in elements of the shard, which stands for a file here.
+    parts = parts_of_box(offsets, lengths, tuple(dest_strides), 0, dest, 1, name)
+    return [FlatBox(part.offset, part.offsets, part.lengths) for part in parts]
 
 
 class ModelParallelParts:
