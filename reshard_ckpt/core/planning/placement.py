@@ -11,12 +11,10 @@ line of a tensor is the one with the lowest rank of its first run.
 The order in which several axes cut one dim, and the sections that they cut, follow from the pieces too (`_with_cuts`). A
 *hypothesis* is an order of the axes that cut a dim, and sections of the dim that the first axis cuts each on its own. It gives
 each rank some ranges of the dim. It holds if every piece lies in one range of its rank. Because the pieces of all ranks cover the
-tensor, it then gives each rank exactly the ranges that the rank holds.
+tensor, it then gives each rank exactly the ranges that the rank holds. Hypotheses are tested once for all tensors that lie alike:
 
-1. For all tensors at once, test the order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism,
-   and every axis that cuts alone.
-2. For the few other tensors, once for all that lie alike, test every other order, and then every order with the sections that the
-   pieces show.
+1. The order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism, and every axis that cuts alone.
+2. Every other order, and then every order with the sections that the pieces show.
 """
 
 from __future__ import annotations
@@ -169,6 +167,9 @@ def agreed(declared: Sequence[Placement]) -> Placement:
 Hypothesis = tuple[tuple[int, ...], Ints]
 """The axes that cut a dim, first to last, and the sections that the first axis cuts."""
 
+OpenDims = tuple[tuple[int, tuple[str, ...]], ...]
+"""Dims, each with the names of the axes that cut it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
@@ -195,37 +196,41 @@ def _with_cuts(
     wanted = {i: dims for i, p in enumerate(table.placements) if (dims := _open_dims(p))}
     if not wanted:
         return table
-    # asked[t]: the placement of tensor t lacks turns; fits[t]: inner axes cut first explains its pieces.
-    asked = np.isin(table.of_tensor, list(wanted))
+    cutting = sorted({mesh.axes.index(name) for dims in wanted.values() for _, names in dims for name in names})
     coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
-    fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, bounds, coordinates)
+    # One row for each piece from here on, and only one for ranks that differ on axes that cut nothing. where[i]: the coordinates
+    # of its rank on the axes that cut, as one number; begin[t]: the first row of tensor t.
+    where = np.ravel_multi_index(tuple(coordinates[:, cutting].T), [mesh.sizes[axis] for axis in cutting])[held.rank]
+    rows = np.flatnonzero(is_new(held.tensor, held.box, where))
+    where, rank, box = where[rows], held.rank[rows], held.box[rows]
+    begin = np.searchsorted(held.tensor[rows], np.arange(len(shape) + 1)).tolist()
     # number: the distinct placements of the result, numbered in order; of_tensor[t]: the number of tensor t's.
     number: dict[Placement, int] = {}
     of_tensor = np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64)[table.of_tensor]
+    searched: dict[object, dict[int, Hypothesis]] = {}
     known: dict[object, int] = {}
-    for t in np.flatnonzero(asked & ~fits).tolist():
-        rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
-        rank, box = held.rank[rows], held.box[rows]
+    asked = np.flatnonzero(np.isin(table.of_tensor, list(wanted)))
+    for t, at in zip(asked.tolist(), table.of_tensor[asked].tolist(), strict=True):
+        own, dims = slice(begin[t], begin[t + 1]), wanted[at]
         # Tensors with equal shapes and pieces, as in equal layers, share one answer.
-        key = (int(table.of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
-        if key not in known:
-            found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], low[box], high[box])
-            known[key] = number.setdefault(_filled(mesh, table.placements[key[0]], found), len(number))
-        of_tensor[t] = known[key]
-    for i in np.unique(table.of_tensor[fits]).tolist():
-        # By dim, the axes that shard it, innermost first.
-        found = {dim: (tuple(sorted(map(mesh.axes.index, names), reverse=True)), ()) for dim, names in wanted[i].items()}
-        of_tensor[fits & (table.of_tensor == i)] = number.setdefault(_filled(mesh, table.placements[i], found), len(number))
+        alike = dims, shape[t].tobytes(), where[own].tobytes(), box[own].tobytes()
+        if (at, alike) not in known:
+            if alike not in searched:
+                pieces = coordinates[rank[own]], low[box[own]], high[box[own]]
+                searched[alike] = _search(mesh, dims, shape[t], int(ndim[t]), *pieces)
+            known[at, alike] = number.setdefault(_filled(mesh, table.placements[at], searched[alike]), len(number))
+        of_tensor[t] = known[at, alike]
     return PlacementTable(list(number), of_tensor)
 
 
-def _open_dims(placement: Placement) -> dict[int, list[str]]:
-    """Map each dim that lacks the turn of some axis to all axes that shard it."""
+def _open_dims(placement: Placement) -> OpenDims:
+    """List each dim that lacks the turn of some axis, with all axes that shard it."""
     by_dim: dict[int, list[AxisPlacement]] = {}
     for p in placement:
         if p.kind == "shard" and p.dim is not None:
             by_dim.setdefault(p.dim, []).append(p)
-    return {dim: [p.axis for p in axes] for dim, axes in by_dim.items() if len({p.turn for p in axes} - {None}) < len(axes)}
+    lacking = ((dim, axes) for dim, axes in by_dim.items() if len({p.turn for p in axes} - {None}) < len(axes))
+    return tuple((dim, tuple(p.axis for p in axes)) for dim, axes in lacking)
 
 
 def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -> Placement:
@@ -241,49 +246,8 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
     return tuple(map(fill, placement))
 
 
-def _inner_first_fits(
-    mesh: Mesh,
-    table: PlacementTable,
-    asked: Mask,
-    shape: I64,
-    ndim: I64,
-    held: PieceTable,
-    bounds: tuple[I64, I64],
-    coordinates: I64,
-) -> Mask:
-    """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
-    # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.
-    dims = np.full((len(table.placements), len(mesh.axes)), -1, np.int64)
-    for i, placement in enumerate(table.placements):
-        for p in placement:
-            if p.kind == "shard" and p.dim is not None:
-                dims[i, mesh.axes.index(p.axis)] = p.dim
-    rows = np.flatnonzero(asked[held.tensor])
-    cutting = [axis for axis in range(len(mesh.axes)) if (dims[:, axis] >= 0).any()]
-    # Rows come in order of tensor and box. Ranks that differ only on axes that cut nothing are tested once.
-    rank = held.rank[rows]
-    rows = rows[is_new(held.tensor[rows], held.box[rows], *(coordinates[rank, axis] for axis in cutting))]
-    where, tensor, box = coordinates[held.rank[rows]], held.tensor[rows], held.box[rows]
-    # first, length: the range of its tensor that the rank of each row has on each dim: all of it, before any axis cuts.
-    first, length = np.zeros((len(rows), shape.shape[1]), np.int64), shape[tensor]
-    for axis in reversed(cutting):
-        dim = dims[table.of_tensor[tensor], axis]
-        at = np.flatnonzero(dim >= 0)
-        # column: the padded dim that this axis cuts; step: the length of a part. torch.chunk makes all parts but the last equal.
-        column = dim[at] + shape.shape[1] - ndim[tensor[at]]
-        step = -(-length[at, column] // mesh.sizes[axis])
-        skipped = np.minimum(where[at, axis] * step, length[at, column])
-        first[at, column] += skipped
-        length[at, column] = np.minimum(step, length[at, column] - skipped)
-    # within: the piece lies, on each dim, in the range of its rank. One piece outside refutes its tensor.
-    within = (bounds[0][box] >= first) & (bounds[1][box] <= first + length)
-    fits = np.array(asked, bool)
-    fits[tensor[np.flatnonzero(~within.all(axis=1))]] = False
-    return fits
-
-
 def _search(
-    mesh: Mesh, dims: Mapping[int, Sequence[str]], shape: I64, ndim: int, where: I64, low: I64, high: I64
+    mesh: Mesh, dims: OpenDims, shape: I64, ndim: int, where: I64, low: I64, high: I64
 ) -> dict[int, Hypothesis]:
     """Find for each dim of one tensor the first hypothesis that holds; a dim that none explains is left out.
 
@@ -295,7 +259,7 @@ def _search(
         The bounds of the pieces.
     """
     out: dict[int, Hypothesis] = {}
-    for dim, names in dims.items():
+    for dim, names in dims:
         column = dim + len(shape) - ndim
         size, pieces = int(shape[column]), np.stack([low[:, column], high[:, column]], axis=1)
         found = next((h for h in _hypotheses(mesh, names, size, where, pieces) if _holds(mesh, h, size, where, pieces)), None)
