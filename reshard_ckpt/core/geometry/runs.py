@@ -183,47 +183,26 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     return cut.take(np.argsort(cut.parent, kind="stable"))
 
 
-def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64, I64, I64]:
-    """Write each run that is exactly a box as that box; leave the others unchanged.
+def as_boxes(lengths: I64, start: I64, count: I64) -> tuple[Mask, I64, I64]:
+    """Tell which runs of boxes are boxes themselves; no run may be empty.
 
     Returns
     -------
-    offsets, lengths, start, count
-        The same runs; a run that is exactly one box has ``start`` 0 and ``count`` equal to the box's volume.
+    is_box, offsets, lengths
+        For each run whether it is exactly a box, and the offsets of that box in the box of the run, and its lengths.
 
     Examples
     --------
-    >>> o, l, s, c = as_boxes(np.array([[4, 0]]), np.array([[4, 3]]), np.array([3]), np.array([6]))
-    >>> o.tolist(), l.tolist(), s.tolist(), c.tolist()
-    ([[5, 0]], [[2, 3]], [0], [6])
+    >>> is_box, offsets, lengths = as_boxes(np.array([[4, 3], [4, 3]]), np.array([3, 4]), np.array([6, 6]))
+    >>> is_box.tolist(), offsets[0].tolist(), lengths[0].tolist()
+    ([True, False], [1, 0], [2, 3])
     """
-    partial = np.flatnonzero((count > 0) & (count != volumes(lengths)))
-    if len(partial) == 0:
-        return offsets, lengths, start, count
-    offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
-    # size, strides, begin, num and done have an entry for each partial run from here on.
-    size = lengths.take(partial, axis=0)
-    strides = strides_of(size)
-    begin, num = start[partial], count[partial]
-    done = np.zeros(len(partial), bool)
-    for dim in range(lengths.shape[1]):
-        # A run is a box if it is whole slices of this dim within one slice of the next outer dim. Cheap tests first: few runs
-        # pass.
-        some = np.flatnonzero(~done & (num <= strides[:, dim] * size[:, dim]))
-        some = some[num[some] % strides[some, dim] == 0]
-        # digits: where the run begins; slices: how many slices of this dim it covers; even: it begins where a slice begins.
-        digits = begin[some, None] // strides[some]
-        slices = num[some] // strides[some, dim]
-        even = digits[:, dim] * strides[some, dim] == begin[some]
-        # alone: these runs do not reach over the end of the outer slice, so each is a box.
-        alone = np.flatnonzero(even & (digits[:, dim] % size[some, dim] + slices <= size[some, dim]))
-        rows = partial[some[alone]]
-        offsets[rows] += digits[alone] % size[some[alone]]
-        lengths[rows, :dim] = 1
-        lengths[rows, dim] = slices[alone]
-        start[rows] = 0
-        done[some[alone]] = True
-    return offsets, lengths, start, count
+    strides = strides_of(lengths)
+    first, last = (_digits(element, strides, lengths) for element in (start, start + count - 1))
+    # A box has all of each dim inside the outermost dim on which the first and the last element differ.
+    differ = np.logical_or.accumulate(first != last, axis=1)
+    is_whole = (first == 0) & (last == lengths - 1)
+    return (is_whole[:, 1:] | ~differ[:, :-1]).all(axis=1), first, last - first + 1
 
 
 def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:

@@ -87,32 +87,25 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
 
 def _cut_stream(group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
     """Cut the items of a group, end to end, into one part for each rank; add the bytes of each rank to `loads`."""
-    # ends[i]: bytes of the stream up to the end of item i; quota: bytes for each rank; at: the cuts, in bytes of the stream.
+    # first[i], ends[i]: the bytes of the stream before item i, and up to its end; quota: bytes for each rank; at: the cuts.
     items = group.items
-    ends = np.cumsum(num_elements[items] * item_bytes[items])
+    each, ends = item_bytes[items], np.cumsum(num_elements[items] * item_bytes[items])
+    first = ends - num_elements[items] * each
     quota = level(loads[group.ranks], int(ends[-1]))
     at = np.cumsum(quota)[:-1]
     # where[c]: the item in which cut c lies; element[c]: the element of that item before which it cuts.
     where = np.minimum(np.searchsorted(ends, at, side="right"), len(items) - 1)
-    cut_item = items[where]
-    begin = ends[where] - num_elements[cut_item] * item_bytes[cut_item]
-    element = (at - begin) // item_bytes[cut_item]
+    element = (at - first[where]) // each[where]
     # A cut moves to a multiple of `step` elements: a slice if slices are small enough, else one element.
     tolerance = min(ROW_ALIGN_BYTES, int(ends[-1]) // (50 * len(group.ranks)))
-    step = np.where(slice_elements[cut_item] * item_bytes[cut_item] <= tolerance, slice_elements[cut_item], 1)
-    element = np.minimum((element + step // 2) // step * step, num_elements[cut_item])
-    # Parts lie between neighbouring bounds, which are the beginnings of the items and the cuts. turn: the cuts before a bound.
-    bound_item = np.concatenate([np.arange(len(items)), where])
-    bound_element = np.concatenate([np.zeros(len(items), np.int64), element])
-    turn = np.concatenate([np.zeros(len(items), np.int64), np.arange(1, len(at) + 1)])
-    order = np.lexsort((turn, bound_element, bound_item))
-    bound_item, bound_element = bound_item[order], bound_element[order]
-    turn = np.maximum.accumulate(turn[order])
-    # stop: where the part ends: at the next bound of the same item, or at the item's end.
-    next_item = np.append(bound_item[1:], -1)
-    stop = np.where(next_item == bound_item, np.append(bound_element[1:], 0), num_elements[items[bound_item]])
-    count = stop - bound_element
-    keep = count > 0
-    item, rank = items[bound_item[keep]], group.ranks[turn[keep]]
-    np.add.at(loads, rank, count[keep] * item_bytes[item])
-    return Assigned(item, rank, bound_element[keep], count[keep])
+    slices = slice_elements[items[where]]
+    step = np.where(slices * each[where] <= tolerance, slices, 1)
+    element = np.minimum((element + step // 2) // step * step, num_elements[items[where]])
+    at = first[where] + element * each[where]
+    # A part lies between two neighbouring bounds, which are the beginnings of the items and the cuts.
+    bounds = np.unique(np.concatenate([first, at, ends[-1:]]))
+    begin, num_bytes = bounds[:-1], np.diff(bounds)
+    part = np.searchsorted(ends, begin, side="right")
+    rank = group.ranks[np.searchsorted(at, begin, side="right")]
+    np.add.at(loads, rank, num_bytes)
+    return Assigned(items[part], rank, (begin - first[part]) // each[part], num_bytes // each[part])

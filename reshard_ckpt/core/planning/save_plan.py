@@ -182,17 +182,15 @@ def _catalog_tables(
     tables: MergedTables, placement: I64, boxes: BoxTable, tensor: I64, box: I64, start: I64, count: I64
 ) -> CatalogTables:
     """Make the tables from the write items: the runs ``start, count`` of boxes. A run that is exactly a box becomes that box."""
-    # part[i]: a run that is not all of its box; whole[j]: whether run part[j] is a box of its own.
+    # part: runs that are not all of their box; from the third line on, only those that are a box of their own.
     part = np.flatnonzero((count > 0) & (count != volumes(boxes.lengths)[box]))
-    of_part = box[part]
-    offsets, lengths, begin, _ = as_boxes(
-        boxes.offsets.take(of_part, axis=0), boxes.lengths.take(of_part, axis=0), start[part], count[part]
-    )
-    whole = np.flatnonzero(count[part] == volumes(lengths))
+    is_box, offsets, lengths = as_boxes(boxes.lengths.take(box[part], axis=0), start[part], count[part])
+    part, offsets, lengths = part[is_box], offsets[is_box], lengths[is_box]
+    offsets += boxes.offsets[box[part]]
     # box[i]: the box of run i, as an index in the given boxes, which are followed by the new boxes of `part`.
     box, start = box.copy(), start.copy()
-    box[part[whole]], start[part[whole]] = len(boxes.offsets) + np.arange(len(whole)), begin[whole]
-    all_boxes = np.hstack([np.vstack([boxes.offsets, offsets[whole]]), np.vstack([boxes.lengths, lengths[whole]])])
+    box[part], start[part] = len(boxes.offsets) + np.arange(len(part)), 0
+    all_boxes = np.hstack([np.vstack([boxes.offsets, offsets]), np.vstack([boxes.lengths, lengths])])
     # number[b]: the number in the catalog of box b, if a run uses it.
     is_used = np.zeros(len(all_boxes), bool)
     is_used[box] = True
