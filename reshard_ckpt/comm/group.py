@@ -5,8 +5,8 @@
 2. Rank 0 writes the address of that store and a nonce into the job's own store; all keys of the group begin with the nonce. Under
    ``torchrun --max-restarts`` the job's store outlives the workers, so the address may be that of a dead attempt. A rank accepts
    an address only if a store answers there that knows the nonce; else it waits for the address of the living rank 0.
-3. No collective runs, with one exception: if the job has no store, or one that cannot append (`FileStore`), rank 0 broadcasts
-   the address as one small tensor.
+3. No collective runs, with one exception: if the job has no store, or one that cannot append (`FileStore`), rank 0 hosts one in
+   its place, and broadcasts the address as one small tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed import DistError
 
 from ..errors import PeerError, UsageError
 from .bounded import BoundedStore, Line, bounded, held, named_failure
-from .home import REPLY_S, Home, HostedHome, SettledHome, own_address
+from .home import REPLY_S, Home, own_address
 
 _ADDRESS_BYTES = 256
 
@@ -143,18 +143,16 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
 
 def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
-    line = _shared_line()
+    line, store = _shared_line(), _default_store()
     if line is None:
         device = torch.empty(0, device=device_of(group)).device  # with its index: another thread may have another current device
         begin = partial(_own_store, group, device)
-        store = bounded(begin, timeout_s, "the ranks did not spread the address of their key-value store")
-        line = Line(lambda _: store)
-        return Group(rank, size, line, prefix, SettledHome(line, rank, size, timeout_s))
-    store = _default_store()
+        own = store = bounded(begin, timeout_s, "the ranks did not spread the address of their key-value store")
+        line = Line(lambda _: own)
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = store.host if isinstance(store, _STORES.TCPStore) else _usual_host()
-    return Group(rank, size, line, prefix, HostedHome(line, f"{prefix}/home", rank, size, host))
+    return Group(rank, size, line, prefix, Home(line, f"{prefix}/home", rank, size, host))
 
 
 def _usual_host() -> str:

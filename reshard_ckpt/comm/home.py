@@ -1,6 +1,6 @@
 """The key-value store of a group's sessions: hosted by rank 0, found by the other ranks, and used by this group alone.
 
-1. Rank 0 starts the store, draws a nonce, and writes the store's address and the nonce into the job's store (`HostedHome`).
+1. Rank 0 starts the store, draws a nonce, and writes the store's address and the nonce into the job's store.
 2. The others read the address again and again, until a store answers there that knows the nonce. The address of a dead attempt
    leads to no store, or to one with another nonce.
 3. The last rank to come removes the address.
@@ -15,7 +15,7 @@ import time
 import uuid
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -37,35 +37,8 @@ _LAST_PAUSE_S = 0.25
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
-class Home(Protocol):
-    """The place of a group's sessions: a key-value store, found in one of several ways."""
-
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
-        """Return the store of a session, limited to its own keys, and the ranks of this machine.
-
-        Raises
-        ------
-        PeerError
-            Rank 0 has not come within `timeout_s`, or the job's store is gone.
-        """
-
-
-class SettledHome:
-    """A home in a store whose address all ranks know already."""
-
-    def __init__(self, line: Line, rank: int, size: int, timeout_s: float) -> None:
-        self._line = line
-        self._node = Node(Peers(rank, size))
-        self._node.peers.arrive(line.open(timeout_s).below("home"))
-
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
-        with named_failure(f"{title}: the job's key-value store does not answer"):
-            root = self._line.open(timeout_s).below("home")
-        return root.below(name), Neighbours(self._node, root)
-
-
-class HostedHome:
-    """A home that rank 0 hosts, and whose address it writes into the job's store.
+class Home:
+    """The place of a group's sessions: a key-value store that rank 0 hosts, and whose address it writes into the job's store.
 
     Parameters
     ----------
@@ -84,6 +57,13 @@ class HostedHome:
         self._has_met = False
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
+        """Return the store of a session, limited to its own keys, and the ranks of this machine.
+
+        Raises
+        ------
+        PeerError
+            Rank 0 has not come within `timeout_s`, or the job's store is gone.
+        """
         with named_failure(f"{title}: the job's key-value store does not answer"):
             with held(self._lock, timeout_s, f"{title}: the ranks did not meet"):
                 if not self._has_met:

@@ -17,7 +17,7 @@ from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm import peers as peers_module
 from reshard_ckpt.comm.bounded import Line
 from reshard_ckpt.comm.group import SessionCounter
-from reshard_ckpt.comm.home import HostedHome
+from reshard_ckpt.comm.home import Home
 from reshard_ckpt.comm.peers import Peers
 from reshard_ckpt.comm.sessions import _session
 from reshard_ckpt.comm.wire import Refusal, decode_frames
@@ -79,7 +79,7 @@ def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
     job = tcp_store()
     job.set("home", LEFT[left](other))
     meeting = Meeting(job)
-    homes = [HostedHome(line(meeting if rank else job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    homes = [Home(line(meeting if rank else job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(homes[1].session("3", title="save '/a'", timeout_s=600)[0]))
     thread.start()
@@ -96,7 +96,7 @@ def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
 def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
     """Rank 1 has given up before there was any store; its next call tells rank 0, which still waits in the first session."""
     job = tcp_store()
-    homes = [HostedHome(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    homes = [Home(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
     counters = [SessionCounter(), SessionCounter()]
 
     def call(rank: int, subject: str, timeout_s: float = 600) -> str:
@@ -146,7 +146,7 @@ class Late:
 
 def test_a_rank_whose_reply_was_lost_counts_once(monkeypatch: pytest.MonkeyPatch):
     job, prefixed = tcp_store(), dist.PrefixStore
-    homes = [HostedHome(line(job), "home", rank, 3, "127.0.0.1") for rank in range(3)]
+    homes = [Home(line(job), "home", rank, 3, "127.0.0.1") for rank in range(3)]
     homes[0].session("0", title="save", timeout_s=600)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "PrefixStore", lambda name, store: Late(prefixed(name, store), "add"))
@@ -160,10 +160,10 @@ def test_a_rank_whose_reply_was_lost_counts_once(monkeypatch: pytest.MonkeyPatch
 
 def test_rank_0_whose_reply_was_lost_stays_at_the_address_that_others_may_have_read():
     job = tcp_store()
-    late = HostedHome(line(Late(job, "set")), "home", 0, 2, "127.0.0.1")
+    late = Home(line(Late(job, "set")), "home", 0, 2, "127.0.0.1")
     with pytest.raises(PeerError, match="the reply was lost"):
         late.session("0", title="save", timeout_s=600)
-    other = HostedHome(line(job), "home", 1, 2, "127.0.0.1").session("1", title="save", timeout_s=600)[0]
+    other = Home(line(job), "home", 1, 2, "127.0.0.1").session("1", title="save", timeout_s=600)[0]
     late.session("1", title="save", timeout_s=600)[0].set("word", b"of rank 0")
     assert other.check(["word"])
 
@@ -173,7 +173,7 @@ def test_a_store_of_the_job_that_is_gone_is_a_named_error():
     client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
     del job
     with pytest.raises(PeerError, match="save '/a': the job's key-value store does not answer"):
-        HostedHome(line(client), "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=600)
+        Home(line(client), "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=600)
 
 
 @pytest.mark.parametrize(

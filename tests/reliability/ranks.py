@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 import reshard_ckpt.comm.sessions as comm_module
 from reshard_ckpt.checkpoint import loading, saving
-from reshard_ckpt.comm.bounded import Line
+from reshard_ckpt.comm.bounded import BoundedStore, Line
 from reshard_ckpt.comm.group import Group
-from reshard_ckpt.comm.home import SettledHome
+from reshard_ckpt.comm.node import Neighbours, Node
+from reshard_ckpt.comm.peers import Peers
 from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving.handle import SaveQueue
@@ -36,6 +37,18 @@ class OfRank:
         return getattr(getattr(LOCAL, self._name, self._alone), attribute)
 
 
+class SettledHome:
+    """A home in a store that all ranks have already."""
+
+    def __init__(self, line: Line, rank: int, size: int) -> None:
+        self._line, self._node = line, Node(Peers(rank, size))
+        self._node.peers.arrive(line.open(600).below("home"))
+
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
+        root = self._line.open(timeout_s).below("home")
+        return root.below(name), Neighbours(self._node, root)
+
+
 class Job:
     """Ranks that live as long as this: each remembers its calls."""
 
@@ -43,7 +56,7 @@ class Job:
         self.size = size
         self.store = dist.HashStore()
         lines = [Line(lambda _: self.store) for _ in range(size)]
-        self._groups = [Group(rank, size, line, "job", SettledHome(line, rank, size, 600)) for rank, line in enumerate(lines)]
+        self._groups = [Group(rank, size, line, "job", SettledHome(line, rank, size)) for rank, line in enumerate(lines)]
         self._keys_of_group = int(self.store.num_keys())  # who is there, as long as it lasts
         self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]

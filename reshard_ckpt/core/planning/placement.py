@@ -13,7 +13,7 @@ The order in which several axes cut one dim, and the sections that they cut, fol
 each rank some ranges of the dim. It holds if every piece lies in one range of its rank. Because the pieces of all ranks cover the
 tensor, it then gives each rank exactly the ranges that the rank holds. Hypotheses are tested once for all tensors that lie alike:
 
-1. The order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism, and every axis that cuts alone.
+1. The order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism, and any axis that cuts alone.
 2. Every other order, and then every order with the sections that the pieces show.
 """
 
