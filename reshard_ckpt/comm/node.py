@@ -165,6 +165,7 @@ class NodeComm(StoreComm):
         if self._near is None:
             self._send(frame)
             return
+        self._sender = self._leader
 
         def arrive(store: KeyValueStore) -> None:
             store.append(self._key("in"), encode_frames([frame]))
@@ -242,11 +243,10 @@ class NodeComm(StoreComm):
         """Copy a decision into the machine's store. The leader names its call, and copies the payload of its machine before."""
         if self._near is None:
             return  # it is lost, but rank 0 had let the step pass
-        _, is_inline, inline = decision.partition(INLINE)
-        if call == "broadcast" and not is_inline and self._store.check([f"{self._key('all')}/0"]):
+        if call == "broadcast" and INLINE not in decision and self._store.check([f"{self._key('all')}/0"]):
             Payloads(self._near).save({self._key("all"): self._payloads.load(self._key("all"))})
         to = self._key("to", self.rank)
-        if call == "scatter" and self._block(inline) == (self.rank, True) and self._store.check([f"{to}/0"]):
+        if call == "scatter" and self._store.check([f"{to}/0"]):
             Payloads(self._near).save({to: self._payloads.take(to)})
         self._near.set(self._key("decision"), decision)
 
@@ -255,9 +255,9 @@ class NodeComm(StoreComm):
             return Payloads(self._near).load(key)
         return super()._payload_of_all(key)
 
-    def _payload_of_block(self, key: str, is_shared: bool) -> bytes:
-        if not is_shared or (self._near is None and self.rank == self._leader):
-            return super()._payload_of_block(key, is_shared)
+    def _payload_of_sender(self, key: str) -> bytes:
+        if self._sender == self.rank and (self._near is None or self.rank != self._leader):
+            return super()._payload_of_sender(key)
         payloads = []
         with self._leader_answers():
             if self._near is not None:

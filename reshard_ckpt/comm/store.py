@@ -6,8 +6,8 @@ all ranks go on, or all raise the same error. Ranks wait for decisions, and rank
 
 1. *To rank 0* (gather): each rank appends its message to the step's inbox. The last rank to do so sets a key, the *bell*. Rank 0
    waits for the bell, not for each rank: one wait and one read for any number of ranks. Then it writes the decision.
-2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision. In a scatter the payloads of ranks whose
-   messages have come together, as those of one machine do, are one payload; the decision says which ranks share one.
+2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision. In a scatter the payloads of all ranks
+   whose messages one rank has sent, as the leader of a machine does, are one payload.
 3. *Failure*: a rank that raises writes its refusal into the first undecided step, and rings the bell of that step, because rank 0
    may wait there. A session begins and ends with a gather, so every failure inside it is seen.
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
@@ -27,11 +27,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.distributed import DistError
 
 from ..errors import PeerError
@@ -39,7 +37,7 @@ from .bounded import BoundedStore, StoreLost, Waiting
 from .calls import call_of, disagreement, expired, processes_ended, too_late
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
-from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of, sent_together
+from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of
 
 # The decisions that let a step pass: the name of rank 0's call in that step.
 _PASSED = (b"gather", b"broadcast", b"scatter")
@@ -93,7 +91,7 @@ class StoreComm:
         self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
         self._step, self._look_at = 0, 0.0
-        self._inbox = b""
+        self._inbox, self._sender = b"", rank
         self._given_up_before = _given_up
         self._refusal: Refusal | None = None
         self._undo: tuple[int, Callable[[], None]] | None = None
@@ -132,32 +130,20 @@ class StoreComm:
         with self._reachable():
             self._stop_if_over()
             if self.rank:
-                to = self._key("to")
-                first, is_shared = self._block(self._await_decision("scatter"))
-                shared = self._payload_of_block(f"{to}/{first}", is_shared)
+                to = self._key("to", self._sender)
+                self._await_decision("scatter")
+                shared = self._payload_of_sender(to)
                 return next(frame.payload for frame in decode_frames(shared) if frame.rank == self.rank)
             assert payloads is not None
             assert len(payloads) == self.size
-            frames = [Frame(rank, False, bytes(payload)) for rank, payload in enumerate(payloads)]
-            begins = self._begins_block()
-            bounds = pairwise([*np.flatnonzero(begins).tolist(), self.size])
-            self._payloads.save({self._key("to", a): encode_frames(frames[a:b]) for a, b in bounds if a})
-            self._decide("scatter", np.packbits(begins).tobytes())
+            senders = {frame.rank: frame.sender for frame in decode_frames(self._inbox)}
+            shared_by: dict[int, list[Frame]] = {}
+            for rank in range(1, self.size):
+                sender = senders.get(rank, rank)
+                shared_by.setdefault(sender, []).append(Frame(rank, sender, False, bytes(payloads[rank])))
+            self._payloads.save({self._key("to", sender): encode_frames(frames) for sender, frames in shared_by.items()})
+            self._decide("scatter")
             return bytes(payloads[0])
-
-    def _begins_block(self) -> NDArray[np.bool_]:
-        """Divide the ranks into blocks, whose messages of the last gather came together; mark the first rank of each."""
-        begins = np.ones(self.size, bool)
-        for ranks in sent_together(self._inbox):
-            if ranks[-1] - ranks[0] == len(ranks) - 1:
-                begins[ranks[0] + 1 : ranks[-1] + 1] = False
-        return begins
-
-    def _block(self, begins: bytes | None) -> tuple[int, bool]:
-        """Return the first rank of this rank's block, from the decision of a scatter, and whether the block has other ranks."""
-        bits = np.unpackbits(np.frombuffer(begins or b"", np.uint8), count=self.size)
-        first = int(np.flatnonzero(bits[: self.rank + 1])[-1])
-        return first, first < self.rank or not bits[self.rank + 1 : self.rank + 2].all()
 
     def count(self, amount: int) -> int:
         with self._reachable():
@@ -345,7 +331,7 @@ class StoreComm:
     def miss(self, call: bytes, reason: PeerError) -> None:
         """Give up a session to which this rank came before the store existed; tell the others so."""
         with self._reachable():
-            self._store.append(self._key("in"), encode_frames([Frame(self.rank, False, call)]))
+            self._store.append(self._key("in"), encode_frames([Frame(self.rank, self.rank, False, call)]))
             self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
         self.leave(waits=False)
 
@@ -367,16 +353,18 @@ class StoreComm:
             self._payloads.save({self._key("from", self.rank): payload})
         # Rank 0 keeps its own payload. Its frame shows the others that it has arrived; with `shown`, also its call.
         is_empty = separate or (self.rank == 0 and not shown)
-        frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
-        self._post(frame)
+        self._post(Frame(self.rank, self.rank, separate, b"" if is_empty else bytes(payload)))
 
     def _post(self, frame: Frame) -> None:
         """Send this rank's message of a step on its way to rank 0."""
         self._send(frame)
 
     def _send(self, *frames: Frame) -> None:
+        """Send messages to rank 0: that of this rank, or of several ranks of its machine."""
+        self._sender = self.rank
+
         def arrive(store: KeyValueStore) -> None:
-            store.append(self._key("in"), encode_frames(frames))
+            store.append(self._key("in"), encode_frames(replace(frame, sender=self.rank) for frame in frames))
             if store.add(self._key("arrived"), len(frames)) == self.size:
                 store.set(self._key("bell"), b"")
 
@@ -413,7 +401,8 @@ class StoreComm:
     def _payload_of_all(self, key: str) -> bytes:
         return self._payloads.load(key)
 
-    def _payload_of_block(self, key: str, is_shared: bool) -> bytes:
+    def _payload_of_sender(self, key: str) -> bytes:
+        """Return the payloads of a scatter for all ranks whose messages of the last gather `_sender` has sent."""
         return self._payloads.take(key)
 
     def _apply(self, decision: bytes, call: str) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from .. import errors
 from ..errors import CheckpointError, MismatchError, PeerError
 
-_FRAME = struct.Struct("<IBI")
-_FOLLOWS = 2
+_FRAME = struct.Struct("<IIBI")
 
 # A refusal is one value of the store, of at most 8 MiB, and JSON may take 12 bytes for a character.
 _MAX_MESSAGE_CHARS = 64 << 10
@@ -22,25 +21,20 @@ _MAX_NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One rank's message in an inbox. If `separate`, the payload has a key of its own, and `payload` here is empty.
+    """One rank's message in an inbox, and the rank that sent it: itself, or the one that speaks for the ranks of its machine.
 
-    If `follows`, it was sent together with the frame before it, by the rank that speaks for their machine.
+    If `separate`, the payload has a key of its own, and `payload` here is empty.
     """
 
     rank: int
+    sender: int
     separate: bool
     payload: bytes
-    follows: bool = False
 
 
 def encode_frames(frames: Iterable[Frame]) -> bytes:
     """Encode frames that are sent together."""
-    return b"".join(
-        [
-            _FRAME.pack(frame.rank, frame.separate + _FOLLOWS * (i > 0), len(frame.payload)) + frame.payload
-            for i, frame in enumerate(frames)
-        ]
-    )
+    return b"".join([_FRAME.pack(f.rank, f.sender, f.separate, len(f.payload)) + f.payload for f in frames])
 
 
 def decode_frames(inbox: bytes) -> Iterator[Frame]:
@@ -49,24 +43,12 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
     while position < len(inbox):
         if position + _FRAME.size > len(inbox):
             raise _foreign(inbox)
-        rank, flags, length = _FRAME.unpack_from(inbox, position)
+        rank, sender, separate, length = _FRAME.unpack_from(inbox, position)
         position += _FRAME.size
-        if flags > 1 + _FOLLOWS or position + length > len(inbox):
+        if separate > 1 or position + length > len(inbox):
             raise _foreign(inbox)
-        yield Frame(rank, bool(flags & 1), inbox[position : position + length], bool(flags & _FOLLOWS))
+        yield Frame(rank, sender, bool(separate), inbox[position : position + length])
         position += length
-
-
-def sent_together(inbox: bytes) -> Iterator[list[int]]:
-    """Yield the ranks of frames that were sent together, ascending, for each such run of frames in an inbox."""
-    ranks: list[int] = []
-    for frame in decode_frames(inbox):
-        if ranks and not frame.follows:
-            yield sorted(ranks)
-            ranks = []
-        ranks.append(frame.rank)
-    if ranks:
-        yield sorted(ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.comm import StoreComm, payloads
 from reshard_ckpt.comm import node as node_module
 from reshard_ckpt.comm import store as store_module
-from reshard_ckpt.comm.node import Node
+from reshard_ckpt.comm.node import Node, NodeComm
 from reshard_ckpt.comm.wire import Refusal
 from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
 from reshard_ckpt.storage import MissingKey
@@ -359,6 +359,32 @@ def test_the_ranks_of_a_machine_get_their_parts_of_a_scatter_in_one_payload(monk
     assert calls[2] == calls[3] == []
     assert Counter(calls[0])["multi_set"] == 2
     assert [Counter(calls[rank])["delete_key"] for rank in (1, 4)] == [1, 1]
+    assert server.num_keys() == 0
+
+
+def test_a_scatter_reaches_ranks_whose_messages_their_leader_sends_after_its_own(monkeypatch: pytest.MonkeyPatch):
+    """They come so late to the gather before that their leader has stopped waiting for them."""
+    server = Server("tcp")
+    nodes, sent, ends, send = joined(server, [(0,), (1, 2, 3)]), threading.Event(), NodeComm._ends, NodeComm._send
+
+    def stops_waiting(self: NodeComm, *args: Any) -> bool:
+        return (self.rank != 1 or self._step != 1 or sent.is_set()) and ends(self, *args)
+
+    def sends(self: NodeComm, *frames: Any) -> None:
+        send(self, *frames)
+        if self.rank == self._step == 1:
+            sent.set()
+
+    monkeypatch.setattr(NodeComm, "_ends", stops_waiting)
+    monkeypatch.setattr(NodeComm, "_send", sends)
+
+    def body(comm: StoreComm) -> bytes:
+        assert comm.rank < 2 or sent.wait(600)
+        comm.gather(b"")
+        return comm.scatter([b"part %d" % rank for rank in range(4)] if comm.rank == 0 else None)
+
+    outcomes = run_session(server, 4, body, timeout_s=60, nodes=nodes)
+    assert outcomes == [b"part %d" % rank for rank in range(4)]
     assert server.num_keys() == 0
 
 
