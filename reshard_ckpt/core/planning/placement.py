@@ -246,9 +246,7 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
     return tuple(map(fill, placement))
 
 
-def _search(
-    mesh: Mesh, dims: OpenDims, shape: I64, ndim: int, where: I64, low: I64, high: I64
-) -> dict[int, Hypothesis]:
+def _search(mesh: Mesh, dims: OpenDims, shape: I64, ndim: int, where: I64, low: I64, high: I64) -> dict[int, Hypothesis]:
     """Find for each dim of one tensor the first hypothesis that holds; a dim that none explains is left out.
 
     Parameters

@@ -182,7 +182,7 @@ def _catalog_tables(
     tables: MergedTables, placement: I64, boxes: BoxTable, tensor: I64, box: I64, start: I64, count: I64
 ) -> CatalogTables:
     """Make the tables from the write items: the runs ``start, count`` of boxes. A run that is exactly a box becomes that box."""
-    # part: runs that are not all of their box; from the third line on, only those that are a box of their own.
+    # part: runs that are not all of their box; after the third line, the runs that are boxes themselves.
     part = np.flatnonzero((count > 0) & (count != volumes(boxes.lengths)[box]))
     is_box, offsets, lengths = as_boxes(boxes.lengths.take(box[part], axis=0), start[part], count[part])
     part, offsets, lengths = part[is_box], offsets[is_box], lengths[is_box]
