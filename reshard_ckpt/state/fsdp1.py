@@ -8,7 +8,7 @@ parameters, a run of one or two others, and nothing of the rest:
    module's parameter. Otherwise it is a view into the flat parameter, and an optimizer knows only that.
 3. A buffer that mixed precision has cast is copied to its first dtype, as FSDP1's own state dict does, and copied back after a
    load.
-4. An optimizer of flat parameters has state of them alone. `StateOfParts` shows it by parts.
+4. An optimizer of flat parameters has state of them alone. `FlatState` divides it by parts.
 5. After a load, parameters that a forward left gathered are freed, so that the next forward gathers the loaded ones.
 
 torch has no public way to these facts. All private names that this library needs of FSDP1 are in this module.
@@ -183,26 +183,30 @@ def _dtypes_before_cast(unit: Any) -> Iterator[tuple[int, torch.dtype]]:
             yield id(buffer), first[unwrapped(name)]
 
 
-class StateOfParts(MutableMapping[Any, dict[str, Any]]):
-    """The state of an optimizer of flat parameters, seen by parts: the entries of a part hold its run of each state tensor.
-
-    Entries that are not of flat parameters are those of the optimizer.
+class FlatState:
+    """The state of an optimizer's flat parameters, divided by parts.
 
     Parameters
     ----------
     own
         The state of the optimizer.
     parts
-        The key in `own` and the part, for each key here.
+        Each part, with the key of its flat parameter in `own`.
+
+    Attributes
+    ----------
+    entries
+        For each part that has state, by the part's id: its run of each state tensor, and all other values.
     """
 
-    def __init__(self, own: MutableMapping[Any, dict[str, Any]], parts: Mapping[Any, tuple[Any, FlatPart]]) -> None:
-        self._own, self._parts = own, parts
-        self._slots: dict[Any, list[Any]] = {}
-        """The keys of the parts of each flat parameter."""
-        for slot, (key, _) in parts.items():
-            self._slots.setdefault(key, []).append(slot)
-        self._entries = {slot: self._run_of(own[key], part) for slot, (key, part) in parts.items() if key in own}
+    def __init__(self, own: MutableMapping[Any, dict[str, Any]], parts: Sequence[tuple[Any, FlatPart]]) -> None:
+        self._own = own
+        self._parts: dict[Any, list[FlatPart]] = {}
+        """The parts of each flat parameter, by its key."""
+        for key, part in parts:
+            self._parts.setdefault(key, []).append(part)
+        # The own state may be a defaultdict, where looking makes an entry.
+        self.entries = {id(part): self._run_of(own[key], part) for key, part in parts if key in own}
 
     @staticmethod
     def _run_of(entry: Mapping[str, Any], part: FlatPart) -> dict[str, Any]:
@@ -210,25 +214,6 @@ class StateOfParts(MutableMapping[Any, dict[str, Any]]):
         size, first, last = part.shard.shape, part.at, part.at + part.tensor.numel()
         is_flat = {key: isinstance(value, torch.Tensor) and value.shape == size for key, value in entry.items()}
         return {key: value[first:last] if is_flat[key] else value for key, value in entry.items()}
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        return self._entries[key] if key in self._parts else self._own[key]
-
-    def __contains__(self, key: object) -> bool:  # the own state may be a defaultdict, where looking makes an entry
-        return key in (self._entries if key in self._parts else self._own)
-
-    def __setitem__(self, key: Any, entry: dict[str, Any]) -> None:
-        (self._entries if key in self._parts else self._own)[key] = entry
-
-    def __delitem__(self, key: Any) -> None:
-        del (self._entries if key in self._parts else self._own)[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (key for key in self._own if key not in self._slots)
-        yield from self._entries
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def give_back(self) -> None:
         """Put the entries of the parts together in the state of the optimizer. A part without an entry has zeros.
@@ -238,8 +223,8 @@ class StateOfParts(MutableMapping[Any, dict[str, Any]]):
         MismatchError
             The parts of a flat parameter have different values where it can have only one.
         """
-        for flat_key, slots in self._slots.items():
-            mine = [(self._parts[slot][1], self._entries.pop(slot)) for slot in slots if slot in self._entries]
+        for flat_key, parts in self._parts.items():
+            mine = [(part, self.entries.pop(id(part))) for part in parts if id(part) in self.entries]
             if not mine:
                 self._own.pop(flat_key, None)
                 continue

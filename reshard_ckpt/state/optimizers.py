@@ -36,7 +36,6 @@ from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
-from .fsdp1 import StateOfParts
 from .modules import is_nothing
 from .parameters import OptimizerView, Owner, ParamSlot
 from .tensors import is_tensor_like
@@ -90,7 +89,6 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
 class ParamPlan:
     """The state of one parameter, being loaded: `tensors` and `values` by state key, under each name that they are saved as."""
 
-    view: OptimizerView
     slot: ParamSlot
     tensors: Mapping[str, tuple[Entry, ...]]
     values: Mapping[str, tuple[str, ...]]
@@ -139,15 +137,15 @@ class OptimizersTarget:
         self._links = links
         self.unplaced: dict[str, str] = {}
         saved = saved_keys(self.name, links)
-        self._plans = [self._plan(view, slot, saved) for view in views for slot in view.slots]
+        self._plans = [self._plan(slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
         self.groups_name = groups_name(self.name)
         self.rows = [row for plan in self._plans for rows in plan.tensors.values() for row in rows]
         self.values = (self.groups_name, *[name for plan in self._plans for names in plan.values.values() for name in names])
 
-    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, str]]) -> ParamPlan:
-        owner, existing = slot.owner, view.state.get(slot.key, {})
+    def _plan(self, slot: ParamSlot, saved: Mapping[str, Mapping[str, str]]) -> ParamPlan:
+        owner, existing = slot.owner, slot.state.get(slot.key, {})
         # names[key]: the names under which this entry of the state is saved
         names: dict[str, tuple[str, ...]] = {}
         fqns = [fqn for fqn in owner.fqns if fqn in saved]
@@ -173,7 +171,7 @@ class OptimizersTarget:
                 self.unplaced.update(dict.fromkeys(of_key, self.unplaced[of_key[0]]))
             else:
                 tensors[key] = tuple([Entry(name, (), Kind.TENSOR, value, self.name, owner=owner) for name in of_key])
-        return ParamPlan(view, slot, tensors, values, frozenset(new & tensors.keys()))
+        return ParamPlan(slot, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
         """Allocate a saved state tensor that the optimizer lacks. If its place is unknown, note why, and return None."""
@@ -251,8 +249,7 @@ class OptimizersTarget:
         for plan in self._plans:
             self._put(plan, values, skipped)
         for view in self._views:
-            if isinstance(view.state, StateOfParts):
-                view.state.give_back()
+            view.flat.give_back()
         for view, group, selection in self._selections:
             _set_hyperparameters(group, selection.hyperparameters)
             members = {id(param) for param in group["params"]}
@@ -261,7 +258,7 @@ class OptimizersTarget:
                     _set_hyperparameters(follower, selection.hyperparameters)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        state, param, owner = plan.view.state, plan.slot.key, plan.slot.owner
+        state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner
         if not plan.tensors and not plan.values:
             if param in state and any(fqn in self._groups for fqn in owner.fqns):
                 del state[param]  # the checkpoint knows the parameter, and that it had no state yet

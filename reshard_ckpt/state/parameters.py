@@ -31,7 +31,7 @@ from ..core.catalog.specs import Ints
 from ..errors import UnsupportedError, UsageError
 from .dtensor import is_dtensor
 from .entries import Entry, Kind
-from .fsdp1 import FlatPart, StateOfParts
+from .fsdp1 import FlatPart, FlatState
 from .layouts import Layout, whole
 from .optimizer_dicts import beside_numbers, names_by_number
 from .tensors import local_memory
@@ -187,8 +187,9 @@ def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """A parameter whose state this rank may have: the key of that state, the parameter's owner, and its group."""
+    """A parameter whose state this rank may have: that state and its key there, the parameter's owner, and its group."""
 
+    state: State
     key: Any
     owner: Owner
     group: Mapping[str, Any]
@@ -204,6 +205,8 @@ class OptimizerView:
         Each group that its user sees, with the owners of its parameters.
     followers
         Groups of an optimizer inside, which must have the same hyperparameters.
+    flat
+        The part of the state that belongs to flat parameters of FSDP1.
     beside
         The keys of the state that are not parameters.
     """
@@ -211,14 +214,14 @@ class OptimizerView:
     name: str
     groups: Sequence[tuple[dict[str, Any], tuple[Owner, ...]]]
     followers: Sequence[dict[str, Any]]
-    state: State
     slots: tuple[ParamSlot, ...]
+    flat: FlatState
     beside: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[ParamSlot, Mapping[str, Any]]]:
         """Yield the parameters that have state, and their state."""
         # The state may be a defaultdict, where looking would make an entry.
-        return ((slot, self.state[slot.key]) for slot in self.slots if slot.key in self.state)
+        return ((slot, slot.state[slot.key]) for slot in self.slots if slot.key in slot.state)
 
 
 def _owner_rows(rows: Sequence[Entry]) -> Iterator[tuple[str, Entry]]:
@@ -293,29 +296,25 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
     groups = [(group, tuple(o for param in group["params"] for o in known[id(param)])) for group in optimizer.param_groups]
     _check_distinct(name, groups)
     held = [(param, owner, group) for group in inner.param_groups for param in group["params"] for owner in known[id(param)]]
-    slots, state = _slots(held, inner.state)
-    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, state, slots)
+    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, *_slots(held, inner.state))
 
 
-def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], State]:
-    """Return the slots of parameters, and their state by the keys of the slots.
+def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState]:
+    """Return the slots of parameters, and the state of flat ones.
 
     Parameters
     ----------
     held
         The key of a parameter in the state, its owner or the owner of a part of it, and its group.
     """
-    slots: list[ParamSlot] = []
-    parts: dict[Any, tuple[Any, FlatPart]] = {}
-    for key, owner, group in held:
-        if owner.row is not None and isinstance(owner.row.value, FlatPart) and not owner.row.value.tensor.numel():
-            continue  # FSDP1 gives this rank nothing of it, and so no gradient and no state
-        slot_key = key
-        if owner.part is not None:
-            slot_key = id(key), id(owner.part)
-            parts[slot_key] = key, owner.part
-        slots.append(ParamSlot(slot_key, owner, group))
-    return tuple(slots), StateOfParts(state, parts) if parts else state
+    # FSDP1 gives this rank nothing of some parameters, and so no gradient and no state.
+    held = [one for one in held if (row := one[1].row) is None or type(row.value) is not FlatPart or row.value.tensor.numel()]
+    flat = FlatState(state, [(key, owner.part) for key, owner, _ in held if owner.part is not None])
+    slots = [
+        ParamSlot(state, key, owner, group) if owner.part is None else ParamSlot(flat.entries, id(owner.part), owner, group)
+        for key, owner, group in held
+    ]
+    return tuple(slots), flat
 
 
 def _owners_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> tuple[Owner, ...]:
@@ -357,9 +356,8 @@ def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> Optim
     groups = [(group, tuple(owner for number in group["params"] for owner in members[number])) for group in tree["param_groups"]]
     _check_distinct(row.name, groups)
     held = [(number, owner, group) for group, _ in groups for number in group["params"] for owner in members[number]]
-    slots, state = _slots(held, tree["state"])
     beside = tuple(map(str, beside_numbers(tree).get("state", {})))
-    return OptimizerView(row.name, groups, (), state, slots, beside)
+    return OptimizerView(row.name, groups, (), *_slots(held, tree["state"]), beside)
 
 
 def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
