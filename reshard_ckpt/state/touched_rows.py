@@ -187,29 +187,23 @@ class Table:
         self._store = POLICIES[policy](parameter.shape[0], fraction, self.memory)
         self._is_exact, self._counts_memory = policy == "touched", policy == "largest_change"
         self._waiting: list[torch.Tensor] = []
-        self._version = self._version_now()
-        self._state: dict[tuple[Any, ...], int] = {}
-        """The version of each tensor of the optimizer's state, by its memory, after its last known change."""
+        self._versions: dict[tuple[Any, ...], int] = {}
+        """The version of the table, and of each tensor of its optimizer's state, after the last known change, by the memory."""
+        self.note()
 
     @property
     def memory(self) -> torch.Tensor:
         return local_tensor(self.parameter) if is_dtensor(self.parameter) else self.parameter
 
-    def _version_now(self) -> tuple[int, int]:
-        return _version(self.parameter), _version(self.memory)
+    def note(self, state: Iterable[torch.Tensor] = ()) -> bool:
+        """Note that all changes so far of the table, and of these tensors of its optimizer's state, are known.
 
-    def has_changed(self) -> bool:
-        """Whether something unknown changed the table since the last known update, or since this was asked."""
-        known, self._version = self._version, self._version_now()
-        return known != self._version
-
-    def state_has_changed(self, state: Iterable[torch.Tensor]) -> bool:
-        """Whether something unknown changed or replaced these tensors of the optimizer's state since the last known update."""
-        return any(self._state.get(_identity(memory)) != _version(memory) for memory in state)
-
-    def note_state(self, state: Iterable[torch.Tensor]) -> None:
-        """Note that all changes of these tensors of the optimizer's state so far are known."""
-        self._state.update((_identity(memory), _version(memory)) for memory in state)
+        Return whether there was an unknown one: a change since they were noted last, or a tensor that was never noted.
+        """
+        now = {_identity(memory): _version(memory) for memory in (self.parameter, self.memory, *state)}
+        is_unknown = any(self._versions.get(key) != version for key, version in now.items())
+        self._versions |= now
+        return is_unknown
 
     def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the memory of an optimizer's state with the rows of this table."""
@@ -264,11 +258,7 @@ class Table:
         for rows in self._waiting:
             self._store.add(rows)
         self._waiting.clear()
-        self.note_version()
-
-    def note_version(self) -> None:
-        """Note that all changes so far are known."""
-        self._version = self._version_now()
+        self.note()
 
     def locate(self, tensor: LocalTensor) -> None:
         """Take the place in the global tensor from a tensor of the state that has this table's memory."""
@@ -442,7 +432,6 @@ class TouchedRows:
                 self.since = None
             if not table.is_fused:
                 self._look(table, [memory])
-                table.note_state([memory])
 
     def committed(self, save_id: str) -> None:
         """Note that the save in progress was committed."""
@@ -476,7 +465,7 @@ class TouchedRows:
             table.use(args[0] if args else kwargs["input"])
 
     def _after_lookup(self, table: Table, *_: Any) -> None:
-        table.note_version()
+        table.note()
 
     def _of_batched(self, tables: Sequence[Table], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the rows of FBGEMM's tables: one feature after the other, each in bags; its backward pass updates them."""
@@ -505,15 +494,14 @@ class TouchedRows:
 
     def _look(self, table: Table, state: Iterable[torch.Tensor] = ()) -> None:
         """Trust the rows no more if something unknown has changed the table, or tensors of its optimizer's state."""
-        is_known = not table.has_changed() and not table.state_has_changed(state)
-        if not is_known:
+        if table.note(state):
             self.since, self._was_changed = None, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for table in self._tables_of(optimizer):
             table.optimizers.add(optimizer)
             table.stepped()
-            table.note_state(table.state_in(optimizer))
+            table.note(table.state_in(optimizer))
 
     def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[Table]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

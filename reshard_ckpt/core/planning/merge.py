@@ -21,7 +21,7 @@ from ...errors import LayoutError
 from ..catalog.model import BoxTable, TensorDescriptions, TensorKind, TensorTable
 from ..catalog.specs import CODES, Placement, blob_name
 from ..geometry.columns import ColumnTable, group_ids, is_new, lex_order
-from ..geometry.runs import I64, pad_left, ranges
+from ..geometry.runs import I64, pad_left
 from ..report import summarize
 from .local_metadata import U8, JobMetadata
 from .placement import agreed
@@ -59,15 +59,13 @@ class MergedRows(ColumnTable):
 class _Ids:
     """The merged index of each entry of each distinct table.
 
-    Entry e of table k is tensor ``value[first[k] + e]``, or -1 if it is a rank's own blob. Entry e of rank r, if it is an own
-    blob, is tensor ``own_value[i]``, where ``own_key[i]`` is ``r * own_step + e``; ``own_key`` ascends.
+    Entry e of table k is tensor ``value[first[k] + e]``. If that is negative, it is ``-1 - n`` for a blob of the rank's own, and
+    the tensor of rank r is ``own[n, r]``; -1 there for a rank without this blob.
     """
 
     value: I64
     first: I64
-    own_key: I64
-    own_value: I64
-    own_step: int
+    own: I64
 
 
 def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, MergedRows]:
@@ -80,8 +78,12 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, M
     """
     tables, ids = _merge_tables(job_metadata)
     # tensor[i], replication[i], own[i]: of row i; `mine` are the rows of own blobs, whose shape is that of their box.
-    tensor, replication, own = _look_up(job_metadata, ids)
-    mine = np.flatnonzero(own)
+    # entry[i]: the place of row i's tensor among the entries of all tables end to end; tensor[i]: the merged tensor.
+    entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
+    tensor, replication = ids.value[entry], _concatenate(job_metadata, "replication")[entry]
+    # mine: the rows of blobs of ranks' own, whose shape is that of their box.
+    mine = np.flatnonzero(tensor < 0)
+    tensor[mine] = ids.own[-1 - tensor[mine], job_metadata.rank[mine]]
     tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
     empty_tensor = (tables.shape == 0).any(axis=1)
     # A piece without elements is dropped, unless its tensor is empty: then one such piece must represent it.
@@ -93,17 +95,6 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, M
         rows = rows.take(keep)
     # Not sorted by count: runs that begin alike but differ in length overlap. They are cut (`overlaps`) or refused in any order.
     return tables, boxes, rows.take(lex_order(rows.tensor, rows.box, rows.start))
-
-
-def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
-    """Look up the tensor of each row in the merged table, its replication, and whether it is a blob of the rank's own."""
-    # entry[i]: the place of row i's tensor among the entries of all tables end to end.
-    entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
-    tensor = ids.value[entry]
-    own = np.concatenate([table.own for table in job_metadata.tables])[entry]
-    mine = np.flatnonzero(own)
-    tensor[mine] = ids.own_value[np.searchsorted(ids.own_key, job_metadata.rank[mine] * ids.own_step + job_metadata.tensor[mine])]
-    return tensor, np.concatenate([table.replication for table in job_metadata.tables])[entry], own
 
 
 def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[BoxTable, I64]:
@@ -123,29 +114,26 @@ def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: 
 
 def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     """Merge the distinct tables by name; returns the merged table, and the merged index of each entry."""
-    # own: marks entries that are a rank's own blob. Such an entry becomes a tensor for each rank, named after the rank.
-    own = _concatenate(job_metadata, "own") > 0
-    # own_rank[i], own_entry[i]: the rank of own blob i, and its entry in that rank's table; own_names[i]: its name in the
-    # catalog.
-    own_rank, own_entry = _own_entries(job_metadata)
-    tables_of = job_metadata.table[own_rank].tolist()
-    common = [job_metadata.tables[t].names[e] for t, e in zip(tables_of, own_entry.tolist(), strict=True)]
-    own_names = [blob_name(name, rank) for name, rank in zip(common, own_rank.tolist(), strict=True)]
     entries = [name for table in job_metadata.tables for name in table.names]
-    names = sorted({name for name, mine in zip(entries, own.tolist(), strict=True) if not mine}.union(own_names))
+    first = np.cumsum([0] + [len(table.names) for table in job_metadata.tables])
+    # number: the names of blobs of ranks' own. Such a blob becomes a tensor for each rank, named after the rank.
+    own = np.flatnonzero(_concatenate(job_metadata, "own"))
+    number = {name: n for n, name in enumerate(dict.fromkeys(entries[i] for i in own.tolist()))}
+    # holds[n, r]: rank r has a blob of its own with name n.
+    holds = np.zeros((len(number), job_metadata.num_ranks), bool)
+    for i, table in zip(own.tolist(), (np.searchsorted(first, own, side="right") - 1).tolist(), strict=True):
+        holds[number[entries[i]], job_metadata.table == table] = True
+    known = list(number)
+    own_names = [blob_name(known[n], rank) for n, rank in np.argwhere(holds).tolist()]
+    value = np.zeros(len(entries), np.int64)
+    value[own] = [-1 - number[entries[i]] for i in own.tolist()]
+    names = sorted({entries[i] for i in np.flatnonzero(value == 0).tolist()}.union(own_names))
     index = {name: i for i, name in enumerate(names)}
-    # value[i]: the merged index of entry i of all tables; -1 for own blobs, whose index depends on the rank.
-    value = np.array([index.get(name, -1) for name in entries], np.int64)
-    value[own] = -1
-    step = max((len(table.names) for table in job_metadata.tables), default=0)
-    ids = _Ids(
-        value=value,
-        first=np.cumsum([0] + [len(table.names) for table in job_metadata.tables]),
-        own_key=own_rank * step + own_entry,
-        own_value=np.array([index[name] for name in own_names], np.int64),
-        own_step=step,
-    )
-    return _fill(job_metadata, ids, tuple(names), _by_rank(common, own_rank, ids.own_value, job_metadata.num_ranks)), ids
+    value = np.where(value < 0, value, np.array([index.get(name, -1) for name in entries], np.int64))
+    of_rank = np.full(holds.shape, -1, np.int64)
+    of_rank[holds] = [index[name] for name in own_names]
+    ids = _Ids(value, first, of_rank)
+    return _fill(job_metadata, ids, tuple(names), dict(zip(known, of_rank, strict=True))), ids
 
 
 def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:
@@ -154,35 +142,17 @@ def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _own_entries(job_metadata: JobMetadata) -> tuple[I64, I64]:
-    """List rank and entry of every blob that a rank has for itself, sorted by both."""
-    entries = [np.flatnonzero(table.own) for table in job_metadata.tables]
-    num = np.array([len(e) for e in entries], np.int64)
-    rank, step = ranges(num[job_metadata.table])
-    first = (np.cumsum(num) - num)[job_metadata.table[rank]]
-    return rank, np.concatenate([*entries, np.zeros(0, np.int64)])[first + step]
-
-
-def _by_rank(names: Sequence[str], rank: I64, value: I64, num_ranks: int) -> dict[str, I64]:
-    """Map each name to an array of its tensor on each rank, -1 if the rank has none."""
-    members: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        members.setdefault(name, []).append(i)
-    found: dict[str, I64] = {}
-    for name, at in members.items():
-        found[name] = np.full(num_ranks, -1, np.int64)
-        found[name][rank[at]] = value[at]
-    return found
-
-
 def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Mapping[str, I64]) -> MergedTables:
     """Fill the columns of the merged table; the shapes of ranks' own blobs are set later, from their boxes."""
     width = max((table.shape.shape[1] for table in job_metadata.tables), default=1)
-    # entry[i]: an own blob takes its description from its entry in the table of its rank.
-    entry = ids.first[job_metadata.table[ids.own_key // max(ids.own_step, 1)]] + ids.own_key % max(ids.own_step, 1)
-    shared = np.flatnonzero(ids.value >= 0)
-    # at[i], source[i]: merged tensor and the entry that describes it.
-    at, source = np.concatenate([ids.value[shared], ids.own_value]), np.concatenate([shared, entry])
+    shared, blobs = np.flatnonzero(ids.value >= 0), np.flatnonzero(ids.value < 0)
+    # blob[n]: one of the entries of ranks' own blobs of name n, which are all described alike.
+    blob = np.zeros(len(ids.own), np.int64)
+    blob[-1 - ids.value[blobs]] = blobs
+    # at[i], source[i]: merged tensor and an entry that describes it.
+    which, rank = np.nonzero(ids.own >= 0)
+    at = np.concatenate([ids.value[shared], ids.own[which, rank]])
+    source = np.concatenate([shared, blob[which]])
     # owner[t]: the first entry that describes tensor t. Assigned in reverse: of several values for one place, numpy keeps the
     # last.
     owner = np.zeros(len(names), np.int64)
