@@ -174,41 +174,35 @@ def _members(group: I64, num: int) -> tuple[I64, I64]:
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:
     """Find the row in which each taker holds the run itself; -1 if it does not hold it."""
     # key: run and rank of each row as one number; bisection finds where the wanted number would stand.
-    key = held_run * num_ranks + held.rank
+    key, wanted = held_run * num_ranks + held.rank, run * num_ranks + taker
     order = np.argsort(key, kind="stable")
-    place = np.searchsorted(key[order], run * num_ranks + taker)
-    row = order[np.minimum(place, max(len(order) - 1, 0))] if len(order) else np.zeros(len(run), np.int64)
+    row = order[np.minimum(np.searchsorted(key[order], wanted), len(order) - 1)]
     # The row found there is right only if its number is the wanted one.
-    return np.where(key[row] == run * num_ranks + taker, row, -1) if len(order) else row - 1
+    return np.where(key[row] == wanted, row, -1)
 
 
 def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node: I64) -> I64:
     """Choose a source row for each part that its taker does not hold: on the taker's node if possible, the least loaded."""
     num_nodes = int(node.max(initial=0)) + 1
-    rows, begin = _members(held_run, int(held_run.max(initial=-1)) + 1)
-    # near: the holders of each run, those on one node side by side; near[first[i] : last[i]] are on the node of part i's taker.
-    key = held_run[rows] * num_nodes + node[held.rank[rows]]
-    order = np.argsort(key, kind="stable")
-    near, wanted = rows[order], run * num_nodes + node[taker]
-    first, last = np.searchsorted(key[order], wanted), np.searchsorted(key[order], wanted, side="right")
-    is_near = last > first
-    # low, high: the bounds of the candidates of part i, in near where is_near, else in rows.
-    low, high = np.where(is_near, first, begin[run]), np.where(is_near, last, begin[run + 1])
-    chosen = np.where(is_near, near[np.minimum(first, len(near) - 1)], rows[low]) if len(rows) else low
+    # rows: the holders of each run, those on one node side by side; key: the run and the node of each as one number.
+    key = held_run * num_nodes + node[held.rank]
+    rows = np.argsort(key, kind="stable")
+    key = key[rows]
+    # low, high: the bounds in rows of the candidates of part i: the holders on the taker's node, or all if there are none there.
+    wanted = run * num_nodes + node[taker]
+    low, high = np.searchsorted(key, wanted), np.searchsorted(key, wanted, side="right")
+    far = np.flatnonzero(low == high)
+    low[far], high[far] = (np.searchsorted(key, (run[far] + more) * num_nodes) for more in (0, 1))
+    chosen = rows[low]
     # A part with one candidate is settled. All others are divided among theirs, so that the loads come out level.
-    several = np.flatnonzero(high - low > 1)
-    alone = np.flatnonzero(high - low == 1)
+    several, alone = np.flatnonzero(high - low > 1), np.flatnonzero(high - low == 1)
     loads = np.bincount(held.rank[chosen[alone]], weights=size[alone], minlength=len(node)).astype(np.int64)
     # groups: for each set of candidate ranks the parts that may come from any of them.
-    groups: dict[bytes, list[int]] = {}
-    candidates: dict[bytes, I64] = {}
-    for i, (a, b, close) in enumerate(zip(low[several].tolist(), high[several].tolist(), is_near[several].tolist(), strict=True)):
-        ranks = held.rank[(near if close else rows)[a:b]]
-        candidates[ranks.tobytes()] = ranks
-        groups.setdefault(ranks.tobytes(), []).append(int(several[i]))
-    replica_groups = [
-        ReplicaGroup(candidates[key_], np.zeros(0, np.int64), np.array(items, np.int64)) for key_, items in groups.items()
-    ]
+    groups: dict[bytes, tuple[I64, list[int]]] = {}
+    for i, a, b in zip(several.tolist(), low[several].tolist(), high[several].tolist(), strict=True):
+        ranks = held.rank[rows[a:b]]
+        groups.setdefault(ranks.tobytes(), (ranks, []))[1].append(i)
+    replica_groups = [ReplicaGroup(ranks, np.zeros(0, np.int64), np.array(items)) for ranks, items in groups.values()]
     one = np.ones(len(run), np.int64)
     assigned = assign(replica_groups, size, one, one, loads)
     chosen[assigned.item] = _own_rows(held, held_run, run[assigned.item], assigned.rank, len(node))

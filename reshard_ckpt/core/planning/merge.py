@@ -77,7 +77,6 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, M
         Ranks disagree about a tensor.
     """
     tables, ids = _merge_tables(job_metadata)
-    # tensor[i], replication[i], own[i]: of row i; `mine` are the rows of own blobs, whose shape is that of their box.
     # entry[i]: the place of row i's tensor among the entries of all tables end to end; tensor[i]: the merged tensor.
     entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
     tensor, replication = ids.value[entry], _concatenate(job_metadata, "replication")[entry]
