@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 import numpy as np
 
-from ..catalog.placements import Box, local_region
+from ..catalog.placements import Box, LocalRegion, local_region
 from ..catalog.specs import Ints, Mesh
 from ..geometry.columns import ColumnTable
-from ..geometry.runs import I64, Range, pad_rows
+from ..geometry.runs import I64, pad_rows
 from .local_metadata import JobMetadata, TensorColumns
 from .target_placement import TargetPlacement
 
@@ -65,96 +66,81 @@ class _TargetRowsBuilder:
         self.index = {name: i for i, name in enumerate(names)}
         self.coordinates = [mesh.coordinates(rank) for rank in range(mesh.size)]
         self.boxes: dict[Box, int] = {}
-        self.columns: list[I64] = []
         self.alike: dict[tuple[Ints, TargetPlacement], I64] = {}
+        self.vectors: dict[int, list[int]] = {}
+        """The tensors of each vector, in its order."""
+        in_vectors = [(placed.vector, i) for i, placed in enumerate(placed) if placed.vector is not None]
+        for (number, _), i in sorted(in_vectors):
+            self.vectors.setdefault(number, []).append(i)
+        self.uncut: dict[tuple[int, Ints], tuple[list[LocalRegion | None], list[int]]] = {}
+        """For a vector, and a rank's coordinates but that on the flat axis: the rank's part of each tensor before that axis cuts,
+        and where each part begins in the vector; last the end of the vector."""
 
     def run(self, blobs: Mapping[int, Sequence[int]]) -> tuple[TargetRows, list[Box]]:
-        # Tensors on their own come first, then vectors, then tensors that follow others, whose ranks are known by then.
-        vectors: dict[int, list[int]] = {}
+        rows = {i: self._rows(i) for i in range(len(self.placed))}
         for i, placed in enumerate(self.placed):
-            if placed.vector is not None:
-                vectors.setdefault(placed.vector[0], []).append(i)
-            elif placed.follows is None:
-                self._add(i, self._rows_alone(i))
-        # held[i]: the ranks that hold a part of tensor i of a vector.
-        held: dict[int, set[int]] = {}
-        for members in vectors.values():
-            members.sort(key=lambda i: self.placed[i].vector or (0, 0))
-            for i, rows in self._rows_of_vector(members).items():
-                held[i] = {row[0] for row in rows}
-                self._add(i, _as_table(rows))
-        for i, placed in enumerate(self.placed):
-            if placed.follows is not None:
-                leader = self.index[placed.follows]
-                ranks = held[leader] if leader in held else set(self._rows_alone(leader)[:, 0].tolist())
-                rows_alone = self._rows_alone(i)
-                self._add(i, rows_alone[np.isin(rows_alone[:, 0], sorted(ranks))])
+            if placed.follows is not None:  # it lies only on the ranks that hold a part of the tensor that it follows
+                rows[i] = rows[i][np.isin(rows[i][:, 0], rows[self.index[placed.follows]][:, 0])]
         for i, holders in blobs.items():
             whole = self._box(((0,), self.shapes[i]))
-            self._add(i, _as_table((rank, whole, 0, prod(self.shapes[i])) for rank in holders))
-        table = np.concatenate(self.columns) if self.columns else np.zeros((0, 5), np.int64)
+            rows[i] = _as_table((rank, whole, 0, prod(self.shapes[i])) for rank in holders)
+        tensor = np.repeat(np.array([*rows], np.int64), [len(of_one) for of_one in rows.values()])
+        rank, box, start, count = np.concatenate([*rows.values(), _as_table(())]).T
         # Sorted by rank, then by tensor.
-        table = table[np.lexsort((table[:, 0], table[:, 1]))]
-        tensor, rank, box, start, count = (np.ascontiguousarray(column) for column in table.T)
-        return TargetRows(rank, tensor, box, start, count), list(self.boxes)
-
-    def _add(self, tensor: int, rows: I64) -> None:
-        self.columns.append(np.column_stack([np.full(len(rows), tensor, np.int64), rows]))
+        table = TargetRows(rank, tensor, box, start, count)
+        return table.take(np.lexsort((tensor, rank))), list(self.boxes)
 
     def _box(self, box: Box) -> int:
         """Return the number of a box, a new one if it is new."""
         return self.boxes.setdefault(box, len(self.boxes))
 
-    def _rows_alone(self, tensor: int) -> I64:
-        """Return rank, box, start and count of the pieces of a tensor that is cut on its own; alike tensors share them."""
-        key = (self.shapes[tensor], self.placed[tensor])
+    def _rows(self, tensor: int) -> I64:
+        """Return rank, box, start and count of the pieces of a tensor; alike tensors share them."""
+        placed = self.placed[tensor]
+        key = (self.shapes[tensor], placed)
         if key not in self.alike:
-            # Ranks that differ only on replicated axes hold the same pieces, which are computed once.
-            dividing = [i for i, p in enumerate(self.placed[tensor].axes) if p.kind != "replicate"]
+            # Ranks that differ only on replicated axes hold the same pieces, which are computed once. Of a vector, another tensor
+            # may be divided along these axes.
+            dividing = [i for i, p in enumerate(placed.axes) if p.kind != "replicate" or placed.vector is not None]
             held: dict[Ints, list[tuple[int, int, int]]] = {}
             rows: list[Row] = []
             for rank, where in enumerate(self.coordinates):
                 at = tuple(where[i] for i in dividing)
                 if at not in held:
-                    held[at] = self._held(tensor, self.placed[tensor], where)
+                    held[at] = self._held(tensor, where)
                 rows += ((rank, *run) for run in held[at])
             self.alike[key] = _as_table(rows)
         return self.alike[key]
 
-    def _held(self, tensor: int, placed: TargetPlacement, where: Ints, flat: Range | None = None) -> list[tuple[int, int, int]]:
-        """Return box, start and count of the runs that the rank at coordinates `where` holds of a tensor.
-
-        `flat` is the range of the rank's elements that it keeps, if the tensor is part of a vector.
-        """
-        shape = self.shapes[tensor]
-        region = local_region(shape, placed.axes, self.mesh.sizes, where)
+    def _held(self, tensor: int, where: Ints) -> list[tuple[int, int, int]]:
+        """Return box, start and count of the runs that the rank at coordinates `where` holds of a tensor."""
+        shape, region = self.shapes[tensor], self._region(tensor, where)
         if region is None:
             return []
         if 0 in shape:  # a rank that has an empty tensor holds one run of no elements
             return [(self._box(((0,) * len(shape), shape)), 0, 0)]
-        region = region if flat is None else replace(region, flat=flat)
         return [(self._box(box), start, count) for box, start, count in region.runs()]
 
-    def _rows_of_vector(self, members: Sequence[int]) -> dict[int, list[Row]]:
-        """Return the rows of the tensors of one vector, which ranks along the flat axis divide evenly."""
-        out: dict[int, list[Row]] = {i: [] for i in members}
-        axis = self.placed[members[0]].flat_axis
+    def _region(self, tensor: int, where: Ints) -> LocalRegion | None:
+        """Return the part of a tensor that the rank at coordinates `where` holds; None if it holds not even an empty one."""
+        placed, sizes = self.placed[tensor], self.mesh.sizes
+        if placed.vector is None:
+            return local_region(self.shapes[tensor], placed.axes, sizes, where)
+        (number, position), axis = placed.vector, placed.flat_axis
         assert axis is not None
-        uncut = {i: self.placed[i].without_flat() for i in members}
-        for rank, where in enumerate(self.coordinates):
-            regions = {i: local_region(self.shapes[i], uncut[i].axes, self.mesh.sizes, where) for i in members}
-            sizes = {i: region.num_elements for i, region in regions.items() if region is not None}
-            # step: elements of the vector that one rank holds; low: where this rank's part begins in the vector.
-            step = -(-sum(sizes.values()) // self.mesh.sizes[axis])
-            low = step * where[axis]
-            # position: where the tensor begins, relative to the rank's part.
-            position = -low
-            for i, size in sizes.items():
-                start, stop = max(-position, 0), min(step - position, size)
-                if start < stop or 0 in self.shapes[i]:
-                    out[i] += ((rank, *run) for run in self._held(i, uncut[i], where, (start, max(stop - start, 0))))
-                position += size
-        return out
+        at = number, where[:axis] + where[axis + 1 :]
+        if at not in self.uncut:
+            members = self.vectors[number]
+            regions = [local_region(self.shapes[i], self.placed[i].without_flat().axes, sizes, where) for i in members]
+            lengths = (0 if region is None else region.num_elements for region in regions)
+            self.uncut[at] = regions, list(accumulate(lengths, initial=0))
+        regions, begins = self.uncut[at]
+        region, size = regions[position], begins[position + 1] - begins[position]
+        # Ranks along the flat axis divide the vector evenly. step: elements of one rank; low: where they begin in the tensor.
+        step = -(-begins[-1] // sizes[axis])
+        low = step * where[axis] - begins[position]
+        start, stop = max(low, 0), min(low + step, size)
+        return None if region is None or (size and start >= stop) else replace(region, flat=(start, max(stop - start, 0)))
 
 
 def _as_table(rows: Iterable[Row]) -> I64:
