@@ -184,14 +184,7 @@ def _dtypes_before_cast(unit: Any) -> Iterator[tuple[int, torch.dtype]]:
 
 
 class FlatState:
-    """The state of an optimizer's flat parameters, divided by parts.
-
-    Parameters
-    ----------
-    own
-        The state of the optimizer.
-    parts
-        Each part, with the key of its flat parameter in `own`.
+    """The state of an optimizer's flat parameters, divided by parts; `own` is the state of the optimizer.
 
     Attributes
     ----------
@@ -199,21 +192,22 @@ class FlatState:
         For each part that has state, by the part's id: its run of each state tensor, and all other values.
     """
 
-    def __init__(self, own: MutableMapping[Any, dict[str, Any]], parts: Sequence[tuple[Any, FlatPart]]) -> None:
+    def __init__(self, own: MutableMapping[Any, dict[str, Any]]) -> None:
         self._own = own
         self._parts: dict[Any, list[FlatPart]] = {}
-        """The parts of each flat parameter, by its key."""
-        for key, part in parts:
-            self._parts.setdefault(key, []).append(part)
-        # The own state may be a defaultdict, where looking makes an entry.
-        self.entries = {id(part): self._run_of(own[key], part) for key, part in parts if key in own}
+        """The parts of each flat parameter, by its key in the optimizer's state."""
+        self.entries: dict[int, dict[str, Any]] = {}
 
-    @staticmethod
-    def _run_of(entry: Mapping[str, Any], part: FlatPart) -> dict[str, Any]:
-        assert part.shard is not None
-        size, first, last = part.shard.shape, part.at, part.at + part.tensor.numel()
-        is_flat = {key: isinstance(value, torch.Tensor) and value.shape == size for key, value in entry.items()}
-        return {key: value[first:last] if is_flat[key] else value for key, value in entry.items()}
+    def add(self, key: Any, part: FlatPart) -> int:
+        """Add a part of the flat parameter whose key is `key`; return the key of the part in `entries`."""
+        self._parts.setdefault(key, []).append(part)
+        if key in self._own:  # it may be a defaultdict, where looking makes an entry
+            assert part.shard is not None
+            size, first, last = part.shard.shape, part.at, part.at + part.tensor.numel()
+            entry = self._own[key].items()
+            flat = {name for name, value in entry if isinstance(value, torch.Tensor) and value.shape == size}
+            self.entries[id(part)] = {name: value[first:last] if name in flat else value for name, value in entry}
+        return id(part)
 
     def give_back(self) -> None:
         """Put the entries of the parts together in the state of the optimizer. A part without an entry has zeros.

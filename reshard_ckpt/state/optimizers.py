@@ -249,7 +249,8 @@ class OptimizersTarget:
         for plan in self._plans:
             self._put(plan, values, skipped)
         for view in self._views:
-            view.flat.give_back()
+            if view.flat is not None:
+                view.flat.give_back()
         for view, group, selection in self._selections:
             _set_hyperparameters(group, selection.hyperparameters)
             members = {id(param) for param in group["params"]}

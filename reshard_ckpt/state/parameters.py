@@ -206,7 +206,7 @@ class OptimizerView:
     followers
         Groups of an optimizer inside, which must have the same hyperparameters.
     flat
-        The part of the state that belongs to flat parameters of FSDP1.
+        The part of the state that belongs to flat parameters of FSDP1, if there are any.
     beside
         The keys of the state that are not parameters.
     """
@@ -215,7 +215,7 @@ class OptimizerView:
     groups: Sequence[tuple[dict[str, Any], tuple[Owner, ...]]]
     followers: Sequence[dict[str, Any]]
     slots: tuple[ParamSlot, ...]
-    flat: FlatState
+    flat: FlatState | None = None
     beside: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[ParamSlot, Mapping[str, Any]]]:
@@ -299,7 +299,7 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
     return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, *_slots(held, inner.state))
 
 
-def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState]:
+def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState | None]:
     """Return the slots of parameters, and the state of flat ones.
 
     Parameters
@@ -307,13 +307,16 @@ def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -
     held
         The key of a parameter in the state, its owner or the owner of a part of it, and its group.
     """
-    # FSDP1 gives this rank nothing of some parameters, and so no gradient and no state.
-    held = [one for one in held if (row := one[1].row) is None or type(row.value) is not FlatPart or row.value.tensor.numel()]
-    flat = FlatState(state, [(key, owner.part) for key, owner, _ in held if owner.part is not None])
-    slots = [
-        ParamSlot(state, key, owner, group) if owner.part is None else ParamSlot(flat.entries, id(owner.part), owner, group)
-        for key, owner, group in held
-    ]
+    slots: list[ParamSlot] = []
+    flat: FlatState | None = None
+    for key, owner, group in held:
+        if owner.row is not None and isinstance(owner.row.value, FlatPart) and not owner.row.value.tensor.numel():
+            continue  # FSDP1 gives this rank nothing of it, and so no gradient and no state
+        if owner.part is None:
+            slots.append(ParamSlot(state, key, owner, group))
+        else:
+            flat = flat or FlatState(state)
+            slots.append(ParamSlot(flat.entries, flat.add(key, owner.part), owner, group))
     return tuple(slots), flat
 
 

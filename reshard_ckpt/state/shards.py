@@ -131,7 +131,7 @@ class LocalShard:
             boxes: tuple[LocalBox, ...] = (LocalBox((0,) * len(shape), _ints("LocalShard offsets", offsets), local_shape),)
             _inside("LocalShard piece 0 in the global tensor", boxes[0].offsets, local_shape, shape)
         else:
-            boxes = _boxes_in("LocalShard", pieces or (), shape, local_shape)
+            boxes = _boxes("LocalShard", pieces or (), shape, local_shape)
         self.tensor: Final = tensor
         self.layout: Final = Layout(shape, local_shape, boxes, Replication.DECLARED)
 
@@ -140,23 +140,25 @@ class LocalShard:
         return f"LocalShard({tuple(self.tensor.shape)} of {self.layout.shape}: {boxes})"
 
 
-def _boxes_in(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints) -> tuple[LocalBox, ...]:
-    """Check the boxes of a global tensor that lie in a local one."""
-    boxes = tuple(_local_box(f"{kind} piece {i}", piece) for i, piece in enumerate(pieces))
-    for i, box in enumerate(boxes):
-        _inside(f"{kind} piece {i} in the global tensor", box.offsets, box.lengths, shape)
-        _inside(f"{kind} piece {i} in the local tensor", box.local_offsets, box.lengths, local_shape)
-    _disjoint(f"{kind}: in the global tensor, pieces", [(b.offsets, b.lengths) for b in boxes])
-    _disjoint(f"{kind}: in the local tensor, pieces", [(b.local_offsets, b.lengths) for b in boxes])
-    return boxes
-
-
-def _local_box(what: str, piece: Any) -> LocalBox:
-    try:
-        local_offsets, offsets, lengths = piece
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: wanted (local_offsets, offsets, lengths), got {piece!r}") from error
-    return LocalBox(_ints(what, local_offsets), _ints(what, offsets), _ints(what, lengths))
+def _boxes(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints | None) -> tuple[LocalBox, ...]:
+    """Check the boxes of a global tensor that are declared as pieces; with `local_shape`, they lie in a local tensor too."""
+    fields = ("local_offsets", "offsets", "lengths") if local_shape is not None else ("offsets", "lengths")
+    boxes = []
+    for i, piece in enumerate(pieces):
+        what = f"{kind} piece {i}"
+        try:
+            named = dict(zip(fields, piece, strict=True))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{what}: wanted ({', '.join(fields)}), got {piece!r}") from error
+        box = LocalBox(**{"local_offsets": (), **{field: _ints(what, values) for field, values in named.items()}})
+        _inside(f"{what} in the global tensor", box.offsets, box.lengths, shape)
+        if local_shape is not None:
+            _inside(f"{what} in the local tensor", box.local_offsets, box.lengths, local_shape)
+        boxes.append(box)
+    _disjoint(f"{kind}: in the global tensor, pieces", [(box.offsets, box.lengths) for box in boxes])
+    if local_shape is not None:
+        _disjoint(f"{kind}: in the local tensor, pieces", [(box.local_offsets, box.lengths) for box in boxes])
+    return tuple(boxes)
 
 
 class FlatShard:
@@ -207,7 +209,8 @@ class FlatShard:
         if local_shape is not None and pieces is None:
             raise UsageError("FlatShard: local_shape without pieces; give the pieces: (local_offsets, offsets, lengths) each")
         flat_shape = None if local_shape is None else _ints("FlatShard local_shape", local_shape)
-        boxes = _flat_boxes(shape, pieces) if flat_shape is None else _boxes_in("FlatShard", pieces or (), shape, flat_shape)
+        whole = (LocalBox((), (0,) * len(shape), shape),)
+        boxes = whole if pieces is None else _boxes("FlatShard", pieces, shape, flat_shape)
         total = sum(prod(box.lengths) for box in boxes) if flat_shape is None else prod(flat_shape)
         if first + tensor.numel() > total:
             raise LayoutError(
@@ -229,22 +232,6 @@ class FlatShard:
         flat = self.layout.flat_shape
         total = sum(prod(b.lengths) for b in self.layout.boxes) if flat is None else prod(flat)
         return f"FlatShard([{first}, {first + self.tensor.numel()}) of {total} elements of {self.layout.shape})"
-
-
-def _flat_boxes(shape: Ints, pieces: Iterable[Any] | None) -> tuple[LocalBox, ...]:
-    if pieces is None:
-        return (LocalBox((), (0,) * len(shape), shape),)
-    boxes = []
-    for i, piece in enumerate(pieces):
-        try:
-            offsets, lengths = piece
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"FlatShard piece {i}: wanted (offsets, lengths), got {piece!r}") from error
-        box = _ints(f"FlatShard piece {i}", offsets), _ints(f"FlatShard piece {i}", lengths)
-        _inside(f"FlatShard piece {i} in the global tensor", *box, shape)
-        boxes.append(box)
-    _disjoint("FlatShard: in the global tensor, pieces", boxes)
-    return tuple(LocalBox((), *box) for box in boxes)
 
 
 class Shards:

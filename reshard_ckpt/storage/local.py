@@ -252,31 +252,18 @@ class LocalStorage(Storage):
         for key in keys:
             *above, name = key_parts(key)
             names[tuple(above)].add(name)
-        failed = [self._delete_in(folders, names[folders]) for folders in sorted(names, key=len, reverse=True)]
-        for error in filter(None, failed):
+        errors: list[StorageError] = []
+        for folders in sorted(names, key=len, reverse=True):
+            where = self._path(folders)
+            with _kept(errors), Explained("delete", where), suppress(FileNotFoundError), self._folder(folders) as folder:
+                for name in names[folders]:
+                    path = self._path((*folders, name))
+                    self._open_files.forget(path)
+                    with _kept(errors), Explained("delete", path), suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
+            self._remove_empty(folders)
+        for error in errors:
             raise error
-
-    def _delete_in(self, folders: Sequence[str], names: Iterable[str]) -> StorageError | None:
-        """Remove files of one folder, and then the folder if it is empty. Return an error if some stay."""
-        failed: StorageError | None = None
-        try:
-            with Explained("delete", self._path(folders)), suppress(FileNotFoundError), self._folder(folders) as folder:
-                for name in names:
-                    failed = self._unlink(name, folder, self._path((*folders, name))) or failed
-        except StorageError as error:
-            failed = error
-        self._remove_empty(folders)
-        return failed
-
-    def _unlink(self, name: str, folder: int, path: str) -> StorageError | None:
-        """Remove a file from an open folder. Return the error if that fails."""
-        self._open_files.forget(path)
-        try:
-            with Explained("delete", path), suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-        except StorageError as error:
-            return error
-        return None
 
     def _remove_empty(self, folders: Sequence[str]) -> None:
         """Remove a folder below the root and the folders above it, as long as they are empty."""
@@ -355,6 +342,15 @@ def _opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int
     finally:
         with suppress(OSError):  # nothing was written to it; raising an error would lose the result of the block
             os.close(fd)
+
+
+@contextmanager
+def _kept(errors: list[StorageError]) -> Iterator[None]:
+    """Add an error of the block to a list, so that it does not keep other files from being deleted."""
+    try:
+        yield
+    except StorageError as error:
+        errors.append(error)
 
 
 def _make_root(path: str) -> None:

@@ -98,7 +98,13 @@ def _meetings(one: TensorBoxes, other: TensorBoxes, most: int | None = None) -> 
         raise UnsupportedError(
             f"{len(one.tensor)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
         )
-    yield from (_touching(one, other, right, first, last, part) for part in batches(last - first, MAX_PAIRS))
+    for part in batches(last - first, MAX_PAIRS):
+        owner, step = ranges((last - first)[part])
+        # One entry for each candidate pair: left[k] in `one`, met[k] in `other`; hit: the pairs that overlap on every dim.
+        left, met = owner + part.start, right[first[part][owner] + step]
+        low, high = one.offsets[left], other.offsets[met]
+        hit = np.flatnonzero(less(low, high + other.lengths[met]) & less(high, low + one.lengths[left]))
+        yield left[hit], met[hit]
 
 
 def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: Mask) -> tuple[I64, I64, I64]:
@@ -171,16 +177,6 @@ class _Runs(ColumnTable):
     start: I64
     count: I64
     row: I64
-
-
-def _touching(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, part: slice) -> tuple[I64, I64]:
-    """Compare some boxes of `one` with all their candidates; returns the pairs that share an element."""
-    owner, step = ranges((last - first)[part])
-    # One entry for each candidate pair: left[k] in `one`, met[k] in `other`; hit: the pairs that overlap on every dim.
-    left, met = owner + part.start, right[first[part][owner] + step]
-    low, high = one.offsets[left], other.offsets[met]
-    hit = np.flatnonzero(less(low, high + other.lengths[met]) & less(high, low + one.lengths[left]))
-    return left[hit], met[hit]
 
 
 def find_faults(
