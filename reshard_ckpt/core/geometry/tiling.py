@@ -65,16 +65,6 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
     >>> [a.tolist() for a in meet(TensorBoxes(zero, *row), TensorBoxes(zero, *column))]
     [[0, 0, 1, 1], [0, 1, 0, 1]]
     """
-    found = list(_meetings(one, other))
-    if len(found) == 1:
-        return found[0]
-    left, met = zip(*found, strict=True) if found else ((), ())
-    empty = np.zeros(0, np.int64)
-    return np.concatenate([empty, *left]), np.concatenate([empty, *met])
-
-
-def _meetings(one: TensorBoxes, other: TensorBoxes, most: int | None = None) -> Iterator[tuple[I64, I64]]:
-    """Yield the pairs that `meet` finds, in batches; raise UnsupportedError if more than `most` pairs are to be compared."""
     num = int(max(one.tensor.max(initial=-1), other.tensor.max(initial=-1))) + 1
     # right: the boxes of `other`, sorted by tensor, without empty ones; the boxes of tensor t end at end[t].
     right, tensor = np.arange(len(other.tensor)), other.tensor
@@ -90,21 +80,22 @@ def _meetings(one: TensorBoxes, other: TensorBoxes, most: int | None = None) -> 
     # Candidates for box i of `one` are right[first[i] : last[i]].
     first, last = (end - count)[one.tensor], end[one.tensor]
     crowded = count * asked > CROWDED * (count + asked)
-    if crowded.any() and one.offsets.shape[1]:
+    if crowded.any():
         right, first, last = _swept(one, other, right, first, last, crowded)
     if not (solid := one.lengths > 0).all():
         last = np.where(solid.all(axis=1), last, first)  # an empty box of `one` has no candidates
-    if most is not None and (last - first).sum() > most:
-        raise UnsupportedError(
-            f"{len(one.tensor)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
-        )
+    found: list[tuple[I64, I64]] = []
     for part in batches(last - first, MAX_PAIRS):
         owner, step = ranges((last - first)[part])
         # One entry for each candidate pair: left[k] in `one`, met[k] in `other`; hit: the pairs that overlap on every dim.
         left, met = owner + part.start, right[first[part][owner] + step]
         low, high = one.offsets[left], other.offsets[met]
         hit = np.flatnonzero(less(low, high + other.lengths[met]) & less(high, low + one.lengths[left]))
-        yield left[hit], met[hit]
+        found.append((left[hit], met[hit]))
+    if len(found) == 1:
+        return found[0]
+    empty = np.zeros(0, np.int64)
+    return np.concatenate([empty, *(left for left, _ in found)]), np.concatenate([empty, *(met for _, met in found)])
 
 
 def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: Mask) -> tuple[I64, I64, I64]:
@@ -259,13 +250,36 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
 
 
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
-    """Find two boxes that share an element; returns None if no two do."""
-    boxes = TensorBoxes(np.zeros(len(offsets), np.int64), offsets, lengths)
-    for left, right in _meetings(boxes, boxes, MAX_SWEPT):
-        hit = np.flatnonzero(left < right)  # each box also meets itself
+    """Find two boxes that share an element; returns None if no two do.
+
+    Boxes are swept along the dim on which the fewest pairs meet.
+    """
+    if len(offsets) < 2:
+        return None
+    sweeps = (_sweep(offsets, lengths, dim) for dim in range(offsets.shape[1]))
+    order, meets = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
+    if meets.sum() > MAX_SWEPT:
+        raise UnsupportedError(
+            f"{len(offsets)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
+        )
+    for part in batches(meets, MAX_PAIRS):
+        # One entry for each pair of a box and a following one that meets it on this dim; clash: do they meet on all dims?
+        owner, step = ranges(meets[part])
+        left = order[owner + part.start]
+        right = order[owner + part.start + 1 + step]
+        a, b = offsets[left], offsets[right]
+        hit = np.flatnonzero(less(a, b + lengths[right]) & less(b, a + lengths[left]))
         if len(hit):
             return int(left[hit[0]]), int(right[hit[0]])
     return None
+
+
+def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
+    """Sort boxes by their beginning along a dim; returns the order, and how many following boxes begin before each ends."""
+    order = np.argsort(offsets[:, dim], kind="stable")
+    begin = offsets[order, dim]
+    until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
+    return order, np.maximum(until - np.arange(len(order)) - 1, 0)
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
