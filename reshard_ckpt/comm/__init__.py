@@ -1,9 +1,8 @@
-"""Messages between the ranks of a job: sessions, turns, stops, and exchanges of bytes."""
+"""Messages between the ranks of a job: sessions, turns, and exchanges of bytes."""
 
 from .exchange import Exchange, open_exchange
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
-from .sessions import launched_group, open_session, open_session_by_name, open_stop, open_turn, shared_store, values_of_all
-from .stopping import Stop
+from .sessions import launched_group, open_session, open_session_by_name, open_turn, shared_store, values_of_all
 from .store import StoreComm, give_up_sessions
 from .turns import CHANGED, FAILED, Turn
 
@@ -14,7 +13,6 @@ __all__ = [
     "Comm",
     "Exchange",
     "SoloComm",
-    "Stop",
     "StoreComm",
     "Turn",
     "give_up_sessions",
@@ -23,7 +21,6 @@ __all__ = [
     "open_exchange",
     "open_session",
     "open_session_by_name",
-    "open_stop",
     "open_turn",
     "shared_store",
     "union",

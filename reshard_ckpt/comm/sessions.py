@@ -18,7 +18,6 @@ from .group import Group, Missed, SessionCounter, group_of_ranks
 from .node import NodeComm
 from .peers import Ended
 from .protocol import ALONE, Comm, SoloComm, merge_of_all
-from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm
 from .turns import Meeting, Turn
 
@@ -196,26 +195,6 @@ def shared_store(
         return None
     _, near = group.home.session(name, title=f"open {name}", timeout_s=timeout_s)
     return group.named(name, timeout_s), near.ended
-
-
-def open_stop(
-    name: str, wanted: Callable[[], bool], *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
-) -> AbstractContextManager[Stop]:
-    """Open a `Stop` for a ``with`` block: once one rank of a process group is told to stop, all ranks stop at the same step.
-
-    Parameters
-    ----------
-    name
-        The same on all ranks; no other stop may have it.
-    wanted
-        Returns whether this rank has been told to stop; called again and again in another thread.
-    process_group, timeout_s
-        As for `open_session`.
-    """
-    group = current_group(process_group, timeout_s)
-    if group is None:
-        return nullcontext(SoloStop(wanted))
-    return AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s)
 
 
 @contextmanager

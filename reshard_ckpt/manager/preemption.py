@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from ..comm import Stop, give_up_sessions, open_session, open_stop, value_of_first
+from ..comm import give_up_sessions, open_session, value_of_first
 from ..engine.common.progress import LOGGER
 from ..errors import UsageError
 from .pending import PendingSaves
+from .stopping import Stop, open_stop
 
 GRACE_S = 20.0
 """Default seconds for a save to finish after SIGTERM: torchrun, Slurm and Kubernetes kill after 30 s."""

@@ -34,7 +34,6 @@ from reshard_ckpt.comm import (
     home,
     node,
     open_session,
-    open_stop,
     open_turn,
     peers,
     sessions,
@@ -44,6 +43,7 @@ from reshard_ckpt.comm import (
 from reshard_ckpt.comm.links import Links, serving
 from reshard_ckpt.comm.node import NodeComm
 from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.manager.stopping import open_stop
 from reshard_ckpt.memory.node import run_folder, run_path
 from reshard_ckpt.memory.options import Memory
 from reshard_ckpt.memory.pool import SlotPool

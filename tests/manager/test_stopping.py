@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reshard_ckpt.comm import stopping
-from reshard_ckpt.comm.stopping import AgreedStop
 from reshard_ckpt.errors import PeerError
+from reshard_ckpt.manager import stopping
+from reshard_ckpt.manager.stopping import AgreedStop
 from tests.comm.threads import Server
 from tests.deadlines import over_when
 

@@ -16,14 +16,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..comm.bounded import BoundedStore, Polled
+from ..comm.payloads import KeyValueStore
+from ..comm.sessions import current_group
+from ..comm.wire import name_ranks
 from ..errors import PeerError
-from .bounded import BoundedStore, Polled
-from .payloads import KeyValueStore
-from .wire import name_ranks
 
 _SLICE_S = 0.05
 _FAREWELL_S = 5.0
@@ -36,6 +37,26 @@ class Stop(Protocol):
 
     def reached(self) -> bool:
         """Count one more step, and return whether all ranks stop at this step or have stopped before."""
+
+
+def open_stop(
+    name: str, wanted: Callable[[], bool], *, process_group: Any = None, timeout_s: float = 600
+) -> AbstractContextManager[Stop]:
+    """Open a `Stop` for a ``with`` block: once one rank of a process group is told to stop, all ranks stop at the same step.
+
+    Parameters
+    ----------
+    name
+        The same on all ranks; no other stop may have it.
+    wanted
+        Returns whether this rank has been told to stop; called again and again in another thread.
+    process_group, timeout_s
+        As for `open_session`.
+    """
+    group = current_group(process_group, timeout_s)
+    if group is None:
+        return nullcontext(SoloStop(wanted))
+    return AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
