@@ -37,7 +37,7 @@ class CheckpointError(Exception):
     """Base of every error that this package raises on purpose. Its text is `visible`."""
 
     def __str__(self) -> str:
-        return visible(super().__str__())
+        return visible(Exception.__str__(self))  # a `rebuilt` error has another class after this
 
 
 class UsageError(CheckpointError):
