@@ -14,7 +14,7 @@ from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
 from ..core.report import check_count
 from ..engine.common.files import identified_catalog
-from ..engine.common.step_folders import STEP_NAMES, StepNames, referred_keys
+from ..engine.common.step_folders import STEP_NAMES, StepNames, needed_keys
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.catalog import HEAD_BYTES
 from ..format.files import RUN_LOCK_KEY
@@ -31,8 +31,8 @@ class StepInfo:
     ----------
     folder
         Its folder below the root.
-    referred, own
-        Keys, from the root, of the files that it needs: those in other folders, and those in its own.
+    needed, referred
+        Keys, from the root, of all files that it needs, and of those in other folders.
     num_saves
         The number of saves that wrote these files; 0 if the step has no catalog that can be read.
     head
@@ -41,11 +41,14 @@ class StepInfo:
 
     folder: str
     metric: float | None = None
-    referred: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
     save_id: str = ""
     num_saves: int = 0
     head: bytes = bytes(HEAD_BYTES)
+
+    @property
+    def referred(self) -> frozenset[str]:
+        return frozenset(key for key in self.needed if not key.startswith(f"{self.folder}/"))
 
 
 def look(path: str, folder: str) -> StepInfo:
@@ -59,8 +62,7 @@ def look(path: str, folder: str) -> StepInfo:
     return StepInfo(
         folder,
         metric_of(catalog.metadata),
-        frozenset(referred_keys(folder, catalog)),
-        frozenset(f"{folder}/{key}" for file in catalog.files if not file.checkpoint for key in file.keys),
+        frozenset(needed_keys(folder, catalog)),
         catalog.lineage_id,
         len({catalog.save_id, *(file.save_id for file in catalog.files)}),
         bytes(opened.found.data[:HEAD_BYTES]) if opened.found else b"",

@@ -19,7 +19,7 @@ from ..engine.common.step_folders import (
     alone_with,
     clean_up,
     find_steps,
-    referred_by_folders,
+    needed_by_folders,
     remove_files,
     remove_step,
 )
@@ -229,10 +229,10 @@ class StoredSteps:
                     if self._remove(step, steps):
                         steps = [other for other in steps if other != step]
             old = {folder: removed_s for folder, removed_s in seen.removed.items() if folder not in committed.values()}
-            referred = self._referred(steps).union(needs, seen.needed) if old else frozenset()
+            needed = self._needed(steps).union(needs, seen.needed) if old else frozenset()
             for folder, removed_s in old.items():  # the next save may write to one of these folders meanwhile
                 self._check_lease()
-                remove_files(self._storage, folder, referred, removed_s)
+                remove_files(self._storage, folder, needed, removed_s)
 
     def _check_lease(self) -> None:
         if self._lease is not None:
@@ -262,8 +262,8 @@ class StoredSteps:
         others = [other for other in steps if other != step]
         mine = self._info(step).referred
 
-        def referred() -> frozenset[str]:
-            found = self._referred(others)
+        def needed(but: str = "") -> frozenset[str]:
+            found = self._needed(others, but)
             self._check_lease()  # after these requests, during which it may have ended
             return found
 
@@ -274,14 +274,14 @@ class StoredSteps:
         self._check_lease()
         removed = all(
             # With a grace, only the catalog goes now.
-            remove_step(self._storage, folder, referred, keep_files=self._grace_s > 0, needs=mine)
+            remove_step(self._storage, folder, partial(needed, folder), keep_files=self._grace_s > 0, needs=mine)
             for folder in folders
         )
         if removed:
             self._infos.pop(step, None)
             # mine: files that it alone needed, in folders of steps that were removed or saved anew before
             if mine and not self._grace_s:
-                self._storage.delete(mine.difference(referred(), *(self._info(other).own for other in others)))
+                self._storage.delete(mine - needed())
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
@@ -294,14 +294,14 @@ class StoredSteps:
     def _is_current(self, step: int) -> bool:
         return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
-    def _referred(self, steps: Collection[int]) -> frozenset[str]:
-        """Return the keys of the files that these steps, and checkpoints of other names beside them, need of other folders."""
+    def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
+        """Return the keys of the files that these steps, and checkpoints in folders of other names but one, need."""
         self._forget_replaced()
         self._read_infos(steps)
         # A step may have a second folder, of another name: it does not count, but somebody may load it by its path.
-        counted = {self._info(step).folder for step in steps}
-        beside = referred_by_folders(self._storage, counted.__contains__, pass_damaged=True)
-        return frozenset(key for step in steps for key in self._info(step).referred).union(beside)
+        counted = {but, *(self._info(step).folder for step in steps)}
+        beside = needed_by_folders(self._storage, counted.__contains__, pass_damaged=True)
+        return frozenset(key for step in steps for key in self._info(step).needed).union(beside)
 
     def _forget_replaced(self) -> None:
         """Forget the facts about steps that another program has saved over since they were read."""
@@ -342,9 +342,9 @@ class StoredSteps:
             with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders(), self._grace_s)
-        referred = self._referred(committed) if begun else frozenset()
+        needed = self._needed(committed) if begun else frozenset()
         young, _ = removed_within(self._storage, begun.values() if self._grace_s else (), self._grace_s)
-        referred = referred.union(*young.values())
+        needed = needed.union(*young.values())
         for folder in {*begun.values()} - {*young}:
             self._check_lease()
-            remove_files(self._storage, folder, referred)
+            remove_files(self._storage, folder, needed)

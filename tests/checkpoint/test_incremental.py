@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.engine.common.step_folders import referred_keys, remove_step
+from reshard_ckpt.engine.common.step_folders import needed_keys, remove_step
 from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.format.files import BLOCK_BYTES
@@ -318,8 +318,7 @@ def needed(root: Path, steps: list[int]) -> set[str]:
     keys: set[str] = set()
     for step in steps:
         catalog = checkpoint.catalog(root / f"step_{step}")
-        keys.update(referred_keys(f"step_{step}", catalog))
-        keys.update(f"step_{step}/{key}" for f in catalog.files if not f.checkpoint for key in (f.key, f.digests_key))
+        keys.update(needed_keys(f"step_{step}", catalog))
     return keys
 
 
@@ -401,6 +400,20 @@ def test_a_checkpoint_of_another_name_in_the_root_keeps_what_it_refers_to(tmp_pa
     assert_holds(tmp_path / "best", state)
     checkpoint.save(tmp_path / "best", {"w": torch.arange(3)})
     assert_holds(tmp_path / "best", {"w": torch.arange(3)})
+
+
+@pytest.mark.parametrize("how", ["pruned", "deleted"])
+def test_a_step_that_goes_leaves_its_base_of_another_name_alone(tmp_path: Path, how: str):
+    state = counted()
+    checkpoint.save(tmp_path / "best", state)
+    with Manager(tmp_path, keep_last=1) as manager:
+        manager.save(1, state, base=tmp_path / "best")
+        assert any(file.checkpoint for file in checkpoint.catalog(tmp_path / "step_1").files)
+        if how == "deleted":
+            manager.delete(1)
+        manager.save(2, state)
+        assert manager.steps() == [2]
+    assert_holds(tmp_path / "best", state)
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
@@ -570,8 +583,7 @@ def test_a_prune_that_is_cut_off_anywhere_loses_nothing(memory: str):
             wanted = set()
             for step in manager.steps():
                 catalog = checkpoint.catalog(f"{root}/step_{step}")
-                wanted.update(referred_keys(f"step_{step}", catalog))
-                wanted.update(f"step_{step}/{k}" for f in catalog.files if not f.checkpoint for k in (f.key, f.digests_key))
+                wanted.update(needed_keys(f"step_{step}", catalog))
             assert {key for key, _ in storage.list() if "/rank" in key} == wanted, n
         if not is_stopped:
             break

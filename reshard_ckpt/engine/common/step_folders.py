@@ -255,15 +255,14 @@ def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
     return True
 
 
-def referred_keys(folder: str, catalog: Catalog) -> Iterable[str]:
-    """Yield the keys, from the root, of the files of other checkpoints that the catalog in a folder of the root refers to."""
+def needed_keys(folder: str, catalog: Catalog) -> Iterable[str]:
+    """Yield the keys, from the root, of all files that the catalog in a folder of the root needs, also in other folders."""
     for file in catalog.files:
-        if file.checkpoint:
-            yield from (posixpath.normpath(f"{folder}/{key}") for key in file.keys)
+        yield from (posixpath.normpath(f"{folder}/{key}") for key in file.keys)
 
 
-def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
-    """Map the keys, from the root, of files that the catalogs in folders of the root refer to, to the name of one such folder.
+def needed_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
+    """Map the keys, from the root, of files that the catalogs in folders of the root need, to the name of one such folder.
 
     Folders that this user may not read are passed over.
 
@@ -277,12 +276,12 @@ def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damag
     Raises
     ------
     CorruptError
-        A catalog is damaged, so the files that it refers to are unknown.
+        A catalog is damaged, so the files that it needs are unknown.
     """
 
-    def referred_by(folder: str) -> dict[str, str]:
+    def needed_by(folder: str) -> dict[str, str]:
         try:
-            return dict.fromkeys(referred_keys(folder, _catalog(root, folder)), folder)
+            return dict.fromkeys(needed_keys(folder, _catalog(root, folder)), folder)
         except CorruptError:
             if not pass_damaged:
                 raise
@@ -291,7 +290,7 @@ def referred_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damag
                 raise
         return {}
 
-    found = at_once(root, *(partial(referred_by, folder) for folder in root.folders() if not but(folder)))
+    found = at_once(root, *(partial(needed_by, folder) for folder in root.folders() if not but(folder)))
     return {key: folder for by_folder in found for key, folder in by_folder.items()}
 
 
@@ -309,7 +308,7 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
         return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
-        keys = referred_by_folders(root, lambda folder: folder == name)
+        keys = needed_by_folders(root, lambda folder: folder == name)
     return {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
 
 
