@@ -16,6 +16,7 @@ from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
 from reshard_ckpt.storage.posix import FileLock, lock_file, locked
 from tests.open_files import open_below
+from tests.reliability.faults import fails, faulty
 from tests.storage.contract import ExclusiveCreateContract, LocksContract, StorageContract, put, read_range
 
 
@@ -506,6 +507,19 @@ def test_a_file_replaced_while_it_was_being_locked_is_missing(tmp_path: Path, mo
     monkeypatch.setattr("reshard_ckpt.storage.local.lock_file", slow_lock)
     with pytest.raises(MissingKey):
         storage.lock("f", shared=True)
+
+
+def test_an_error_of_closing_a_file_that_was_only_read_or_locked_is_none(tmp_path: Path):
+    """A network file system may report one; nothing was written."""
+    storage = LocalStorage(tmp_path)
+    put(storage, "a", b"data")
+    with faulty("close", None, fails(errno.ESTALE)):
+        lock = storage.lock("a", shared=True)
+        assert lock is not None
+        lock.release()
+        assert read_range(storage, "a", 1, 2) == [b"at"]
+        storage.close()
+    assert storage.lock("a") is not None
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
