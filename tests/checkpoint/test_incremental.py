@@ -554,6 +554,21 @@ def test_a_checkpoint_that_was_moved_to_another_disk_is_a_base_by_its_link(tmp_p
     assert_holds(tmp_path / "run" / "step_2", state | {"step": 1})
 
 
+def test_a_base_behind_a_link_whose_files_lie_beside_the_true_folder_is_written_anew(tmp_path: Path):
+    state, later = counted(), counted(3) | {"big": counted()["big"]}
+    checkpoint.save(tmp_path / "there" / "a", state)
+    checkpoint.save(tmp_path / "there" / "b", later, base=tmp_path / "there" / "a")
+    assert {file.checkpoint for file in checkpoint.catalog(tmp_path / "there" / "b").files} == {"", "../a"}
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "b").symlink_to("../there/b")
+    checkpoint.save(tmp_path / "here" / "c", later, base=tmp_path / "here" / "b")
+    assert {file.checkpoint for file in checkpoint.catalog(tmp_path / "here" / "c").files} == {"", "../b"}
+    assert_holds(tmp_path / "here" / "c", later)
+    Manager(tmp_path / "there").close()  # from now on, a run may remove it
+    with pytest.raises(UsageError, match="here/b: lies in another folder than .*here/d"):
+        checkpoint.save(tmp_path / "here" / "d", later, base=tmp_path / "here" / "b")
+
+
 def test_a_prune_that_is_cut_off_anywhere_loses_nothing(memory: str):
     """Between any two operations of the store, none of which happens any more afterwards."""
     for n in range(200):

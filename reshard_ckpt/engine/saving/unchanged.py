@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,8 @@ from ...core.geometry.columns import ColumnTable, concatenated, is_new, lex_orde
 from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
 from ...core.planning.load_plan import plan_load
 from ...errors import CorruptError, StorageError, UsageError
-from ...format.files import BLOCK_BYTES, BlockHasher, Digests, num_blocks
-from ...storage import unlinked_path
+from ...format.files import BLOCK_BYTES, RUN_LOCK_KEY, BlockHasher, Digests, num_blocks
+from ...storage import open_storage, unlinked_path
 from ...storage.protocol import Storage
 from ..common.files import open_files
 from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks
@@ -80,7 +81,12 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
         The two do not lie in one folder. Only there does deleting a checkpoint look for others that refer to it.
     """
     folder, _, name = unlinked_path(url).rpartition("/")
-    base_folder, _, base_name = unlinked_path(storage.url).rpartition("/")
+    base_url = unlinked_path(storage.url)
+    base_folder, _, base_name = base_url.rpartition("/")
+    is_link = os.path.islink(base_url)  # to a checkpoint that was moved to another folder; or to one that a run there may remove
+    if is_link:
+        with open_storage(os.path.dirname(os.path.realpath(base_url))) as there:
+            base_folder = base_folder if there.size(RUN_LOCK_KEY) is None else there.url
     if folder != base_folder or folder.endswith(":/"):
         raise UsageError(
             f"base={storage.url}: lies in another folder than {url}, so deleting it would not keep the files that the new "
@@ -88,6 +94,10 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
         )
     sizes = np.array([file.size for file in catalog.files], np.int64)
     files = [_entry_beside(file, base_name, name) for file in catalog.files]
+    if is_link:  # its files that lie in other checkpoints may be beside the folder that it was moved to, and not here
+        with open_storage(folder) as here:
+            sizes_here = here.stat([posixpath.normpath(f"{name}/{file.key}") if file else name for file in files])
+        files = [file if size is not None else None for file, size in zip(files, sizes_here, strict=True)]
     for i in _left_behind(sizes, bytes_by_file(catalog), min_live).tolist():
         files[i] = None
     return Base(storage, catalog, files, verify)
