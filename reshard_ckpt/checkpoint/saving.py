@@ -143,11 +143,13 @@ def save(
     return _save(path, _capture_of(state, options), options)
 
 
-def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Result]) -> tuple[SaveJob, Result]:
+def run_save(
+    path: Path, capture: Capture, options: SaveOptions, write: Write[Result], *, into: str = ""
+) -> tuple[SaveJob, Result]:
     """Save the state that `capture` describes, by the steps in the module's docstring. Return the job and the result of `write`.
 
     `write` is called with the job and the open session. It writes and commits, or starts a thread that takes the session over and
-    does so.
+    does so. A save into another place than the store, where ranks say more to each other, names it by `into`.
     """
     recorder = Recorder()
     # Ranks that differ in these options get an error that says so.
@@ -155,7 +157,7 @@ def run_save(path: Path, capture: Capture, options: SaveOptions, write: Write[Re
     shown += [f"exclude={list(options.exclude)}"] if options.exclude else []
     shown += ["base="] if options.base is not None else []
     shown += ["rows="] if options.rows is not None else []
-    call = f"save({', '.join(shown)})" if shown else "save"
+    call = f"save{into}({', '.join(shown)})" if shown else f"save{into}"
     with public_call(), ExitStack() as session:
         # 1. Meet.
         opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
@@ -357,7 +359,7 @@ ChooseTarget = Callable[[SaveJob], SaveTarget | None]
 
 
 def begin_save(
-    path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget = lambda job: None
+    path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget | None = None
 ) -> SaveHandle:
     """Begin a save as `async_save` does, with its options as one value; `choose_target` may send the file images elsewhere."""
     guards = options.staging == "lazy" and not options.caller_holds
@@ -370,17 +372,17 @@ def _begin(
     capture: Capture,
     options: SaveOptions,
     guarded: Callable[[], GuardedState] = GuardedState,
-    choose_target: ChooseTarget = lambda job: None,
+    choose_target: ChooseTarget | None = None,
 ) -> SaveHandle:
     """Begin to save; return once the state may change, or before with lazy staging."""
 
     def launch_and_join(job: SaveJob, session: ExitStack) -> SaveHandle:
-        target = choose_target(job)
+        target = None if choose_target is None else choose_target(job)
         handle = launch(job, session, guarded(), target)
         SAVES.join(handle)
         return handle
 
-    return run_save(path, capture, options, launch_and_join)[1]
+    return run_save(path, capture, options, launch_and_join, into="" if choose_target is None else " to memory")[1]
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:

@@ -308,6 +308,22 @@ def one_rank_raises(root: str, folders: Sequence[str]) -> tuple[str, list[int]]:
     return said, manager.steps()
 
 
+def saves_differ(root: str, folders: Sequence[str]) -> str:
+    """Rank 1 saves to the store, and rank 0 to memory."""
+    rank = dist.get_rank()
+    manager = Manager(root, memory=Memory(folder=folders[rank]))
+    try:
+        if rank == 1:
+            manager.save(1, rows(1, rank, 2))
+        else:
+            manager.async_save(1, rows(1, rank, 2)).result()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        manager.__exit__(RuntimeError, RuntimeError(), None)
+    return ""
+
+
 def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
     """Saves that fail on one rank, at several moments: what the others learn, and what is whole afterwards."""
     rank, out = dist.get_rank(), {}

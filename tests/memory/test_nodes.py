@@ -15,7 +15,16 @@ from tests.cli.running import run
 from tests.launch import RanksFailed, run_ranks
 from tests.layouts import values_of
 from tests.memory.namespaces import NETWORK, Nodes
-from tests.memory.nodes import SHAPE, a_save_fails, be_damaged, lose_nodes, one_rank_raises, restore, save_and_be_killed
+from tests.memory.nodes import (
+    SHAPE,
+    a_save_fails,
+    be_damaged,
+    lose_nodes,
+    one_rank_raises,
+    restore,
+    save_and_be_killed,
+    saves_differ,
+)
 
 
 @pytest.mark.slow
@@ -89,6 +98,11 @@ def test_a_rank_that_left_by_an_error_is_named_when_another_closes(tmp_path: Pat
     found = run_ranks(one_rank_raises, 2, str(tmp_path), [str(shm / name) for name in "AB"])
     assert all("ranks called different things" in said for said, _ in found), found
     assert [steps for _, steps in found] == [[1], [1]]  # it stays in memory
+
+
+def test_ranks_that_save_to_memory_and_to_the_store_are_told(tmp_path: Path, shm: Path):
+    found = run_ranks(saves_differ, 2, str(tmp_path), [str(shm / name) for name in "AB"])
+    assert all("ranks called different things: rank 0: save to memory" in said for said in found), found
 
 
 def test_a_save_that_fails_on_one_rank_holds_up_none_and_leaves_a_whole_generation(tmp_path: Path, shm: Path):
