@@ -48,7 +48,13 @@ def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | N
     if len(indices) > 1 and main + INDEX not in indices:
         raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
     if indices:
-        return read_index(storage, main + INDEX if main + INDEX in indices else indices[0])
+        index = main + INDEX if main + INDEX in indices else indices[0]
+        found = read_index(storage, index)
+        if main in keys and main not in found:  # transformers would load that file, and pass over the index
+            raise UsageError(
+                f"{storage.url}: has {main} and {index}, which does not name it; keep those of one model in the folder"
+            )
+        return found
     files = [key for key in keys if key.endswith(suffix)]
     _check_parts(storage, files, suffix)
     return dict.fromkeys(files) if files else None
