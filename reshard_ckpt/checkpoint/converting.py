@@ -13,7 +13,7 @@ from typing import Any
 
 from ..comm import ALONE, Comm, SoloComm, open_session, value_of_first
 from ..core.catalog.model import Catalog, TensorKind, retyped, select_entries
-from ..core.catalog.specs import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES, ValueKind
 from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
@@ -24,6 +24,7 @@ from ..engine.resharding.reshard import agree_on_id
 from ..errors import UsageError
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
+from ..format.values import decode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import new_file, new_folder
 from ..formats.huggingface import copy_side_files
@@ -32,6 +33,8 @@ from ..formats.source import Format, Path, Source, known_formats, locate, open_s
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
+from ..state.modules import is_nothing
+from ..state.targets import Prefixes
 from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
 from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .resharding import write_as_one_rank
@@ -292,6 +295,8 @@ def _select(
     taken = selected.below(top)
     taken.refuse_unreadable(catalog)
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
+    nothing = set() if to == "reshard" else _places_of_others(catalog)  # other formats have one thing for each name
+    values = [name for name in values if name not in nothing]
     if not tensors and not values:
         raise UsageError(_nothing_selected(catalog, top, taken if taken.values else selected))
     dequantizer = dequantizer_of(source, verify=verify) if cast else None
@@ -302,7 +307,7 @@ def _select(
     left = [name for name in tensors if name not in dtypes and scale_of(catalog, catalog.index(name))]
     if applied and left and to == "safetensors":
         raise UsageError(f"cast=…: {left[0]} stays quantized, but config.json describes all weights at once; cast it too")
-    result = {*tensors, *values}
+    result = {*tensors, *values, *nothing}
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
     left_out = tuple(name for name in everything if name not in result)
     # kept: the selected tensors as they are read; out: the same with the dtypes of the result.
@@ -312,6 +317,13 @@ def _select(
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     decoded = plain_values(source.storage, kept, kept.value_names, verify=verify)
     return _Conversion(source, kept, out, decoded, left_out, verify, report, comm, dequantizer, bool(applied))
+
+
+def _places_of_others(catalog: Catalog) -> set[str]:
+    """Name the empty containers, and the Nones, that some ranks had where others had something below."""
+    above = Prefixes((*catalog.names, *catalog.value_names))
+    found = [one for one in catalog.values_table if one.kind is ValueKind.PLAIN and above.include(one.name)]
+    return {one.name for one in found if one.data is not None and is_nothing(decode_value(one.data, name=one.name))}
 
 
 def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from reshard_ckpt.torchfile.mapped import read_records
 from tests.checkpoint.test_resharding import files_of
 from tests.jobs import save_job
-from tests.launch import ROOT
+from tests.launch import ROOT, run_ranks
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 from tests.tries import examples
 from tests.warm_python import warm_python
@@ -372,6 +373,21 @@ def test_a_checkpoint_with_others_in_its_folder_is_not_replaced(tmp_path: Path):
     (tmp_path / "link").symlink_to("run")
     checkpoint.convert(tmp_path / "n", tmp_path / "link", to="reshard", overwrite=True)
     assert checkpoint.verify(tmp_path / "run" / "step_1").ok
+
+
+def save_on_two(folder: str) -> None:
+    """Rank 0 has a tensor and a value, where rank 1 has an empty dict and None."""
+    own = {"t": {"w": torch.arange(3)}, "v": {"a": [1]}} if dist.get_rank() == 0 else {"t": {}, "v": None}
+    checkpoint.save(f"{folder}/n", {**own, "e": {}})
+
+
+def test_what_stands_for_things_of_other_ranks_is_not_written(tmp_path: Path):
+    run_ranks(save_on_two, 2, str(tmp_path))
+    for to in ("torch", "dcp", "reshard"):
+        report = checkpoint.convert(tmp_path / "n", tmp_path / to, to=to)
+        assert report.left_out == ()
+        found = checkpoint.read(tmp_path / to)
+        assert (found["t.w"].tolist(), found["v.a"], found["e"]) == ([0, 1, 2], [1], {})
 
 
 def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
