@@ -185,12 +185,6 @@ def locked(folder: int, timeout_s: float) -> Iterator[None]:
                 lock.release()
 
 
-def _close(fd: int) -> None:
-    """Close a file to which nothing was written: if a network file system reports an error then, nothing is lost."""
-    with suppress(OSError):
-        os.close(fd)
-
-
 class OpenFile:
     """A descriptor that is closed once nothing refers to this object, so that no thread loses it while it reads."""
 
@@ -202,7 +196,8 @@ class OpenFile:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            _close(self.fd)
+            with suppress(OSError):  # from a network file system; it was only read
+                os.close(self.fd)
 
 
 _ALL_OPEN: WeakSet[OpenFiles] = WeakSet()
@@ -269,7 +264,8 @@ class FileLock(Lock):
         """Close the file. That releases the lock, unless another process has the file open too."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            _close(fd)
+            with suppress(OSError):  # from a network file system; nothing was written that counts
+                os.close(fd)
 
     def note(self, text: bytes) -> None:
         """Replace the contents of the locked file by a note for whoever finds it locked."""
