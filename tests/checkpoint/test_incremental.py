@@ -569,6 +569,17 @@ def test_a_base_behind_a_link_whose_files_lie_beside_the_true_folder_is_written_
         checkpoint.save(tmp_path / "here" / "d", later, base=tmp_path / "here" / "b")
 
 
+def test_a_save_by_a_link_from_another_folder_keeps_what_others_refer_to(tmp_path: Path):
+    state, there = counted(), tmp_path / "there"
+    checkpoint.save(there / "a", state)
+    checkpoint.save(there / "b", state | {"step": 1}, base=there / "a")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(there / "a")
+    checkpoint.save(tmp_path / "here" / "link", {"other": torch.ones(3)})
+    assert_holds(there / "a", {"other": torch.ones(3)})
+    assert_holds(there / "b", state | {"step": 1})
+
+
 def test_a_prune_that_is_cut_off_anywhere_loses_nothing(memory: str):
     """Between any two operations of the store, none of which happens any more afterwards."""
     for n in range(200):

@@ -7,6 +7,7 @@ that is being read is not removed.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import time
@@ -21,7 +22,7 @@ from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, EXPORT, RESHARD_LOCK, SAVE_ID, SAVE_TIME, exported_saves
-from ...storage import LocksUnsupported, MissingKey, Storage, open_beside, unlinked_path
+from ...storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, unlinked_path
 from ...storage.protocol import at_once
 from .lineage import LINEAGE, Note
 from .reader_notes import GRACE_S, REMOVED_KEY, is_read, note_removed, old_enough
@@ -304,12 +305,17 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     CorruptError
         The catalog of another checkpoint is damaged, so the files that it refers to are unknown.
     """
-    above, _, name = unlinked_path(storage.url).rpartition("/")
-    if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
-        return {}
-    with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
-        keys = needed_by_folders(root, lambda folder: folder == name)
-    return {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
+    path, found = unlinked_path(storage.url), dict[str, str]()
+    # If it is a link to another folder, the checkpoints there may refer to it as well as those beside the link.
+    true = [os.path.realpath(path)] if os.path.islink(path) else []
+    for place in (path, *true):
+        above, _, name = place.rpartition("/")
+        if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
+            continue
+        with open_beside(open_storage(place), "..", f"{name}/{CATALOG_KEY}") as root:
+            keys = needed_by_folders(root, {name}.__contains__)
+        found |= {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
+    return found
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s: float = GRACE_S) -> None:
