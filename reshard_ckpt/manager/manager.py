@@ -251,6 +251,7 @@ class Manager(RunSteps):
         options
             Options of `checkpoint.save`.
         """
+        step = checked_step(step)
         path = self._begin("save", step, state)
         if self._memory is not None:
             self._wait()
@@ -277,6 +278,7 @@ class Manager(RunSteps):
         options
             Options of `checkpoint.async_save`.
         """
+        step = checked_step(step)
         path = self._begin("async_save", step, state)
         with self._preemption.deferring():
             self._costs.begin()
@@ -319,7 +321,7 @@ class Manager(RunSteps):
         self._refuse_read_only()
         if self._exports is not None:
             self._exports.learn(state)
-        path = self._stored.new_path(checked_step(step))
+        path = self._stored.new_path(step)
         if self._tolerated.are_tolerated:
             self._wait()
             with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
@@ -348,6 +350,7 @@ class Manager(RunSteps):
         """
         self._refuse_unless_open("delete")
         self._refuse_read_only()
+        step = checked_step(step)
         path = self.path(step)
         self._wait()
         if self._exports is not None:

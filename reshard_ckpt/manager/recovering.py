@@ -13,6 +13,7 @@ from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
 from .restoring import LoadedStep
+from .run_steps import checked_step
 
 
 def recover(
@@ -75,6 +76,7 @@ def recover(
         raise UsageError(f"alive={alive!r}: pass True, False, or the state that this rank had before the failure")
     if path is not None and manager is not None:
         raise UsageError("path= and manager=: pass one of them, the checkpoint or the manager of the run")
+    step = None if step is None else checked_step(step)
     session = {"process_group": process_group, "timeout_s": timeout_s}
     checkpoints: Checkpoints | None = None
     if manager is not None:

@@ -86,13 +86,16 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
     Raises
     ------
     UsageError
-        The metadata are not a dict, or have a metric of their own.
+        The metadata are not a dict, or have a metric of their own; or the metric is not a number.
     """
     if metric is None:
         return metadata
     if metadata is not None and (not isinstance(metadata, Mapping) or METRIC in metadata):
         raise UsageError(f"metadata={metadata!r:.200}: with metric=, pass a dict without a {METRIC!r} of its own")
-    return {**(metadata or {}), METRIC: float(metric)}
+    try:
+        return {**(metadata or {}), METRIC: float(metric)}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"metric={metric!r:.80}: pass a number ({error})") from error
 
 
 def checked_root(root: Path) -> str:

@@ -177,7 +177,7 @@ class RunSteps:
 
 
 def checked_step(step: int) -> int:
-    """Return a step as an int; raise a `UsageError` if it is not a whole number of at least 0."""
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
-        raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
+    """Return a step as an int; raise a `UsageError` if it is not a whole number from 0 to 2⁶³ - 1."""
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+        raise UsageError(f"step={step!r:.80}: pass a whole number, 0 or more, and below 2⁶³")
     return step.__index__()

@@ -310,7 +310,7 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):
 # --- wrong use ---
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.5, "7"])
+@pytest.mark.parametrize("step", [-1, True, 1.5, "7", 1 << 63])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any):
     with Manager(tmp_path) as manager, pytest.raises(UsageError, match="step="):
         manager.save(step, state(1))
@@ -354,6 +354,12 @@ def test_a_root_that_is_a_file_is_named(tmp_path: Path, read_only: bool):
 def test_a_metric_needs_a_place_in_the_metadata(tmp_path: Path, metadata: Any):
     with Manager(tmp_path) as manager, pytest.raises(UsageError, match="metadata="):
         manager.save(1, state(1), metric=1.0, metadata=metadata)
+
+
+@pytest.mark.parametrize("metric", ["good", 10**400, [1.0], torch.ones(2)])
+def test_a_metric_is_a_number(tmp_path: Path, metric: Any):
+    with Manager(tmp_path) as manager, pytest.raises(UsageError, match="metric=.*: pass a number"):
+        manager.save(1, state(1), metric=metric)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,19 @@ def test_saves_go_to_memory_and_every_so_often_to_the_store(tmp_path: Path, memo
     assert checkpoint.verify(tmp_path / "step_5").ok
     assert not (tmp_path / "step_4").exists()
     assert_is_stored(tmp_path, 5)
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_a_step_may_be_an_integer_of_another_package(tmp_path: Path, memory: Memory, step: Any):
+    with Manager(tmp_path, memory=memory, keep_last=1) as manager:
+        manager.async_save(step, {"w": torch.arange(5)}).result()
+        state = {"w": torch.zeros(5, dtype=torch.int64)}
+        manager.load(step, state)
+        assert torch.equal(state["w"], torch.arange(5))
+        manager.save(step + 1, state)
+        assert manager.steps() == [3, 4]
+        manager.delete(step)
+        assert manager.steps() == [4]
 
 
 def test_the_first_goes_to_the_store_one_interval_after_the_start(tmp_path: Path, memory: Memory):
