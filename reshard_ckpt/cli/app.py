@@ -164,10 +164,15 @@ def print_note(text: str, *, every_rank: bool = False) -> None:
         _Console(stderr=True).print(visible(text), soft_wrap=True)
 
 
+_JSON_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+"""The control codes that JSON may hold as they are, though some terminals obey them."""
+
+
 def print_json(thing: Any) -> None:
     """Print JSON on stdout: dataclasses as objects; numbers that JSON lacks as text (``"NaN"``, ``"Infinity"``)."""
     if _is_rank_0():
-        sys.stdout.write(json.dumps(as_plain(thing), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        text = json.dumps(as_plain(thing), indent=2, ensure_ascii=False, allow_nan=False)
+        sys.stdout.write(text.translate(_JSON_CONTROLS) + "\n")
 
 
 def as_plain(thing: Any) -> Any:

@@ -167,7 +167,7 @@ def test_second_name_of_a_tensor_says_whose_bytes_it_has(tmp_path: Path):
 def test_names_do_not_steer_the_terminal(tmp_path: Path):
     name = "\x1b[2J\x9b31mw\nx"
     checkpoint.save(tmp_path / "odd", {name: torch.ones(2), "value": "\x1b[31m"})
-    for arguments in ([], [name], ["--stats"], ["\x1bnone"]):
+    for arguments in ([], [name], ["--stats"], ["\x1bnone"], ["--json"]):
         shown = run("inspect", tmp_path / "odd", *arguments)
         assert "\x1b" not in shown.out + shown.err
         assert "\x9b" not in shown.out + shown.err
