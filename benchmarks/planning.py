@@ -256,7 +256,7 @@ BARS = (
     ("catalog_open_s", "s", 0.5),
     ("catalog_bytes_per_shard", "bytes", 40.0),
     ("timeline_merge_s", "s", 0.2),
-    ("timeline_bytes_per_rank", "bytes", 100.0),
+    ("timeline_bytes_per_rank", "bytes", 110.0),
 )
 
 

@@ -231,8 +231,9 @@ def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]
         column = np.empty(int(count.sum()), np.int64)
         width_of = np.repeat(width, count)
         parts = [message[low:high] for message, low, high in zip(messages, begin, end, strict=True)]
-        for one in np.unique(width).tolist():  # messages with numbers of as many bytes are decoded together
-            data = b"".join([parts[i] for i in np.flatnonzero(width == one).tolist()])
+        of_messages = width.tolist()
+        for one in set(of_messages):  # messages with numbers of as many bytes are decoded together
+            data = b"".join([part for part, its in zip(parts, of_messages, strict=True) if its == one])
             column[width_of == one] = np.frombuffer(data, f"<u{one}").astype(np.int64)
         columns.append(column)
     return columns, counts
