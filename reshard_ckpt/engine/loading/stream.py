@@ -4,19 +4,17 @@
    gathered, hashed and written.
 2. A *batch* of windows makes one load plan. Its wanted pieces are the runs; its targets are `AHEAD` buffers, used in turn. If
    several runs of one window need the same bytes of a file, these are read once.
-3. Threads fill the next windows while the caller uses the current one.
+3. Threads fill the next windows while the caller uses the current one (`read_ahead`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, pairwise
+from itertools import chain, pairwise
 from math import prod
 
 import numpy as np
@@ -285,103 +283,22 @@ def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
     )
 
 
-def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[Window]:
-    """Read windows and yield them in order; threads read the next ones meanwhile, and take from `windows` when they need more.
+def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator[Window, None, None]:
+    """Read windows and yield them in order; threads read the next ones meanwhile, until the generator ends or is closed.
 
     Yields
     ------
     Window
-        A filled window, valid until the next one is yielded.
+        A filled window, valid until the next one is asked for.
     """
-    filler = _Filler(reader, windows)
     with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
         try:
-            under_way: deque[Future[Window | None]] = deque(pool.submit(filler.fill, n) for n in range(AHEAD - 1))
-            for number in count(AHEAD - 1):
-                under_way.append(pool.submit(filler.fill, number))
-                window = under_way.popleft().result()
-                if window is None:
-                    return
-                yield window
+            under_way: deque[Future[Window]] = deque()
+            for fill in chain.from_iterable(reader.batches(windows)):
+                under_way.append(pool.submit(fill))
+                if len(under_way) == AHEAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[Window], Callable[[], None]]) -> None:
-    """Read windows and call `use` for each, in order, one at a time, in the thread that read the window.
-
-    The bytes that a thread has just read are in the cache of its own processor, so the same thread uses them, while other threads
-    read the next windows.
-
-    Parameters
-    ----------
-    use
-        Called with each window, in order. It returns a function for the work that need not be in order. That is called next,
-        while another thread may call `use` with the next window.
-    """
-    filler, turns = _Filler(reader, windows), _Turns()
-
-    def work() -> None:
-        with turns.stop_on_error():
-            for number in turns.numbers:
-                window = filler.fill(number)
-                if window is None or not turns.wait(number):
-                    return
-                after = use(window)
-                turns.next()
-                after()
-
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.stop_on_error():
-        for worker in [pool.submit(work) for _ in range(AHEAD)]:
-            worker.result()
-
-
-class _Turns:
-    """Gives turns to windows by number. After a thread has failed, no window gets a turn."""
-
-    def __init__(self) -> None:
-        self.numbers = count()
-        self._now: int | None = 0
-        self._changed = threading.Condition()
-
-    def wait(self, number: int) -> bool:
-        """Wait for the turn of a number, and return True; return False if a thread failed, as the turn will not come."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._now in (number, None)) and self._now is not None
-
-    def next(self) -> None:
-        """Give the turn to the next number."""
-        with self._changed:
-            if self._now is not None:
-                self._now += 1
-            self._changed.notify_all()
-
-    @contextmanager
-    def stop_on_error(self) -> Iterator[None]:
-        """End all turns if the ``with`` block raises."""
-        try:
-            yield
-        except BaseException:
-            with self._changed:
-                self._now = None
-                self._changed.notify_all()
-            raise
-
-
-class _Filler:
-    """Fills windows by number, in several threads. The first thread that needs a batch plans it."""
-
-    def __init__(self, reader: RunReader, windows: Iterable[Sequence[Run]]) -> None:
-        self._batches = reader.batches(windows)
-        self._fills: dict[int, Callable[[], Window]] = {}
-        self._num_planned = 0
-        self._lock = threading.Lock()
-
-    def fill(self, number: int) -> Window | None:
-        """Fill the window with this number and return it; None if there are fewer windows. Call it once for each number."""
-        with self._lock:
-            while number >= self._num_planned and (batch := next(self._batches, None)):
-                self._fills.update(enumerate(batch, self._num_planned))
-                self._num_planned += len(batch)
-            fill = self._fills.pop(number, None)
-        return fill() if fill else None

@@ -4,7 +4,8 @@
    was killed and started again finds its own finished files, and never those of another request.
 2. The processes verify the files of an earlier attempt, and keep the finished ones (`keep_finished`).
 3. The bytes of the other files are divided over the processes. Each process writes its share, several files side by side
-   (`write_order`), from a stream of the old files (`loading.stream`), and reads the new files back (`read_back`).
+   (`write_order`), from a stream of the old files (`loading.stream`), and reads the new files back in another thread
+   (`read_back`).
 4. Process 0 joins files that several processes wrote (`common.sections`), checks that all files are there and publishes the
    catalog, as for any save.
 
@@ -16,11 +17,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
-from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..common.resuming import finished_digests, identity
 from ..common.sections import Section, SectionWriter, join, share
 from ..common.tensor_bytes import slices
 from ..loading.scales import Dequantizer
-from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
+from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, pieces_of, read_ahead
 from ..saving.commit import publish
 from ..saving.messages import WrittenFile, decode_receipts, encode_receipt
 from ..saving.options import PreviousCheckpoint, SaveContents
@@ -244,7 +244,7 @@ def _write_group(
     """Write the windows of a span of items side by side; `outputs[i]` has the files of `items[i]`."""
     if span.count != 0:
         check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
-    # Windows that the reader has asked for and `write` has not seen. Both take them in the same order, so a queue pairs them up.
+    # Windows that the reader has asked for and that are not written. Both take them in the same order, so a queue pairs them up.
     under_way: deque[list[Slice]] = deque()
 
     def runs() -> Iterator[list[Run]]:
@@ -252,18 +252,23 @@ def _write_group(
             under_way.append(window)
             yield [part.run for part in window]
 
-    def write(filled: Window) -> Callable[[], None]:
+    def write(filled: Window) -> list[WrittenBlocks]:
+        """Write a window, and return the blocks that can be read back since."""
         slices = under_way.popleft()
         for part, view in zip(slices, filled.parts(), strict=True):
             outputs[part.output].write(view)
-        return partial(
-            read_back.verify, [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
-        )
+        return [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
 
     with ExitStack() as stack:
         for output in outputs:
             stack.enter_context(output)
-        in_turn(reader, runs(), write)
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-read-back"))
+        verified = pool.submit(lambda: None)
+        for window in stack.enter_context(closing(read_ahead(reader, runs()))):
+            written = write(window)
+            verified.result()  # no more than one window behind
+            verified = pool.submit(read_back.verify, written)
+        verified.result()
         for output in outputs:
             output.finish()
             read_back.verify(output.take_written())
