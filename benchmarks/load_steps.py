@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import xxhash
@@ -33,7 +33,7 @@ STEPS: dict[str, Sequence[tuple[Any, str]]] = {
     "agreement": tuple((NodeComm, name) for name in ("open", "gather", "broadcast", "broadcast_near", "leave")),
     "kernel copy": ((os, "preadv"),),
     "hash": ((read, "wrong_blocks"),),
-    "placing": tuple((kind, "fill") for kind in (read._Copy, read._Cast, read._Runs, read._ShortRuns)),
+    "placing": tuple((kind, "fill") for kind in get_args(read._Fill)),
 }
 """The functions of each step, where they are looked up."""
 

@@ -327,10 +327,11 @@ def load(job: Job0, catalog: Catalog, data: bytes, votes: list[bytes], files: li
     job.open("load")
     with job.rank0("catalog"):
         opened = decode_catalog(data)
-    job.broadcast(digest128(data), "session")
+    job.broadcast(msgpack.packb((digest128(data), bytes(100))), "session")
     readers = [comm.rank for comm in job.comms if comm.neighbours()[0] == comm.rank]
     for comm in job.comms:
-        comm.broadcast_near(bytes(100))
+        if comm.neighbours()[0]:  # on rank 0's machine, the broadcast says how to borrow the catalog
+            comm.broadcast_near(bytes(100))
     gathered = job.gather(votes, "vote")
     with job.rank0("vote"):
         decoded = {vote: msgpack.unpackb(vote) for vote in dict.fromkeys(gathered)}  # as `merge_of_all`

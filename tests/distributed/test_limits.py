@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
-from reshard_ckpt.engine.loading import read
+from reshard_ckpt.engine.common import files
 from tests.distributed.net import reference
 from tests.launch import run_ranks
 
@@ -125,7 +125,7 @@ TOTAL = ROWS * COLUMNS * 4
 
 def memory_job(folder: str) -> dict[str, int]:
     """A large tensor, a quarter on each rank: flat to other flat ranges, to columns, and from columns."""
-    read.MAX_THREADS = 2  # each has a window; where there are more cores, there would be more of them
+    files.MAX_THREADS = 2  # each has a window; where there are more cores, there would be more of them
     rank, path = dist.get_rank(), Path(folder, "flat")
     numel, shape = ROWS * COLUMNS, (ROWS, COLUMNS)
     out: dict[str, int] = {}

@@ -1,26 +1,24 @@
-"""Tasks in threads: each number once, the first failure is raised, and nothing runs any more when it is."""
+"""Tasks in threads: each item once, the first failure is raised, and nothing runs any more when it is."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import pytest
 
-from reshard_ckpt.engine.loading.read import in_threads
+from reshard_ckpt.engine.common.files import in_threads
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 500])
-def test_each_number_is_taken_once(count: int) -> None:
+def test_each_item_is_taken_once(count: int) -> None:
     taken: list[int] = []
-    in_threads(taken.append, range(count))
-    with ThreadPoolExecutor(3) as pool:
-        in_threads(taken.append, range(count), pool)
-        in_threads(taken.append, range(count), pool)
-    assert sorted(taken) == sorted([*range(count)] * 3)
+    for threads in (1, 3):
+        in_threads(taken.append, iter(range(count)), threads)
+    assert sorted(taken) == sorted([*range(count)] * 2)
 
 
-def still_running(pool: ThreadPoolExecutor | None) -> set[int]:
+def still_running() -> set[int]:
     """The tasks that run when the failure of one of them is raised."""
     others_run, one_fails = threading.Event(), threading.Event()
     running: set[int] = set()
@@ -37,11 +35,20 @@ def still_running(pool: ThreadPoolExecutor | None) -> set[int]:
         running.remove(number)
 
     with pytest.raises(ValueError, match="number 0"):
-        in_threads(task, range(50), pool)
+        in_threads(task, range(50), 4)
     return set(running)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_nothing_runs_any_more_when_a_failure_is_raised(own: bool) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        assert not any(still_running(pool if own else None) for _ in range(100))
+def test_nothing_runs_any_more_when_a_failure_is_raised() -> None:
+    assert not any(still_running() for _ in range(100))
+
+
+def test_a_failure_to_make_the_next_item_ends_all() -> None:
+    def items() -> Iterator[int]:
+        yield 0
+        raise ValueError("item 1")
+
+    taken: list[int] = []
+    with pytest.raises(ValueError, match="item 1"):
+        in_threads(taken.append, items(), 4)
+    assert taken == [0]

@@ -21,7 +21,7 @@ from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..catalog.specs import PieceColumns, item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.runs import I64, Mask, bounds, decompose, dot, less, pad_left, ranges, strides_of, volumes
+from ..geometry.runs import I64, bounds, decompose, dot, less, pad_left, ranges, strides_of, volumes
 from ..geometry.tiling import TensorBoxes, meet
 
 MAX_WINDOWS = 1 << 20
@@ -193,9 +193,6 @@ def _items(
     # A pair now lies in one window: a row that spans several windows is in as many pairs, each with its part of the row.
     pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)
     offsets, lengths = _row_boxes(catalog, pairs.row, width)
-    # The bounds of a part may miss the wanted box that the bounds of the whole row touch.
-    if not (hit := _touching(boxes, pairs, offsets, lengths)).all():
-        pairs, offsets, lengths = pairs.take(hit), offsets[hit], lengths[hit]
     # A pair is now one box of its part. cut.offsets are relative to the row's box, whose global offsets are `origin`.
     cut = decompose(lengths, pairs.start, pairs.count)
     pairs, origin, strides = pairs.take(cut.parent), offsets[cut.parent], strides_of(lengths)[cut.parent]
@@ -216,13 +213,6 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
     """Return the global offsets and lengths of the boxes of these rows, padded to `width` dims."""
     box = catalog.rows.box[row]
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
-
-
-def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> Mask:
-    """Mark the pairs whose part of the row has bounds that meet the wanted box."""
-    low, high = bounds(offsets, lengths, pairs.start, pairs.count)
-    want_low = boxes.offsets[pairs.box]
-    return less(low, want_low + boxes.lengths[pairs.box]) & less(want_low, high)
 
 
 def _windows_of(

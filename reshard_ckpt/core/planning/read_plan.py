@@ -2,15 +2,14 @@
 
 1. Each item touches byte runs of its file. Runs that lie close together count as one, so that a slice of short rows is one read.
 2. If the blocks of a file are verified, ranges grow to whole blocks.
-3. Items whose bytes are in order in the file and in memory become *runs*; items that follow each other on both sides are one run.
-   A large run *lands*: it is read straight into its destination. Small runs are copied there from the window's buffer. Other
-   items are copied from the buffer too, strided or cast.
+3. Items whose bytes are in order in the file and in memory are *runs*. A large run *lands*: it is read straight into its
+   destination. Small runs are copied there from the window's buffer. Other items are copied from the buffer too, strided or cast.
 4. Ranges of one window that meet, or nearly meet, merge into *extents*.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,6 +59,8 @@ class ReadPlan:
     item_start: I64
     items: I64
     """The items that are not in any run, as indices into the load plan."""
+    may_land: Mask
+    """For each destination, whether bytes may be read straight into it."""
 
     @property
     def num_windows(self) -> int:
@@ -69,6 +70,22 @@ class ReadPlan:
     def num_bytes(self) -> int:
         """The bytes that will be read."""
         return int((self.high - self.low).sum())
+
+    def targets(self, plan: LoadPlan, window: int, low: int = 0, high: int = 1 << 62, *, lands: bool | None = None) -> set[int]:
+        """Return the destinations that need bytes ``[low, high)`` of a window; a strided item counts with the bytes in its gaps.
+
+        With ``lands=True``, return only destinations that get the bytes by runs that land; with False, only the others.
+        """
+        found: set[int] = set()
+        for runs, start, landing in ((self.landing, self.landing_start, True), (self.copied, self.copied_start, False)):
+            if lands is None or lands is landing:
+                part = runs.take(slice(*start[window : window + 2]))
+                found.update(part.dest[(part.src < high) & (part.src + part.size > low)].tolist())
+        if lands is not True:
+            items = self.items[slice(*self.item_start[window : window + 2])]
+            src = plan.src[items]
+            found.update(plan.dest[items[(src < high) & (src + item_spans(plan)[items] > low)]].tolist())
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +146,8 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
     window_of = np.empty_like(number)
     window_of[order] = number
     extent_of, low, high = _extents(plan, window_of, block_bytes, file_bytes)
-    landing_of, landing = _joined(spans.take(lands), number[lands])
     small = np.flatnonzero(plain & ~lands)
     small = small[np.lexsort((spans.dest[small], number[small]))]
-    copied_of, copied = _joined(spans.take(small), number[small])
     return ReadPlan(
         group=batch[first],
         file=file[begins],
@@ -140,12 +155,13 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
         extent_start=_starts(extent_of, count),
         low=low,
         high=high,
-        landing_start=_starts(landing_of, count),
-        landing=landing,
-        copied_start=_starts(copied_of, count),
-        copied=copied,
+        landing_start=_starts(number[lands], count),
+        landing=spans.take(lands),
+        copied_start=_starts(number[small], count),
+        copied=spans.take(small),
         item_start=_starts(number[~plain], count),
         items=order[~plain],
+        may_land=may_land,
     )
 
 
@@ -172,21 +188,6 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
     first = np.flatnonzero(fresh)
     last = np.append(first[1:], len(fresh))[: len(first)] - 1
     return touched.window[first], touched.low[first], reach[last]
-
-
-def _joined(spans: Runs, window: I64) -> tuple[I64, Runs]:
-    """Join items, sorted by window, into runs; return the window of each run, and the runs."""
-    first = np.flatnonzero(~_follows(spans) | is_new(window))
-    size = np.add.reduceat(spans.size, first) if len(first) else spans.size
-    return window[first], replace(spans.take(first), size=size)
-
-
-def _follows(spans: Runs) -> Mask:
-    """Mark the items that begin, in the file and in memory, just where the item before them ends; items come in order."""
-    follows = ~is_new(spans.dest)
-    ends = spans.src + spans.size
-    follows[1:] &= (spans.src[1:] == ends[:-1]) & (np.diff(spans.dst) == spans.size[:-1])
-    return follows
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
@@ -221,12 +222,7 @@ def _landing(spans: Runs, plain: Mask, new: Mask) -> Mask:
     # Bytes that two items want are read once, into the window's buffer, and copied to both, so neither item lands.
     ends = running_max(spans.src + spans.size, new)
     clash = ~new[1:] & (spans.src[1:] < ends[:-1])
-    good: Mask = plain.copy()
+    good: Mask = plain & (spans.size >= LAND_BYTES)
     good[1:] &= ~clash
     good[:-1] &= ~clash
-    # The size of all items that land as one run counts, because windows cut rows at arbitrary places.
-    follows = _follows(spans) & ~new
-    follows[1:] &= good[1:] & good[:-1]
-    run = np.cumsum(~follows) - 1
-    good &= np.bincount(run, weights=spans.size)[run] >= LAND_BYTES
     return good

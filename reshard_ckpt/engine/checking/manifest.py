@@ -16,9 +16,10 @@ from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError
 from ...format.files import CATALOG_KEY, MAX_MANIFEST_BYTES, decode_manifest, encode_manifest, manifest_key
 from ...storage.protocol import Storage, read_parts
+from ..common.files import num_threads
 from ..common.packed_files import as_stored
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.read import REQUEST_BYTES, num_threads
+from ..loading.read import REQUEST_BYTES
 
 
 def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> str:

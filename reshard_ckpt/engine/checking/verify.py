@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -26,10 +24,10 @@ from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
 from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import DISK, Storage, at_once
-from ..common.files import FileContents, open_files
+from ..common.files import FileContents, in_threads, num_threads, open_files
 from ..common.progress import OnProgress, SharedTally, Tally, silent
 from ..common.sections import share_cut
-from ..loading.read import REQUEST_BYTES, num_threads
+from ..loading.read import REQUEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +80,14 @@ def verify_all(
     check = _Check(storage, catalog, share, tally)
     if comm.rank == 0:
         faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
-        check.found += [fault_text(catalog, fault) for fault in faults]
-        check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
+        of_catalog = [fault_text(catalog, fault) for fault in faults]
+        of_catalog += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
+        check.found += [_Problem(-1, i, i, text) for i, text in enumerate(of_catalog)]
     if workers is None:
         workers = num_threads(sum(-(-len(part) // REQUEST_BYTES) for _, part in share), storage.hints)
-    with ThreadPoolExecutor(workers, thread_name_prefix="reshard-ckpt-verify") as pool:
-        for found in _in_order(pool, check.window, check.windows(), 2 * workers):
-            check.add(found)
+    in_threads(check.window, check.windows(), workers)
     if comm.size > 1:
-        by_rank = merge_of_all(comm, check.found)
-        check.found = []
-        check.add(item if isinstance(item, str) else _Damage(*item) for found in by_rank for item in found)
+        check.found = [_Problem(*problem) for of_rank in merge_of_all(comm, check.found) for problem in of_rank]
         tally.finish()
     return VerifyReport(
         problems=tuple(check.problems()),
@@ -108,20 +103,21 @@ class _Window(NamedTuple):
     digests: Digests
 
 
-class _Damage(NamedTuple):
-    """A byte range of a file whose digest does not fit."""
+class _Problem(NamedTuple):
+    """Bytes of a file whose digest does not fit; with a `text`, another problem. File -1 stands for the catalog."""
 
     file: int
     begin: int
     end: int
+    text: str = ""
 
 
 class _Check:
-    """One verification, with its findings so far in order of the files: damaged ranges, and messages of other problems."""
+    """One verification, and the problems that it has found so far, in any order."""
 
     def __init__(self, storage: Storage, catalog: Catalog, share: Sequence[tuple[int, range]], tally: Tally) -> None:
         self.storage, self.catalog, self.share, self.tally = storage, catalog, share, tally
-        self.found: list[str | _Damage] = []
+        self.found: list[_Problem] = []
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
@@ -133,7 +129,7 @@ class _Check:
             opened = at_once(self.storage, *(partial(self._open, index) for index, _ in some))
             for (index, part), digests in zip(some, opened, strict=True):
                 if not isinstance(digests, Digests):
-                    self.found += [digests] if digests and part.start == 0 else []
+                    self.found += [_Problem(index, 0, 0, digests)] if digests and part.start == 0 else []
                     self.tally.add(len(part))
                     continue
                 for low in part[::REQUEST_BYTES]:
@@ -146,10 +142,11 @@ class _Check:
         except CheckpointError as error:
             return str(error)
 
-    def window(self, window: _Window) -> list[str | _Damage]:
-        """Read and verify one window; runs in the pool's threads."""
+    def window(self, window: _Window) -> None:
+        """Read and verify one window."""
         entry = self.catalog.files[window.file]
         size = min(REQUEST_BYTES, entry.size - window.low)
+        each, end = window.digests.block_bytes, window.low + size
         if not hasattr(self._local, "buffer"):  # of this thread
             largest = max(entry.size for entry in self.catalog.files)
             self._local.buffer = memoryview(bytearray(min(REQUEST_BYTES, largest)))
@@ -157,43 +154,26 @@ class _Check:
         try:
             self.storage.read_into(entry.key, window.low, [data])
         except CheckpointError as error:
-            return [str(error)]
-        finally:
-            self.tally.add(size)
-        each, end = window.digests.block_bytes, window.low + size
-        wrong = wrong_blocks([data], window.low, window.digests.values, each)
-        return [_Damage(window.file, low, min(low + each, end)) for low in wrong]
-
-    def add(self, found: Iterable[str | _Damage]) -> None:
-        """Add the findings of a window; damage that goes on where the last one ended is joined with it."""
-        for item in found:
-            last = self.found[-1] if self.found else None
-            if isinstance(item, _Damage) and isinstance(last, _Damage) and (last.file, last.end) == (item.file, item.begin):
-                self.found[-1] = _Damage(item.file, last.begin, item.end)
-            else:
-                self.found.append(item)
+            self.found.append(_Problem(window.file, window.low, end, str(error)))
+        else:
+            wrong = wrong_blocks([data], window.low, window.digests.values, each)
+            self.found += [_Problem(window.file, low, min(low + each, end)) for low in wrong]
+        self.tally.add(size)
 
     def problems(self) -> Iterator[str]:
-        """Describe each problem, a line each."""
+        """Describe each problem, a line each, in order of the files. Neighbouring damaged ranges are one problem."""
+        joined: list[_Problem] = []
+        for problem in sorted(self.found):
+            last = joined[-1] if joined and not joined[-1].text else None
+            if last is not None and not problem.text and (last.file, last.end) == (problem.file, problem.begin):
+                joined[-1] = last._replace(end=problem.end)
+            else:
+                joined.append(problem)
         contents = None
-        for item in self.found:
-            if isinstance(item, str):
-                yield item
+        for file, begin, end, text in joined:
+            if text:
+                yield text
                 continue
             contents = contents or FileContents(self.catalog)
-            key, begin, end = self.catalog.files[item.file].key, item.begin, item.end
-            holds = contents.text(item.file, begin, end)
-            yield f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, task: Callable[[_Window], list[str | _Damage]], windows: Iterable[_Window], limit: int
-) -> Iterator[list[str | _Damage]]:
-    """Yield the results of a task, in order, with at most `limit` of them under way."""
-    pending: deque[Future[list[str | _Damage]]] = deque()
-    for window in windows:
-        pending.append(pool.submit(task, window))
-        if len(pending) >= limit:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+            holds = contents.text(file, begin, end)
+            yield f"{self.storage.url}: {self.catalog.files[file].key} is damaged in bytes {begin}:{end}, which hold {holds}"

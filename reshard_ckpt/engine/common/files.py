@@ -1,14 +1,16 @@
 """Opening a checkpoint before it is read: its catalog, the same on all ranks; the sizes of its files, and their digests.
 
-The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each. Messages
-about damage name the tensors and values that lie in the damaged range (`FileContents`).
+The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each. Fewer
+threads read the files themselves (`num_threads`, `in_threads`). Messages about damage name the tensors and values that lie in the
+damaged range (`FileContents`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from ...errors import CheckpointNotFound, CorruptError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
 from ...storage import open_storage, resolved_path
-from ...storage.protocol import DISK, MissingKey, Storage
+from ...storage.protocol import DISK, Hints, MissingKey, Storage
 from .step_folders import describe_run, find_steps, name_steps
 
 if TYPE_CHECKING:
@@ -41,8 +43,13 @@ SMALL = 2
 REQUESTS_OF_THREAD = 16
 """Requests to a disk for which one more thread pays: they take less time than its start."""
 
+MAX_THREADS = 8
+"""Most threads that read files at once on one rank."""
+
 DIGESTS_BYTES = 32 << 20
 """Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
+
+_NONE_LEFT: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +150,9 @@ def identified_catalog(storage: Storage, found: Found | None = None) -> Identifi
 def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[T]], stack: ExitStack) -> T:
     """Open a checkpoint on every rank, and check that all opened the same one.
 
-    Collective: a broadcast of its identity, then a broadcast among the ranks of each machine that has several. Rank 0 opens it
-    first. If that fails, the session raises the error on all ranks, and no other rank reads.
+    Collective: a broadcast of its identity, with which rank 0 lends the catalog to its own machine; then a broadcast among the
+    ranks of each other machine that has several. Rank 0 opens it first. If that fails, the session raises the error on all ranks,
+    and no other rank reads.
 
     Parameters
     ----------
@@ -163,19 +171,24 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
     """
     if comm.size == 1:
         return read(None).value
-    near = comm.neighbours()
-    reads = near[0] == comm.rank
-    opened = read(None) if comm.rank == 0 else None
-    wanted = comm.broadcast(opened.identity if opened else None)
-    if opened is None:
-        opened = read(None if reads else Found.borrow(comm.broadcast_near(None)))
-    if opened.identity != wanted:
+    first, *others = comm.neighbours()
+    wanted = lent = b""
+    if comm.rank:
+        wanted, lent = msgpack.unpackb(comm.broadcast(None))
+    if comm.rank == first:  # of each machine, one rank reads the catalog, and lends it to the others
+        opened = read(None)
+        lent = opened.found.lend(stack) if others and opened.found else b""
+    else:
+        opened = read(Found.borrow(comm.broadcast_near(None) if first else lent))
+    if comm.rank == 0:
+        comm.broadcast(msgpack.packb((opened.identity, lent)))
+    elif opened.identity != wanted:
         raise CorruptError(
             f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
-    if reads and len(near) > 1:
-        comm.broadcast_near(opened.found.lend(stack) if opened.found else b"")
+    elif comm.rank == first and others:
+        comm.broadcast_near(lent)
     return opened.value
 
 
@@ -319,3 +332,47 @@ class FileContents:
 def contents_from(catalog: Catalog, file: int, begin: int = 0) -> str:
     """Name the tensors and values of a file from byte `begin` on, for a message."""
     return FileContents(catalog).text(file, begin, catalog.files[file].size)
+
+
+def num_threads(tasks: int, hints: Hints = DISK) -> int:
+    """Return how many threads read `tasks` windows.
+
+    One thread for each core that this rank has, but at most `MAX_THREADS`: more would push each other's buffers out of the
+    caches. From a store with slow round trips, as many threads read as it serves well.
+    """
+    if hints.requests > DISK.requests:
+        return max(min(hints.requests, tasks), 1)
+    cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(min(MAX_THREADS, tasks, round(cores)), 1)
+
+
+def in_threads(task: Callable[[T], object], items: Iterable[T], threads: int) -> None:
+    """Call `task` with each item, in several threads; calls begin in order. After an error no more begin, and it is raised.
+
+    No call runs any more when this returns or raises. One thread at a time takes the next item.
+    """
+    if threads <= 1:
+        for item in items:
+            task(item)
+        return
+    left, taking, stopped = iter(items), threading.Lock(), threading.Event()
+
+    def work() -> None:
+        try:
+            while not stopped.is_set():
+                with taking:
+                    item = next(left, _NONE_LEFT)
+                if item is _NONE_LEFT:
+                    return
+                task(item)
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as pool:
+        futures = [pool.submit(work) for _ in range(threads)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped.set()

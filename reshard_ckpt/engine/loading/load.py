@@ -1,7 +1,7 @@
 """The steps of a load on one rank: open, resolve, vote, verify, read.
 
 1. `open_same`: rank 0 reads the catalog and broadcasts its digest. One rank of each other machine reads it too, and compares. The
-   other ranks of a machine decode it from that rank's memory: a broadcast among the ranks of each machine.
+   other ranks of a machine decode it from that rank's memory; on other machines than rank 0's, that takes a broadcast there.
 2. `resolve`: match wanted tensors with saved ones, and plan the reads. Not collective; no tensor changes yet.
 3. `vote` (in `vote.py`): a gather and a broadcast of the problems of all ranks. Either all ranks go on, or all raise the same
    error.

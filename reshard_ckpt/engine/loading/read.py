@@ -12,12 +12,8 @@ may hold damaged bytes; `Reader.changed` names every target that may have change
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,11 +26,12 @@ from ...core.catalog.specs import Ints
 from ...core.geometry.columns import is_new
 from ...core.geometry.runs import I64, ranges
 from ...core.planning.load_plan import LoadPlan
-from ...core.planning.read_plan import ReadPlan, Runs, item_spans, plan_reads
+from ...core.planning.read_plan import ReadPlan, plan_reads
 from ...core.report import few
 from ...errors import CorruptError
 from ...format.files import Digests, wrong_blocks
-from ...storage.protocol import DISK, Hints, Storage
+from ...storage.protocol import Storage
+from ..common.files import in_threads, num_threads
 from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
@@ -51,9 +48,6 @@ UNITS_OF_A_COPY, FEW_COPIES = 8, 32
 """Runs are copied at once if they have at most so many units for each run beyond the first few: a run that is copied alone takes
 as long as that many units."""
 
-MAX_THREADS = 8
-"""Most threads that read at once on one rank."""
-
 
 class ReadTarget(NamedTuple):
     """A tensor to fill: its name in messages, and the dtype of its bytes in the files."""
@@ -63,11 +57,6 @@ class ReadTarget(NamedTuple):
     dtype: torch.dtype
     is_buffer: bool = False
     """Whether the tensor is a temporary buffer of this package. Messages do not list it as overwritten."""
-
-    @property
-    def may_land(self) -> bool:
-        """Whether file bytes may be read straight into its memory."""
-        return self.tensor.device.type == "cpu" and self.tensor.dtype == self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +89,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     reads = reads_of(task)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
     try:
-        in_threads(reader.read_window, range(reads.num_windows), hints=task.storage.hints)
+        in_threads(reader.read_window, range(reads.num_windows), num_threads(reads.num_windows, task.storage.hints))
     except Damage as damage:
         # Here no thread reads any more, so the list of overwritten tensors is complete.
         raise reader.explain(damage) from None
@@ -116,64 +105,12 @@ def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
     for index, digests in task.blocks.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in task.catalog.files], np.int64)
-    may_land = np.array([task.copy and target.may_land for target in task.targets], bool)
-    return plan_reads(task.plan, block_bytes, sizes, may_land, group)
-
-
-def num_threads(tasks: int, hints: Hints = DISK) -> int:
-    """Return how many threads read `tasks` windows.
-
-    One thread for each core that this rank has, but at most `MAX_THREADS`: more would push each other's buffers out of the
-    caches. From a store with slow round trips, as many threads read as it serves well.
-    """
-    if hints.requests > DISK.requests:
-        return max(min(hints.requests, tasks), 1)
-    cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(min(MAX_THREADS, tasks, round(cores)), 1)
-
-
-def in_threads(
-    task: Callable[[int], object], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None, hints: Hints = DISK
-) -> None:
-    """Call `task` with each number, in several threads; calls begin in order. After an error no more begin, and it is raised.
-
-    No call runs any more when this returns or raises. A caller that uses this often passes a `pool`, because threads keep their
-    buffers.
-    """
-    threads = num_threads(len(numbers), hints)
-    if threads <= 1:
-        for i in numbers:
-            task(i)
-        return
-    left = deque(numbers)
-
-    def work() -> None:
-        while left:
-            try:
-                number = left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                task(number)
-            except BaseException:
-                left.clear()
-                raise
-
-    with nullcontext(pool) if pool else ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as workers:
-        futures = [workers.submit(work) for _ in range(threads)]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            left.clear()
-            wait(futures)
+    lands = [task.copy and target.tensor.is_cpu and target.tensor.dtype == target.dtype for target in task.targets]
+    return plan_reads(task.plan, block_bytes, sizes, np.array(lands, bool), group)
 
 
 Elements = NDArray[Any]
 """Elements of a tensor, viewed as plain numbers of the same size."""
-
-ReadInto = Callable[[str, int, Sequence[memoryview]], None]
-"""A function with the arguments of `Storage.read_into`: key, first byte, and the buffers to fill in order."""
 
 
 class _Copy(NamedTuple):
@@ -204,22 +141,21 @@ class _Cast(NamedTuple):
         self.place.copy_(torch.from_numpy(aligned).view(self.dtype))
 
 
-class _Runs(NamedTuple):
-    """Runs of one window that are copied into the bytes `memory` of one target; `src` counts from the window's first byte."""
+class _EachRun(NamedTuple):
+    """Runs of one window that are copied one by one: the memory of each, and its first byte and its end in the buffer."""
 
-    memory: memoryview
-    src: list[int]
-    dst: list[int]
-    size: list[int]
+    runs: list[tuple[memoryview, int, int]]
 
     def fill(self, buffer: memoryview) -> None:
-        memory = self.memory
-        for src, dst, size in zip(self.src, self.dst, self.size, strict=True):
-            memory[dst : dst + size] = buffer[src : src + size]
+        for memory, begin, end in self.runs:
+            memory[:] = buffer[begin:end]
 
 
 class _ShortRuns(NamedTuple):
-    """The same, copied all at once: their sizes and the distances between them are multiples of `unit` bytes."""
+    """Runs of one window that are copied into the bytes `memory` of one target, all at once.
+
+    `src` counts from the window's first byte. The sizes of the runs and the distances between them are multiples of `unit` bytes.
+    """
 
     memory: memoryview
     unit: int
@@ -238,6 +174,14 @@ class _ShortRuns(NamedTuple):
 
         (source, at), (target, to) = units(buffer, self.src), units(self.memory, self.dst)
         target[to] = source.take(at)
+
+
+_Fill = _Copy | _Cast | _EachRun | _ShortRuns
+"""A copy from the buffer of a window, which its method `fill` is given."""
+
+
+ReadInto = Callable[[str, int, Sequence[memoryview]], None]
+"""A function with the arguments of `Storage.read_into`: key, first byte, and the buffers to fill in order."""
 
 
 class Damage(Exception):
@@ -273,19 +217,20 @@ class Reader:
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
         # _memories[target]: the bytes of the target's storage, and the byte at which its first element begins
-        landing = {i: targets[i].tensor for i in used if targets[i].may_land}
+        may_land = reads.may_land.tolist()
+        landing = {i: targets[i].tensor for i in used if may_land[i]}
         for tensor in landing.values():
             if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
                 ask_for_large_pages(tensor)
         self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
-        streamed = [targets[i].tensor for i in used if has_streams(targets[i].tensor.device)]
+        streamed = [targets[i].tensor for i in used if i not in landing and has_streams(targets[i].tensor.device)]
         self.devices = DeviceTargets(streamed) if streamed else None
         self._file = reads.file.tolist()
         # _origin[w]: byte of the file that is byte 0 of the buffer of window w
         self._origin = reads.low[reads.extent_start[:-1]] if reads.num_windows else reads.low
         self._extents = self._extents_of_windows()
         # _fills[w], _parts[w]: copies from the buffer of window w into host memory, and to devices
-        self._fills: list[list[_Copy | _Cast | _Runs | _ShortRuns]] = [[] for _ in self._file]
+        self._fills: list[list[_Fill]] = [[] for _ in self._file]
         self._parts: list[list[DevicePart]] = [[] for _ in self._file]
         if task.copy:
             self._add_runs()
@@ -343,10 +288,18 @@ class Reader:
         end = np.append(begin[1:], len(src))
         together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
         columns = (begin, end, window[begin], runs.dest[begin], unit, together)
+        sources, places, sizes = src.tolist(), dst.tolist(), runs.size.tolist()
+        alone: list[list[tuple[memoryview, int, int]]] = [[] for _ in self._file]
         for low, high, w, dest, size, at_once in zip(*map(np.ndarray.tolist, columns), strict=True):
             memory, part = self._memories[dest][0], slice(low, high)
-            rows = src[part], dst[part], runs.size[part]
-            self._fills[w].append(_ShortRuns(memory, size, *rows) if at_once else _Runs(memory, *map(np.ndarray.tolist, rows)))
+            if at_once:
+                self._fills[w].append(_ShortRuns(memory, size, src[part], dst[part], runs.size[part]))
+            else:
+                each = zip(sources[part], places[part], sizes[part], strict=True)
+                alone[w] += [(memory[to : to + num], at, at + num) for at, to, num in each]
+        for fills, of_window in zip(self._fills, alone, strict=True):
+            if of_window:
+                fills.append(_EachRun(of_window))
 
     def _add_items(self) -> None:
         """Add the items that are copied, cast, or go to devices, one by one."""
@@ -374,7 +327,7 @@ class Reader:
         """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
         if self.devices:
             self.devices.finish()
-        count_up(self.task.targets[dest].tensor for dest in self._memories)
+        count_up([self.task.targets[dest].tensor for dest in self._memories])
 
     def read_window(self, window: int) -> None:
         """Read one window from storage, verify it, and put its bytes into their targets."""
@@ -444,7 +397,8 @@ class Reader:
         """
         entry, low = self.task.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
-        holds = few(self._names(self._targets_near(damage.window, low, high))) or "nothing that this rank wants"
+        near = self._reads.targets(self.task.plan, damage.window, low, high) if damage.window >= 0 else ()
+        holds = few(self._names(near)) or "nothing that this rank wants"
         parts = [f"{self.task.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}"]
         if not all(target.is_buffer for target in self.task.targets):  # else only buffers of the library were written
             parts.append(overwritten or overwritten_text(self.changed()))
@@ -452,37 +406,12 @@ class Reader:
                 parts.append(VERIFY_FIRST)
         return CorruptError("; ".join([*parts, ANOTHER]))
 
-    def _targets_near(self, window: int, low: int, high: int) -> set[int]:
-        """Return the targets that need bytes ``[low, high)`` of a window; a strided item counts with the bytes in its gaps.
-
-        Window -1, which this rank does not need, has no targets.
-        """
-        if window < 0:
-            return set()
-        found: set[int] = set()
-        for runs in (self._landing_of(window), self._copied_of(window)):
-            found.update(runs.dest[(runs.src < high) & (runs.src + runs.size > low)].tolist())
-        items = self._items_of(window)
-        src = self.task.plan.src[items]
-        near = (src < high) & (src + item_spans(self.task.plan)[items] > low)
-        return found.union(self.task.plan.dest[items[near]].tolist())
-
     def changed(self) -> list[str]:
         """Return the names of targets that may have new values, wholly or in part, sorted; without temporary buffers."""
-        found = {dest for window in self._landed for dest in self._landing_of(window).dest.tolist()}
-        for window in self._copied if self.task.copy else ():
-            found.update(self._copied_of(window).dest.tolist(), self.task.plan.dest[self._items_of(window)].tolist())
+        found: set[int] = set()
+        for windows, lands in ((self._landed, True), (self._copied if self.task.copy else (), False)):
+            found.update(*(self._reads.targets(self.task.plan, window, lands=lands) for window in windows))
         return self._names(dest for dest in found if not self.task.targets[dest].is_buffer)
-
-    def _landing_of(self, window: int) -> Runs:
-        return self._reads.landing.take(slice(*self._reads.landing_start[window : window + 2]))
-
-    def _copied_of(self, window: int) -> Runs:
-        return self._reads.copied.take(slice(*self._reads.copied_start[window : window + 2]))
-
-    def _items_of(self, window: int) -> I64:
-        """Return the items of a window that are in no run, as indices into the load plan."""
-        return self._reads.items[slice(*self._reads.item_start[window : window + 2])]
 
     def _names(self, dests: Iterable[int]) -> list[str]:
         return sorted({self.task.targets[dest].name for dest in dests})

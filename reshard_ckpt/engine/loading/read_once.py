@@ -39,12 +39,13 @@ from ...core.planning.shared_reads import Messages, Wants, share
 from ...errors import CheckpointError
 from ...format.files import digest128
 from ...storage.protocol import Storage
+from ..common.files import in_threads, num_threads
 from ..common.mover import Array, Boxes, Memories, Mover, Travels, View
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, pack_columns, pack_table, settle, unpack_columns, unpack_table
 from ..common.tensor_bytes import RAW
 from .device_targets import DevicePart, DeviceTargets
-from .read import Damage, Reader, ReadTarget, ReadTask, in_threads, num_threads, reads_of
+from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 
 ROUND_BYTES = 12 << 20
 """Most bytes that a rank sends in one round, and most that it receives; or one message, if that is larger."""
@@ -111,13 +112,14 @@ def execute_once(
         received = [task.targets[row] for row in windows.changed()]  # before `reader.changed`: it ends the reads
         return {*reader.changed(), *(target.name for target in received if not target.is_buffer)}
 
+    hints = task.storage.hints
     try:
-        rounds.attempt(lambda: in_threads(reader.read_window, alone.tolist(), hints=task.storage.hints))
+        rounds.attempt(lambda: in_threads(reader.read_window, alone.tolist(), num_threads(len(alone), hints)))
         if task.copy:
             with windows:
                 rounds.run(changed)
         else:
-            rounds.attempt(lambda: in_threads(windows.read, range(len(owned)), hints=task.storage.hints))
+            rounds.attempt(lambda: in_threads(windows.read, range(len(owned)), num_threads(len(owned), hints)))
     finally:
         reader.finish()
 

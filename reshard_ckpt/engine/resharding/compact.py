@@ -42,11 +42,11 @@ from ...format.files import (
 )
 from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage.protocol import ANY, PublishUnknown, Storage, conflict, read_parts, write_file
-from ..common.files import open_files
+from ..common.files import num_threads, open_files
 from ..common.progress import OnProgress, SharedTally, Tally, silent
 from ..common.sections import share
 from ..common.step_folders import clean_up
-from ..loading.read import REQUEST_BYTES, num_threads
+from ..loading.read import REQUEST_BYTES
 from ..saving.commit import look
 from ..saving.options import PreviousCheckpoint
 

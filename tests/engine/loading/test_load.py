@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.engine.loading import read as read_module
+from reshard_ckpt.engine.common import files
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, NameCollisionError, UsageError
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.protocol import Hints
@@ -226,7 +226,7 @@ def test_one_thread_or_many_read_the_same(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": big})
     for threads in (1, 7):
         into = torch.zeros_like(big)
-        with patch.object(read_module, "MAX_THREADS", threads):
+        with patch.object(files, "MAX_THREADS", threads):
             checkpoint.load(tmp_path, {"w": into})
         assert torch.equal(into, big)
 
