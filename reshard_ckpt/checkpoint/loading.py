@@ -227,7 +227,8 @@ def load_target(
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats, timeout_s=timeout_s))
         scaled_folder = source.format == SAFETENSORS and may_be_quantized(source.catalog)
         quantized = read_quantized(source.storage, source.catalog, apply=scaled_folder) if options.cast or scaled_folder else None
-        options = replace(options, tied_under_one_name=source.format != NATIVE, quantized=quantized)
+        once = comm.size > 1 and pays(source.storage, source.catalog) if options.read_once == "auto" else options.read_once
+        options = replace(options, tied_under_one_name=source.format != NATIVE, quantized=quantized, read_once=once)
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
             save.staged()
         storage, saved = source.storage, source.catalog
@@ -236,8 +237,6 @@ def load_target(
             saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
         target, saved, ignored = without_ignored(prepare(saved, comm), saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
-        if options.read_once == "auto":
-            options = replace(options, read_once=comm.size > 1 and pays(storage, source.catalog))
         resolved = resolve(saved, target.tensors, options, window_bytes=storage.hints.read_bytes)
         if quantized is not None:  # scales that are applied are used, so the state need not have a place for them
             used = [part.scale.index for part in parts_of_load(saved, resolved, quantized)]
