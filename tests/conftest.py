@@ -26,8 +26,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests.launch import stop_server
+from tests.fork_server import COLLECT_EVERY
+from tests.launch import SHARED, stop_server
 from tests.tries import PROFILE, USUAL, times
+from tests.warm_python import WORKER, warm_python
 
 _CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
@@ -52,6 +54,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Let the workers, and their servers of ranks, be forks of one process that has imported torch."""
+    os.environ[SHARED] = python = warm_python()
+    for spec in specs:
+        if spec.popen and python != sys.executable:
+            spec.python = str(Path(python).with_name(WORKER))
+
+
 def pytest_configure() -> None:
     """Take away the variables that some services set, so that commands draw for a terminal where there is none."""
     for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
@@ -67,6 +78,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(COLLECT_EVERY)
         gc.enable()
 
 

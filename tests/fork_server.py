@@ -6,7 +6,9 @@
 2. For each request it forks one launcher, in a session of its own, that has the state of a new process: the environment, folder
    and umask of the caller, the output in the caller's file, Python's own signal handlers.
 3. While the launcher runs, the server waits for two things: that it ends, or that the caller is gone; then the job is killed.
-4. When the caller closes its end of the pipe, or dies, the server ends.
+4. When the caller closes its end of the pipe, which is the server's standard input, or dies, the server ends.
+
+The command that starts a server may be the `tests.warm_python` of another process: then it is a fork of that process's server.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -35,6 +37,14 @@ PRELOADED = (
     "reshard_ckpt.checkpoint.live",
     "reshard_ckpt.checkpoint.recovering",
     "reshard_ckpt.dcp",
+    "reshard_ckpt.families.bytecheckpoint.open",
+    "reshard_ckpt.families.deepspeed.open",
+    "reshard_ckpt.families.megatron.open",
+    "reshard_ckpt.families.vescale.open",
+    "reshard_ckpt.formats.dcp.read",
+    "reshard_ckpt.formats.rank_files",
+    "reshard_ckpt.formats.torch_checkpointing",
+    "reshard_ckpt.formats.torch_file",
     "reshard_ckpt.manager.manager",
     "reshard_ckpt.storage.object_store",
     "torch.distributed.checkpoint.state_dict",
@@ -44,8 +54,15 @@ PRELOADED = (
     "torch.distributed.optim",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "torch.utils.serialization",
 )
 """What most jobs import. None of it may start a thread."""
+
+LARGE = ("peft", "torchdata.stateful_dataloader", "transformers.models.llama.modeling_llama", "transformers.trainer")
+"""What few jobs import, for which each would need more than a second. It is imported where it is installed."""
+
+COLLECT_EVERY = 5000
+"""New objects between two collections of garbage; Python's own 700 takes three in a hundred CPU seconds of the tests."""
 
 LOOK_EVERY_S = 0.5
 """How often a job that runs is asked whether its time is over."""
@@ -79,7 +96,7 @@ class ServerDied(RuntimeError):
 
 
 class ForkServer:
-    """The caller's end: starts the server, and runs one launcher at a time.
+    """The caller's end: starts the server by the command `python`, and runs one launcher at a time.
 
     Raises
     ------
@@ -87,17 +104,16 @@ class ForkServer:
         The server could not start.
     """
 
-    def __init__(self, folder: Path, env: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], python: str) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *preloaded],
+                [python, __file__],
                 cwd=folder,
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self._receive()  # it is ready
@@ -135,7 +151,6 @@ class ForkServer:
         try:
             number: int = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            assert self._process.stdout is not None
             printed = self._process.stdout.read().decode()
             self.close()
             raise ServerDied(f"the server of ranks ended:\n{printed}") from None
@@ -230,17 +245,26 @@ def use_large_pages() -> None:
                 madvise(ctypes.c_void_p(page), ctypes.c_size_t(_LARGE_PAGE_BYTES), _MADV_COLLAPSE)
 
 
-def _main(fd: int, preloaded: Sequence[str]) -> None:
+def _main() -> None:
+    is_fork = PRELOADED[0] in sys.modules  # of another server, whose memory is in large pages already
     gc.disable()
-    for module in preloaded:
+    for module in PRELOADED:
         importlib.import_module(module)
+    for module in LARGE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     if num_threads() != 1:
         raise RuntimeError(f"the server of ranks has {num_threads()} threads after its imports; it may have one")
     gc.collect()
     gc.freeze()  # or each collection of a rank would copy the pages of all that is imported
+    gc.set_threshold(COLLECT_EVERY)
     gc.enable()
-    use_large_pages()
-    pipe = Connection(fd)
+    if not is_fork:
+        use_large_pages()
+    pipe = Connection(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # the standard input of all jobs
+    os.close(nothing)
     pipe.send(os.getpid())
     _serve(pipe)
 
@@ -248,4 +272,4 @@ def _main(fd: int, preloaded: Sequence[str]) -> None:
 if __name__ == "__main__":
     # A script: torch's agent walks the stack for each event, and looks at every module for a frame of runpy, which has no file.
     sys.path[0] = os.getcwd()
-    _main(int(sys.argv[1]), sys.argv[2:])
+    _main()

@@ -2,8 +2,8 @@
 
 `run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order.
 
-1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch. It forks a launcher for each job, which
-   imports the test's module.
+1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch, or is a fork of one that has. It forks a
+   launcher for each job, which imports the test's module.
 2. In the launcher runs the elastic agent that is behind the ``torchrun`` command. It holds the store and forks the ranks: each is
    a real process with the environment that torchrun gives it, and starts in a tenth of a second instead of three seconds.
 3. Once in some thousand launches the start itself hangs, in torch's ``init_process_group`` or in a fork of the agent, which has
@@ -48,6 +48,9 @@ def project_table() -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
+
+SHARED = "RESHARD_CKPT_SHARED_PYTHON"
+"""Variable with the warm command of the process that started the workers of the tests."""
 
 _RESULTS = "results"
 _START_S = 240
@@ -217,7 +220,7 @@ _servers: dict[int, ForkServer] = {}
 
 def _server() -> ForkServer:
     if os.getpid() not in _servers:
-        _servers[os.getpid()] = ForkServer(ROOT, _environment())
+        _servers[os.getpid()] = ForkServer(ROOT, _environment(), os.environ.get(SHARED, sys.executable))
     return _servers[os.getpid()]
 
 

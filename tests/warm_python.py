@@ -40,6 +40,9 @@ from tests.launch import ROOT, _environment, _run, _server
 WHOLE_END = "RESHARD_CKPT_WHOLE_END"
 """Set for a program whose end is tested: modules and the libraries of torch are taken apart too."""
 
+WORKER = "worker"
+"""Name of a command that lies beside the warm one: its programs have the real Python as ``sys.executable``."""
+
 _EXIT = struct.Struct("i")
 _SIGNALS = [int(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
 """What is passed on; a program ignores from the start what its client was told to ignore."""
@@ -89,6 +92,7 @@ def warm_python() -> str:
         if _server().run(request, at_most(600)):
             raise RuntimeError(output.read_text())
         command = _write_client(Path(folder.name, "python"), address, [])
+        _write_client(Path(folder.name, WORKER), address, [], sys.executable)
         _write_client(Path(folder.name, "reshard-ckpt"), address, ["-m", "reshard_ckpt"])
         control = socket.socket(socket.AF_UNIX)
         control.connect(address)
@@ -102,8 +106,8 @@ def run_torchrun(script: str | Path, nproc: int, args: Sequence[str] = (), *, co
     return _run(command, f"{script} on {nproc} ranks", at_most(600), {"PYTHON_EXEC": sys.executable} if cold else None)
 
 
-def _write_client(path: Path, address: str, first: list[str]) -> str:
-    command = str(path.with_name("python"))
+def _write_client(path: Path, address: str, first: list[str], command: str = "") -> str:
+    command = command or str(path.with_name("python"))
     path.write_text(
         CLIENT.format(python=sys.executable, address=address, command=command, first=first, signals=_SIGNALS, size=_EXIT.size)
     )
