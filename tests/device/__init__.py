@@ -60,10 +60,11 @@ def build() -> Path:
     # and nothing in there runs long but copies.
     torch_folder = Path(torch.__file__).parent
     flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]
     flags += ["-lc10", "-ltorch_cpu", "-ltorch"]
-    # By what is in the source, wherever it lies: checkouts that use one torch share a library.
-    known = "\0".join([torch.__version__, platform.machine(), command, *flags]).encode() + SOURCE.read_bytes()
+    # Not by where torch lies, whose libraries are loaded before this one: environments with the same torch share a library.
+    known = "\0".join([torch.__version__, f"{torch.version.git_version}", platform.machine(), command, *flags]).encode()
+    known += SOURCE.read_bytes()
+    flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     folder = _cache()
     library = folder / f"sim_device-{hashlib.sha256(known).hexdigest()[:20]}.so"
     with open(folder / "lock", "w") as lock:
