@@ -36,6 +36,7 @@ def test_every_example_is_run():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(NUM_PROCESSES) | others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUM_PROCESSES)
 def test_example_loads_another_layout_bit_for_bit(name: str, tmp_path: Path):
     script, arguments = ROOT / "examples" / f"{name}.py", [str(tmp_path / "checkpoint")]

@@ -79,6 +79,7 @@ def fit(
     return losses, trainer.get_last_checkpoint(root)
 
 
+@pytest.mark.slow
 def test_runs_go_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path: Path) -> None:
     """One that was killed while it committed, and one with full state dicts, by Accelerate's own functions."""
     imports = "from transformers import LlamaForCausalLM, Trainer"  # which take each rank a second otherwise
