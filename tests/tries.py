@@ -26,9 +26,9 @@ def times(number: int) -> int:
     return number * (50 if is_long() else 1)
 
 
-def examples(number: int, **others: Any) -> settings:
-    """Return the settings of a test that draws `number` examples. `make test` tries at most 60."""
-    return settings(max_examples=min(number, USUAL) if PROFILE == "fixed" else times(number), **others)
+def examples(number: int, *, usual: int = USUAL, **others: Any) -> settings:
+    """Return the settings of a test that draws `number` examples; `make test` draws at most `usual`, fewer where each is slow."""
+    return settings(max_examples=min(number, usual) if PROFILE == "fixed" else times(number), **others)
 
 
 def pairs(layouts: Sequence[T]) -> list[tuple[T, T]]:

@@ -45,7 +45,7 @@ from tests.layouts import filled, layouts, shapes, spec_of, values_of
 from tests.tries import examples
 from tests.warm_python import warm_python
 
-IN_A_FOLDER = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+IN_A_FOLDER = examples(40, usual=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 FORMATS = ["safetensors", "torch", "dcp", "reshard"]
 
 

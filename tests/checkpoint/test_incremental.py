@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
@@ -27,6 +27,7 @@ from reshard_ckpt.manager import manager as manager_module
 from reshard_ckpt.storage import open_storage
 from tests.launch import run_ranks
 from tests.storage.faulty import FaultyStorage, StopAt, Stopped
+from tests.tries import examples
 
 SIZES = {"big": (384, 512), "bf16": (100_000,), "odd": (333, 77), "bytes": (70_001,), "norm": (64,), "none": (0, 4)}
 DTYPES = {"bf16": torch.bfloat16, "bytes": torch.uint8}
@@ -183,7 +184,7 @@ def test_tied_tensors_of_the_base_that_are_untied(tmp_path: Path):
         assert_holds(tmp_path / str(n), {"a": a, "b": b})
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.tuples(changes, st.integers(0, 9), st.booleans(), st.booleans(), st.sampled_from(["", "eager", "lazy", "small"])),
              min_size=1, max_size=5)
@@ -333,7 +334,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(1, 3), st.integers(1, 4), steps)
 def test_a_run_loads_every_step_that_it_lists(tmp_path_factory: pytest.TempPathFactory, keep: int, full: int, did: list[Any]):
     root = tmp_path_factory.mktemp("run")

@@ -103,7 +103,7 @@ def pairs(draw: st.DrawFn) -> tuple[Job, Job, dict[str, dict[str, object]]]:
 
 
 @given(pairs(), st.integers(0, 1000))
-@examples(30)
+@examples(30, usual=20)
 def test_a_reshard_is_what_that_job_would_have_saved(pair: tuple[Job, Job, dict[str, dict[str, object]]], some: int) -> None:
     old, new, rules = pair
     save(old, cleared(SRC))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -37,6 +37,7 @@ from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
 from tests.launch import run_ranks
+from tests.tries import examples
 
 ROWS, DIM = 3000, 8
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -98,7 +99,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.sampled_from([*OPTIMIZERS]), st.lists(events, min_size=2, max_size=12))
 def test_any_sequence_of_steps_and_saves_holds_each_state(
     tmp_path_factory: pytest.TempPathFactory, kind: str, did: list[tuple[str, list[int]]]
@@ -338,7 +339,7 @@ LOSSY = ["most_used", "sampled", "largest_change"]
 uses = st.lists(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=30), min_size=1, max_size=4)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(st.sampled_from(LOSSY), st.sampled_from([0.002, 0.01, 1.0]), st.lists(uses, min_size=1, max_size=4))
 def test_a_policy_saves_its_rows_and_keeps_the_base_s_for_the_others(
     tmp_path_factory: pytest.TempPathFactory, policy: str, fraction: float, saves: list[list[list[int]]]
@@ -415,7 +416,7 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.tensor([packed_one_by_one(row, bits)[1] for row in rows.tolist()], dtype=torch.float32).view(rows.shape)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(st.sampled_from(BITS), st.sampled_from(["touched", "most_used"]), st.lists(uses, min_size=1, max_size=4))
 def test_chosen_rows_are_rounded_and_all_else_is_exact(
     tmp_path_factory: pytest.TempPathFactory, bits: int, policy: str, saves: list[list[list[int]]]
@@ -708,7 +709,7 @@ def test_ranks_that_differ_in_their_tracker_are_told(tmp_path: Path):
 actions = st.tuples(st.sampled_from(["save", "async", "back", "delete", "reopen"]), rows)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(actions, min_size=3, max_size=8))
 def test_a_run_loads_every_step_that_it_lists(tmp_path_factory: pytest.TempPathFactory, keep: int, full: int, did: list[Any]):
     root = tmp_path_factory.mktemp("run")

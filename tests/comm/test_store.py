@@ -22,7 +22,7 @@ from reshard_ckpt.storage import MissingKey
 from tests.comm.contract import CommContract, Run
 from tests.comm.threads import Server, nodes_of, run_session
 from tests.deadlines import Clock, over_when, over_when_here_are_all_but
-from tests.tries import examples
+from tests.tries import examples, is_long
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -486,7 +486,8 @@ def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(
     """All others finish, or all others are told; and no key stays, unless the interrupt hit the very act of leaving."""
     monkeypatch.setattr(store_module, "_FAREWELL_S", 0.2)
     leaving, told, finished = 0, 0, 0
-    for n in range(1000):
+    # Just after one operation the store is as before the next one, so that every second operation shows it in all its states.
+    for n in range(0, 1000, 1 if is_long() else 2):
         server = Server()
         faulty: list[Interrupting] = []
 
@@ -508,7 +509,7 @@ def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(
         leaving += server.num_keys() > 0
     else:
         raise AssertionError("the session never ends")
-    assert told > 10
+    assert told > 5
     assert leaving <= finished
 
 

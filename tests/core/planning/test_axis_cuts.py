@@ -154,7 +154,7 @@ def written(catalog: Catalog, name: str) -> dict[int, set[tuple[Ints, Ints]]]:
 
 
 @given(jobs(), st.data())
-@examples(40)
+@examples(40, usual=20)
 def test_a_reshard_there_and_back_cuts_as_before(job: tuple[Mesh, list[Layout]], data: st.DataObject) -> None:
     mesh, tensors = job
     other = tuple(data.draw(st.integers(1, 3)) for _ in mesh.axes)

@@ -79,7 +79,7 @@ def written(url: str) -> tuple[list[bytes], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@examples(50)
+@examples(50, usual=25)
 @given(sequence=st.lists(states(), min_size=2, max_size=5), name=st.uuids())
 def test_every_save_writes_what_it_would_have_written_first(sequence: list[dict[str, Any]], name: UUID) -> None:
     again = [0, *range(len(sequence)), 0]
