@@ -38,68 +38,21 @@ DCP = [
 MAX_PLUGIN_NAMES = 35
 """More than that is a sign that plugins reach into the core."""
 
+SAVE = [
+    "exclude", "mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "base", "verify_base", "rows", "grace",
+    "progress", "timeout_s",
+]  # fmt: skip
 OPTIONS = {
-    "save": [
-        "exclude",
-        "mesh",
-        "process_group",
-        "metadata",
-        "timeline",
-        "sha256",
-        "replicas",
-        "base",
-        "verify_base",
-        "rows",
-        "grace",
-        "progress",
-        "timeout_s",
-    ],
-    "async_save": [
-        "exclude",
-        "staging",
-        "hold",
-        "host_buffer_bytes",
-        "when_busy",
-        "mesh",
-        "process_group",
-        "metadata",
-        "timeline",
-        "sha256",
-        "replicas",
-        "base",
-        "verify_base",
-        "rows",
-        "grace",
-        "progress",
-        "timeout_s",
-    ],
+    "save": SAVE,
+    "async_save": [*SAVE, "staging", "hold", "host_buffer_bytes", "when_busy"],
     "reshard_live": [
-        "process_group",
-        "cast",
-        "rename",
-        "staged",
-        "strict",
-        "allow_missing",
-        "ignore",
-        "replicas",
-        "memory_bytes",
-        "timeout_s",
+        "process_group", "cast", "rename", "staged", "strict", "allow_missing", "ignore", "replicas", "memory_bytes", "timeout_s",
     ],
     "load": [
-        "strict",
-        "verify",
-        "verify_first",
-        "cast",
-        "rename",
-        "allow_resize",
-        "allow_missing",
-        "ignore",
-        "read_once",
-        "progress",
-        "process_group",
-        "timeout_s",
+        "strict", "verify", "verify_first", "cast", "rename", "allow_resize", "allow_missing", "ignore", "read_once", "progress",
+        "process_group", "timeout_s",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
