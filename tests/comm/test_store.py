@@ -20,7 +20,7 @@ from reshard_ckpt.comm.wire import Refusal
 from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
 from reshard_ckpt.storage import MissingKey
 from tests.comm.contract import CommContract, Run
-from tests.comm.threads import Server, nodes_of, run_session
+from tests.comm.threads import Server, nodes_of, run_session, run_together
 from tests.deadlines import Clock, over_when, over_when_here_are_all_but
 from tests.tries import examples, is_long
 
@@ -251,11 +251,7 @@ def test_two_sessions_at_a_time_do_not_meet(server: Server):
     def run(name: str) -> None:
         names[name] = run_session(server, 3, lambda comm: comm.broadcast(name.encode() if comm.rank == 0 else None), name=name)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b", "c")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(run, ("a", "b", "c"))
     assert names == {name: [name.encode()] * 3 for name in ("a", "b", "c")}
 
 

@@ -15,6 +15,7 @@ from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.turns import Meeting
 from reshard_ckpt.errors import PeerError
+from tests.comm.threads import run_together
 
 CALL = call_of("reshard_live", "")
 
@@ -30,11 +31,7 @@ def meet(store: Any, size: int, comes: Mapping[int, Callable[[Meeting], Any]], *
         except PeerError as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in comes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(one, comes)
     return found
 
 

@@ -17,6 +17,15 @@ from reshard_ckpt.comm.sessions import _session
 Body = Callable[[StoreComm], Any]
 
 
+def run_together(function: Callable[[Any], object], items: Collection[Any]) -> None:
+    """Call a function with each item in a thread of its own, named after it, and wait for all."""
+    threads = [threading.Thread(target=function, args=(item,), name=f"rank {item}") for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 class FakePeers:
     """The ranks of one machine, which do not end."""
 
@@ -77,9 +86,5 @@ def run_session(
         except BaseException as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(run, ranks)
     return outcomes

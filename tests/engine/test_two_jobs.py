@@ -13,6 +13,7 @@ from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import MemoryStorage, PublishConflict
 from tests import jobs
+from tests.comm.threads import run_together
 from tests.engine.saving.test_commit import whole
 from tests.jobs import load_job, save_job
 from tests.storage.faulty import FaultyStorage
@@ -65,24 +66,20 @@ def run_both(memory: MemoryStorage, a_first: int, b_then: int) -> tuple[dict[str
     raised: dict[str, BaseException | None] = {}
     seen = {"A": 0, "B": 0}
 
-    def run(job: str, salt: int) -> None:
+    def run(job: str) -> None:
         def before(operation: str, key: str) -> None:
             turns.wait(job)
             seen[job] += 1
 
         try:
-            save_job(FaultyStorage(memory, before), [state(salt)])
+            save_job(FaultyStorage(memory, before), [state(1 if job == "A" else 2)])
             raised[job] = None
         except StorageError as error:
             raised[job] = error
         finally:
             turns.end(job)
 
-    threads = [threading.Thread(target=run, args=args) for args in (("A", 1), ("B", 2))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(run, ("A", "B"))
     return raised, seen["A"], seen["B"]
 
 

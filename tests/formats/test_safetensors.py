@@ -29,6 +29,7 @@ from reshard_ckpt.errors import (
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import known_formats
 from reshard_ckpt.storage import open_storage
+from tests.checkpoint.test_convert import Tied
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
 STORES = count()
@@ -159,14 +160,6 @@ def test_names_that_do_not_fit_are_told_as_ever(tmp_path: Path, flag: bool):
         report = checkpoint.load(tmp_path, state, strict=False)
         assert report.missing == ("model.z: not in the checkpoint",)
         assert as_bytes(state["model"]["a"]) == as_bytes(values_of((40, 30), "F32", 0))
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(6, 4)
-        self.head = torch.nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
 
 
 @pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])

@@ -24,15 +24,11 @@ from reshard_ckpt.errors import (
     NameCollisionError,
     UnsupportedError,
 )
+from tests.checkpoint.test_convert import as_bytes
 from tests.damage import Calls
 from tests.layouts import shapes, values_of
 
 SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from reshard_ckpt.errors import PeerError
 from reshard_ckpt.manager import stopping
 from reshard_ckpt.manager.stopping import AgreedStop
-from tests.comm.threads import Server
+from tests.comm.threads import Server, run_together
 from tests.deadlines import over_when
 
 Body = Callable[[AgreedStop, threading.Event], Any]
@@ -31,11 +31,7 @@ def run_ranks(server: Server, bodies: list[Body], *, gone: tuple[int, ...] = ())
         except BaseException as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(bodies)) if rank not in gone]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(run, {*range(len(bodies))} - {*gone})
     return outcomes
 
 

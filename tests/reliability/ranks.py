@@ -23,6 +23,7 @@ from reshard_ckpt.comm.peers import Peers
 from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving.handle import SaveQueue
+from tests.comm.threads import run_together
 
 LOCAL = threading.local()
 
@@ -74,11 +75,7 @@ class Job:
                 outcomes[rank] = error
 
         ranks = range(self.size) if only is None else only
-        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together(one, ranks)
         return outcomes
 
     def num_keys(self) -> int:

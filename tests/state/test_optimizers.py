@@ -35,6 +35,13 @@ def saved_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
     return save([capture({"model": model, "optimizer": optimizer})])
 
 
+def saved_after_training() -> Saved:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    return saved_of(model, optimizer)
+
+
 def assert_goes_on_equally(make: Any, *, prepared: bool) -> None:
     """Train, save, load into a new one (that has stepped if `prepared`), and train both on: they stay bit-identical."""
     model = net()
@@ -172,10 +179,7 @@ def test_frozen_and_not_yet_stepped_parameters_have_no_state_before_and_after():
 
 
 def test_nothing_is_put_into_the_optimizer_before_the_end():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    saved = saved_of(model, optimizer)
+    saved = saved_after_training()
     other = net(seed=1)
     fresh = torch.optim.AdamW(other.parameters())
     target = prepare_load({"model": other, "optimizer": fresh}, saved.catalog, rank=0, size=1)
@@ -196,10 +200,7 @@ def test_a_new_parameter_is_named_with_strict_and_left_alone_without():
 
 
 def test_state_that_the_checkpoint_lacks_is_named_before_anything_changes():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    saved = saved_of(model, optimizer)
+    saved = saved_after_training()
     other = net(seed=1)
     grown = torch.optim.AdamW(other.parameters(), amsgrad=True)
     train(other, grown)
@@ -208,10 +209,7 @@ def test_state_that_the_checkpoint_lacks_is_named_before_anything_changes():
 
 
 def test_half_a_state_is_not_put_into_a_fresh_optimizer():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    saved = saved_of(model, optimizer)
+    saved = saved_after_training()
     other = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))  # the last layer has another size
     fresh = torch.optim.AdamW(other.parameters())
     with pytest.raises(MismatchError, match=r"optimizer.state.2.weight.exp_avg: shape \(2, 4\), wanted \(5, 4\)"):
@@ -222,10 +220,7 @@ def test_half_a_state_is_not_put_into_a_fresh_optimizer():
 
 
 def test_resized_state_begins_as_zeros_where_the_checkpoint_has_none():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    saved = saved_of(model, optimizer)
+    saved = saved_after_training()
     other = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
     target = prepare_load({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, saved.catalog, rank=0, size=1)
     entry = next(e for e in target.tensors if e.spec.name == "optimizer.state.2.weight.exp_avg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common.progress import StatusLine, Tally, reporter
 from reshard_ckpt.errors import UsageError
+from tests.comm.threads import run_together
 
 
 class Terminal(io.StringIO):
@@ -90,11 +90,7 @@ def test_broken_stream_does_not_stop_the_work() -> None:
 def test_tally_adds_up_over_threads() -> None:
     seen: list[tuple[str, int, int]] = []
     tally = Tally("load", 8_000, lambda *what: seen.append(what))
-    threads = [threading.Thread(target=lambda: [tally.add(1) for _ in range(1_000)]) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(lambda _: [tally.add(1) for _ in range(1_000)], range(8))
     assert seen == [("load", done, 8_000) for done in range(8_001)]
 
 
