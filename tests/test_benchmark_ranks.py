@@ -36,7 +36,6 @@ def test_no_rank_outlives_a_benchmark_that_is_ended(tmp_path: Path, number: sign
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [warm_python(), "-c", PARENT, sys.executable]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
         parent, *ranks = (int(started.stdout.readline()) for _ in range(3))
         ends = [os.pidfd_open(rank) for rank in ranks]
         os.kill(parent, number)

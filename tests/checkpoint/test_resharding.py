@@ -62,7 +62,6 @@ def assert_same(found: Catalog, wanted: Catalog, got, expected) -> None:
 
 def shown(catalog: Catalog, tensor: TensorView) -> list[AxisPlacement] | None:
     """What a job's own pieces show of a placement: no sections along an axis of one coordinate."""
-    assert catalog.mesh is not None
     sizes = dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
     placed = tensor.placement
     return None if placed is None else [p if sizes[p.axis] > 1 else replace(p, sections=()) for p in placed]

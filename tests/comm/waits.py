@@ -224,7 +224,6 @@ def named_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
         group._GROUPS.clear()
         group._CONNECTIONS.clear()
         met = sessions.current_group(None, seconds)
-        assert met is not None
         met.named("a name", seconds)
 
 

@@ -162,7 +162,6 @@ class Place:
         return self.mesh.get_local_rank(axis) if self.mesh is not None and axis in (self.mesh.mesh_dim_names or ()) else 0
 
     def axis_group(self, axis: str) -> Any:
-        assert self.mesh is not None
         return self.mesh.get_group(axis)
 
     def modules(self, key: str = "") -> list[nn.Module]:

@@ -242,7 +242,6 @@ def test_saves_to_memory_copy_no_pageable_memory_and_unpin_it_in_the_end(tmp_pat
         assert (counted.pageable, counted.blocking, counted.temporaries) == (0, 0, 0)
         assert 3 * 32 * MIB < counted.pinned - before < 3 * 41 * MIB
         loaded = manager.load_latest({"s": other})
-        assert loaded is not None
         assert (loaded.step, loaded.tier, simulated.counters().pageable) == (4, "memory", 0)
     assert [name for name, value in values.items() if not torch.equal(other[name].cpu(), value)] == []
     POOL.clear()

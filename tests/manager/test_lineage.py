@@ -49,7 +49,6 @@ def test_a_restart_goes_on_with_the_new_branch(tmp_path: Path, options: dict[str
         assert (manager.steps(), manager.latest(), manager.best()) == ([10, 20, 30, 35, 38], 38, 38)
         loaded = empty()
         found = manager.load_latest(loaded)
-        assert found is not None
         assert found.step == 38
         assert holds(loaded, 1038)
     with Manager(tmp_path, read_only=True) as reader:

@@ -144,7 +144,6 @@ def look_together(base: Path, least: int, rank: int) -> None:
         handle.result()
         assert handle.copies == 1
         again = manager.load_latest(into)
-        assert again is not None
         assert (again.step, is_state(into, step + 1, 1 - rank, 2)) == (step + 1, True)
     folder = run_path(str(base / NODES[rank]), str(base / "run"))
     assert len(list(folder.glob("*.slot"))) <= 6, list(folder.iterdir())

@@ -144,7 +144,6 @@ def restore(root: str, folders: Sequence[str], layout: str, **memory: Any) -> Re
         manager = Manager(root, memory=Memory(folder=folders[rank], **memory), persist_every="1h")
         with manager:
             loaded = manager.load_latest(training.state)
-            assert loaded is not None
             is_right = training.is_filled(loaded.step)
             training.fill(loaded.step + 1)
             handle = manager.async_save(loaded.step + 1, training.state)
@@ -180,7 +179,6 @@ def lose_nodes(root: str, folders: Sequence[str]) -> list[tuple[Any, ...]]:
                 with Manager(run, memory=Memory(folder=folder, copies=copies), process_group=group) as again:
                     state = rows(0, place, size)
                     loaded = again.load_latest(state)
-            assert loaded is not None
             out.append((copies, handle.copies, loaded.step, loaded.tier, are_rows(state, 3, place, size), again.steps()))
         dist.barrier()
     return out
@@ -206,7 +204,6 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         state = rows(0, place, 2)
         try:
             found = manager.load_latest(state)
-            assert found is not None
             return found.step, found.tier, are_rows(state, found.step, place, 2), found.passed_over
         finally:
             manager.__exit__(RuntimeError, RuntimeError(), None)

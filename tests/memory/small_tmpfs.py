@@ -30,7 +30,6 @@ def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
                 weights.fill_(-1)  # training goes on
                 handle.result()
                 found = manager.load_latest({"w": weights})
-                assert found is not None
                 assert found.step == step
                 assert torch.equal(weights.sub_(step), places)
                 tiers.append(found.tier)

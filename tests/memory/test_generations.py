@@ -101,7 +101,6 @@ def test_what_is_damaged_in_memory_is_always_named(tmp_path: Path, memory: Memor
         with pytest.warns(UserWarning, match="passed over") as caught:
             found = manager.load_latest(into)
         killed(manager)
-        assert found is not None
         assert found.tier == tier
         assert_is(into, found.step)
         said = [str(one.message) for one in caught if "passed over, as it cannot be loaded: " in str(one.message)]
@@ -220,7 +219,6 @@ def test_what_is_loaded_unverified_is_not_read_twice_to_verify_it(
     monkeypatch.setattr("reshard_ckpt.memory.restore.whole_files", lambda *args: verified.append(args))
     into = state(0)
     found = manager.load_latest(into, verify=False)
-    assert found is not None
     assert (found.step, found.tier) == (2, "memory")
     assert_is(into, 2)
     manager.load(1, into, verify=False)

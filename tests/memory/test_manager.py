@@ -43,7 +43,6 @@ def loaded(manager: Manager) -> tuple[int, str]:
     """Load the newest checkpoint; its step and tier, once it is proved right."""
     into = state(0)
     found = manager.load_latest(into)
-    assert found is not None
     assert_is(into, found.step)
     return found.step, found.tier
 
@@ -153,7 +152,6 @@ def test_save_and_what_has_no_room_go_to_the_store_and_are_pruned(tmp_path: Path
         manager.save(10, state(11), metric=1.0)  # newer than what memory has of this step
         into = state(0)
         found = manager.load_latest(into)
-        assert found is not None
         assert (found.step, found.tier, into["extra"]["step"]) == (10, "store", 11)
         for step in (20, 30, 40):
             manager.save(step, state(step), metric=float(step == 20))
@@ -206,7 +204,6 @@ def test_in_the_store_too_what_is_beyond_the_step_that_was_loaded_no_longer_coun
         assert manager.steps() == [1, 2]
         into = state(0)
         found = manager.load_latest(into)
-        assert found is not None
         assert (found.step, found.tier) == (2, "memory")
         assert_is(into, 22)
 
@@ -379,7 +376,6 @@ def test_generations_that_grow_give_the_memory_of_older_ones_up(tmp_path: Path, 
         assert manager.memory_skipped == 0
         into = twice(0)
         found = manager.load_latest(into)
-        assert found is not None
         assert (found.step, found.tier) == (7, "memory")
         wanted = twice(7)
         assert all(into[name].numpy().tobytes() == wanted[name].numpy().tobytes() for name in ("w", "w2", "w3"))
@@ -437,7 +433,6 @@ def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(
         assert len(maps) <= 3
         assert manager.memory_skipped == 0
         found = manager.load_latest({"w": weights.zero_()})
-        assert found is not None
         assert (found.step, found.tier, int(weights.min())) == (NUM_GENERATIONS, "memory", NUM_GENERATIONS)
     assert sorted(path.suffix for path in folder.iterdir()) == ["", "", "", ".gen", ".gen", ".slot", ".slot", ".slot"]
     drop_held(str(root), str(shm))
@@ -557,7 +552,6 @@ def test_a_damaged_one_that_was_gone_back_from_does_not_hide_others_that_are(tmp
     with Manager(tmp_path, memory=memory) as manager:
         with pytest.warns(UserWarning, match="passed over"):
             found = manager.load_latest(state(0))
-        assert found is not None
         assert found.step == 1
         assert [line[:7] for line in found.passed_over] == ["step 3:", "step 2:"]
         killed(manager)

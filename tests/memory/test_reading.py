@@ -25,7 +25,6 @@ def test_a_step_is_read_from_memory_and_else_from_the_store(tmp_path: Path, shm:
         assert in_memory["note"] == "n" * 5000
         for step in (1, 2):
             found = run.catalog(step)
-            assert found is not None
             assert found.names == ("w",)
         assert run.catalog(3) is None
         with pytest.raises(MismatchError, match="x: not in the checkpoint"):

@@ -43,7 +43,6 @@ def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tm
 @pytest.mark.slow
 def test_ctrl_c_from_outside_ends_a_save_that_hangs(tmp_path: Path):
     process = start("from_outside", tmp_path / "ckpt")
-    assert process.stdout is not None
     pid, what = process.stdout.readline().split()
     assert what == "writes"
     os.kill(int(pid), signal.SIGINT)  # itself: what passes signals on to it does so after its input has ended

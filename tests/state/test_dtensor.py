@@ -27,7 +27,6 @@ def local_ranges(size: int, cuts: list[AxisCut]) -> list[tuple[int, int]]:
     """The ranges of a dim that the axes which shard it leave to a rank, by what is recorded of them."""
     axes = [AxisPlacement("", "shard", 0, turn=turn, sections=sections) for turn, sections in dim_cuts(size, cuts)]
     region = local_region((size,), axes, tuple(cut.num for cut in cuts), tuple(cut.index for cut in cuts))
-    assert region is not None
     return list(region.ranges[0])
 
 

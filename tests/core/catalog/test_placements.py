@@ -120,6 +120,5 @@ def test_an_added_kind_says_what_is_wrong_with_a_rule() -> None:
 def test_flat_cuts_what_the_others_leave_wherever_its_axis_stands() -> None:
     axes = (AxisPlacement("dp", "flat"), AxisPlacement("tp", "shard", 1, turn=0), AxisPlacement("pp", "resident", coords=(1,)))
     region = local_region((2, 6), axes, (2, 2, 2), (1, 0, 1))
-    assert region is not None
     assert list(region.runs()) == [(((0, 0), (2, 3)), 3, 3)]
     assert local_region((2, 6), axes, (2, 2, 2), (1, 0, 0)) is None

@@ -159,7 +159,6 @@ def test_memory_with_a_copy_loses_less_than_the_store_alone_and_one_without_noth
 
 def test_rates_of_the_tiers_are_the_failures():
     memory, store, survives = tiers(replace(JOB, copies=1, double_share=0.5))
-    assert memory is not None
     assert memory.failures_per_s + store.failures_per_s == pytest.approx(1 / JOB.mtbf_s)
     assert survives == pytest.approx(memory.failures_per_s * JOB.mtbf_s)
     assert 1 - survives >= 0.5 / 63

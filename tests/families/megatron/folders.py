@@ -27,7 +27,6 @@ def unpack(name: str, to: Path) -> Path:
             path = root / member.name
             path.parent.mkdir(parents=True, exist_ok=True)
             file = archive.extractfile(member)
-            assert file is not None
             path.write_bytes(file.read())
     return root
 

@@ -39,7 +39,6 @@ def test_runs_of_boxes_hold_what_was_flattened(cut: tuple[tuple[int, ...], tuple
             stored = Chunk((*corner, low), (*(1 for _ in corner), high - low), Extent("file", 0, 0))
             (chunk,) = unflattened(SavedTensor(torch.float32, (*fragments, prod(part)), (stored,)), shape, "x").chunks
             run = chunk.run
-            assert run is not None
             target = tuple(slice(o, o + n) for o, n in zip(run.offsets, run.lengths, strict=True))
             values = again[target].reshape(-1)
             values[run.start : run.start + run.count] = flat[low:high]
