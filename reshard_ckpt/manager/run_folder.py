@@ -128,7 +128,7 @@ def known_names(
         known = noted_names()
         if read_only and names == StepNames():
             return list(known.patterns)
-        wanted = names.known_too(known.patterns)
+        wanted = names.with_patterns(known.patterns)
         if wanted != known and not read_only:
             STEP_NAMES.keep(storage, wanted.patterns)
         return list(wanted.patterns)

@@ -292,7 +292,7 @@ class StoredSteps:
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _is_current(self, step: int) -> bool:
-        return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
+        return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
         """Return the keys of the files that these steps, and checkpoints in folders of other names but one, need."""

@@ -110,9 +110,9 @@ class MemoryRun:
         self._lineage, self._folder = lineage, self._tier.folder
         copy = read_copy(self._folder) if topology.leads(comm.rank) else None
         lineage.adopt(comm, copy)
-        if copy is not None and copy.run != lineage.known.run:  # of a root that was removed: no later job may adopt it
+        if copy is not None and copy.run != lineage.current.run:  # of a root that was removed: no later job may adopt it
             drop_copy(self._folder)
-        self._tier.pool.run = lineage.known.run
+        self._tier.pool.run = lineage.current.run
         self._name_others()
         self._writing: Persisting | None = None
         self._newest: Generation | None = None
@@ -121,21 +121,23 @@ class MemoryRun:
 
     def attempt_begun(self) -> None:
         """Before the first save of an attempt, drop superseded generations, and the ones of a killed job beyond the limit."""
-        self._tier.attempt, self._newest = self._lineage.known.attempt, None
-        self._tier.pool.keep_current(self._lineage.known.is_current)
+        self._tier.attempt, self._newest = self._lineage.current.attempt, None
+        self._tier.pool.keep_current(self._lineage.current.is_current)
         if not self._tier.topology.leads(self._rank):
             return
         if self._lineage.is_unwritten:
-            keep_copy(self._folder, self._lineage.known)
+            keep_copy(self._folder, self._lineage.current)
         with suppress(StorageError, OSError):  # generations that stay do not count, and are freed first
             kept = {generation.name for generation in self._known()[-self.options.generations :]}
-            mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._lineage.known.run]
+            mine = [
+                generation.name for generation in find_generations(self._folder) if generation.run == self._lineage.current.run
+            ]
             drop_generations(self._folder, [name for name in mine if name not in kept])
 
     def _name_others(self) -> None:
         """Warn of generations that are not loaded: of an earlier run with this root, or of this run under another path."""
         found = find_generations(self._folder)
-        others = [g for g in found if g.run != self._lineage.known.run]
+        others = [g for g in found if g.run != self._lineage.current.run]
         if not self._tier.topology.leads(self._rank):
             return
         if others:
@@ -155,7 +157,7 @@ class MemoryRun:
         """Yield the other roots under which this node has generations of this run, each with its newest step."""
         for run in runs(self.options.folder):
             with suppress(StorageError):  # a run of another job, whose errors do not concern this one
-                steps = [g.step for g in find_generations(run.path) if g.run == self._lineage.known.run]
+                steps = [g.step for g in find_generations(run.path) if g.run == self._lineage.current.run]
                 if steps and run.path != self._folder:
                     yield run.root, max(steps)
 
@@ -166,7 +168,9 @@ class MemoryRun:
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
     def _is_current(self, generation: Generation) -> bool:
-        return generation.run == self._lineage.known.run and self._lineage.known.is_current(generation.attempt, generation.step)
+        return generation.run == self._lineage.current.run and self._lineage.current.is_current(
+            generation.attempt, generation.step
+        )
 
     @property
     def num_skipped(self) -> int:

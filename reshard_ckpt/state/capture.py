@@ -169,7 +169,7 @@ def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
 
 
 def _complete_links(rows: Sequence[Entry]) -> None:
-    """Name the parameter in each link that names no saved tensor, as in dicts, where a parameter has its FQN alone."""
+    """Complete links that know only a parameter's FQN, as those in dicts do: put in the name of the saved tensor."""
     tensors = [row for row in rows if row.kind is Kind.TENSOR]
     names = {row.name for row in tensors}
     open_links = [(row, row.link) for row in tensors if row.link is not None and row.link.parameter not in names]
@@ -190,9 +190,9 @@ class OpenedState:
     ddp_groups
         The ranks of each process group over which DDP replicates a module.
     unnamed
-        Names of the optimizers' state dicts whose numbers nothing in the state names.
+        Names of the optimizer state dicts by number for which the state does not show the parameter of each number.
     warnings
-        Messages for the user about the way in which it is saved.
+        Messages for the user about the way in which the state is saved.
     """
 
     trees: Sequence[Tree]
@@ -202,7 +202,7 @@ class OpenedState:
     warnings: tuple[str, ...]
 
     def hints(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return advice for saved values that do not fit because one side knows an optimizer by number, the other by name."""
+        """Return advice for saved values that do not fit because only one side numbers the parameters of an optimizer."""
         names = [row.name for tree in self.trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
         saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
         wanted = [name for name in self.unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
@@ -210,7 +210,7 @@ class OpenedState:
 
 
 def open_state(state: Mapping[Any, Any]) -> OpenedState:
-    """Open everything in the state.
+    """Open the modules, optimizers and objects of a state into rows.
 
     Raises
     ------
@@ -326,5 +326,5 @@ def _saved_by_number(name: str) -> str:
 def _wanted_by_number(name: str) -> str:
     return (
         f"{name} is wanted by number, as in {name}.state.0.…, where the checkpoint has names: pass the optimizer itself, or the "
-        "state_dict() of one made of model.named_parameters()"
+        "state_dict() of an optimizer made of model.named_parameters()"
     )

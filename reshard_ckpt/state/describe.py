@@ -97,7 +97,7 @@ def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
 
 
 class Steps:
-    """Gives paths of one tree of the state in their saved form."""
+    """Converts paths of one tree of the state to their saved form, which shows the class of each dict on the way."""
 
     def __init__(self, path: Path, root: Any) -> None:
         self._above, self._root = len(path), root
@@ -131,7 +131,7 @@ def _child(node: Any, key: Any) -> Any:
 
 
 def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
-    """Return the order in which to add values: each dict gets its keys as they come, an `OrderedDict` in the order of its steps.
+    """Return the indices of `paths` in the order in which to add values: as they come, an `OrderedDict` in its saved order.
 
     >>> in_order([["b", "x"], ["a"], ["b", "y"]])
     [0, 2, 1]
@@ -151,7 +151,7 @@ def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def new_dict(step: Any) -> dict[Any, Any]:
-    """Return an empty dict of the class of the dict that a saved path leads through; `step` is its part of the path."""
+    """Return an empty dict of the class that a step of a saved path shows."""
     if type(step) is defaultdict:
         return defaultdict(step.default_factory)
     return type(step)() if type(step) in _KINDS else {}
@@ -166,9 +166,9 @@ _VALUE_KINDS = {
 
 
 class _Part(NamedTuple):
-    """All of a spec that equal tensors, as the layers of a model have, share. It holds no memory, so it is never wrong.
+    """The fields of a spec that equal tensors share, such as those of a model's layers.
 
-    `layout` is held, so that its id stays its own.
+    It refers to no memory, so it stays valid. It keeps `layout` alive, so that no other layout gets its id.
     """
 
     layout: Layout
@@ -271,21 +271,22 @@ class Describer:
         return None
 
     def _is_same(self, row: Entry) -> bool:
-        """Tell whether a row whose name is known lies exactly where the earlier one does.
+        """Tell whether a row lies exactly where the earlier row of the same name does.
 
         Raises
         ------
         LayoutError
-            Both have the same name and source, but other dtypes or shapes.
+            Both have the same name and source, but different dtypes or shapes.
         """
-        known = self._checked(row)
-        one, other = _place(known), _place(row)
-        if one is None or other is None or one[2:4] != other[2:4]:
+        earlier = self._checked(row)
+        first, second = _place(earlier), _place(row)
+        # Compared first: dtype and global shape. With equal ones, rows in different memory are replicas.
+        if first is None or second is None or first[2:4] != second[2:4]:
             raise LayoutError(
-                f"{row.name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(row)}; "
+                f"{row.name}: two stages on this rank have different tensors of this name, {_kind(earlier)} and {_kind(row)}; "
                 "give them distinct names (nn.Sequential stages both call their first layer 0)"
             )
-        return one == other
+        return first == second
 
     def _add_value(self, row: Entry, keys_of: Callable[[Path], list[Any]]) -> None:
         name, value = row.name, row.value
@@ -302,17 +303,17 @@ class Describer:
 
     def _checked(self, row: Entry) -> Entry:
         """Return the earlier row of the same name; refuse one from another source."""
-        known = self._rows[row.name]
-        one, other = (row.name if each.source is None else each.source for each in (known, row))
-        if one != other:
+        earlier = self._rows[row.name]
+        first, second = (row.name if each.source is None else each.source for each in (earlier, row))
+        if first != second:
             raise NameCollisionError(
-                f"{row.name}: both the item {one} and the item {other} have an entry of this name; rename one of the keys"
+                f"{row.name}: both the item {first} and the item {second} have an entry of this name; rename one of the keys"
             )
-        return known
+        return earlier
 
 
 def _place(row: Entry) -> tuple[Any, ...] | None:
-    """Return the memory of a row that is a tensor and its use: device, address, dtype, global shape, and pieces."""
+    """Return device, address, dtype, global shape and pieces of a row that is a tensor; None for a value."""
     memory, layout = row.memory, row.layout
     if memory is None or layout is None:
         return None

@@ -235,7 +235,7 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> Layout:
-    """Return the layout. It is computed once for equal tensors, as the layers of a model have, to keep saves fast."""
+    """Return the layout of a DTensor on this rank. Cached, because the layers of a model have equal tensors."""
     sizes, coordinate, placements = found.sizes, found.coordinate, found.placements
     # A rank outside of the mesh declares the placement of the first rank inside, so that all ranks declare the same.
     where = coordinate if coordinate is not None else (0,) * len(sizes)
@@ -299,21 +299,24 @@ def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tu
         cutting = [i for i, p in enumerate(found) if p.dim == dim and not KINDS[p.kind].flattens]
         factors = {i: recognized.split_factors[i] for i in cutting}
         cuts = [AxisCut(sizes[i], where[i], 1 if factor is None else factor) for i, factor in factors.items()]
-        own = [i for i in cutting if found[i].kind != "shard" or found[i].sections]
-        if own and shard_order(cuts) is None:
-            raise UnsupportedError(f"{placements[own[0]]!r} beside {placements} has no known order; pass a LocalShard")
+        # special: axes that `dim_cuts` cannot explain by sections, because they are no plain shards or have sections already
+        special = [i for i in cutting if found[i].kind != "shard" or found[i].sections]
+        if special and shard_order(cuts) is None:
+            raise UnsupportedError(f"{placements[special[0]]!r} beside {placements} has no known order; pass a LocalShard")
         for i, (turn, sections) in zip(cutting, dim_cuts(size, cuts), strict=True):
             if found[i].sections and turn:
                 raise UnsupportedError(
-                    f"{placements[i]!r} on axis {found[i].axis!r} divides what another axis has cut of dim {dim}; pass a "
-                    "LocalShard"
+                    f"{placements[i]!r} on axis {found[i].axis!r} divides dim {dim} into sections after another axis has cut it; "
+                    "pass a LocalShard"
                 )
             found[i] = replace(found[i], turn=turn, sections=found[i].sections or sections)
     return tuple(found)
 
 
 def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
-    """Return the turn of each axis that shards a dim, in the mesh's order, and the sections that it cuts each on its own.
+    """Return the turn and the sections of each axis that shards a dim of `size` elements, in the mesh's order.
+
+    Sections are consecutive parts of the dim, by their sizes; the axis cuts each of them separately. Most axes have none.
 
     >>> dim_cuts(13, [AxisCut(3, 2, split_factor=2), AxisCut(2, 0)])  # FSDP2 over tp: the inner axis cuts first
     [(1, ()), (0, ())]

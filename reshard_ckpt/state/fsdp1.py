@@ -39,7 +39,7 @@ class FlatPart(FlatShard):
     held_in
         The parameter that an optimizer knows: the parameter itself, or the flat parameter that it is a part of.
     shard
-        This rank's part of the flat parameter, if `held_in` is that.
+        This rank's part of the flat parameter, if `held_in` is the flat parameter; else None.
     at
         The index in `shard` of the first element.
     """
@@ -224,19 +224,19 @@ class FlatState:
                 continue
             entry = self._own.setdefault(flat_key, {})
             for key in list(entry):
-                if not any(key in found for _, found in mine):
+                if not any(key in found for _, found in of_parts):
                     del entry[key]
-            for key in dict.fromkeys(key for _, found in mine for key in found):
-                entry[key] = _flat_state([(part, found[key]) for part, found in mine if key in found], entry.get(key), key)
+            for key in dict.fromkeys(key for _, found in of_parts for key in found):
+                entry[key] = _flat_state([(part, found[key]) for part, found in of_parts if key in found], entry.get(key), key)
 
 
-def _flat_state(values: list[tuple[FlatPart, Any]], known: Any, key: str) -> Any:
-    """Return the state of a flat parameter, by the state of its parts; `known` is its state before the load."""
+def _flat_state(values: list[tuple[FlatPart, Any]], before: Any, key: str) -> Any:
+    """Return the state of a flat parameter, made of the state of its parts; `before` is its state before the load."""
     part, value = values[0]
     assert part.shard is not None
     if isinstance(value, torch.Tensor) and value.shape == part.tensor.shape:
-        if isinstance(known, torch.Tensor) and known.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            return known  # the parts are views of it
+        if isinstance(before, torch.Tensor) and before.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            return before  # the parts are views of it
         whole = torch.zeros(part.shard.shape, dtype=value.dtype, device=value.device)
         for part, value in values:
             whole[part.at : part.at + value.numel()] = value

@@ -191,11 +191,11 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
-    """Enter wrappers until one is found that the step names, or none is left.
+    """Enter wrappers until the step names the wrapper that was entered last, or the module wraps no other one.
 
     Returns
     -------
-    The module inside of them, whether the step names a wrapper, and whether one of them was DDP.
+    The module inside the entered wrappers, whether the step names the last of them, and whether one of them was DDP.
     """
     ddp = False
     while True:

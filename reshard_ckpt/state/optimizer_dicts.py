@@ -123,7 +123,11 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroups:
-    """Groups that were found in a file, and the names of the parameters that it has by number."""
+    """The parameter groups of a file, by FQN.
+
+    `named` maps the number of a parameter, as text, to its name, if the file says both. `by_number` tells whether the file
+    numbers any parameter.
+    """
 
     groups: list[dict[str, Any]]
     named: Mapping[str, str]

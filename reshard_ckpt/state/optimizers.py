@@ -87,7 +87,7 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """The state of one parameter, being loaded: `tensors` and `values` by state key, under each name that they are saved as."""
+    """The state of one parameter, being loaded: `tensors` and `values` by state key, under all names that each is saved as."""
 
     slot: ParamSlot
     tensors: Mapping[str, tuple[Entry, ...]]
@@ -192,7 +192,7 @@ class OptimizersTarget:
             return torch.empty_like(like, dtype=dtype)
         saved_shape = self._saved_shape(owner)
         if shape == saved_shape:
-            # The parameter itself was resized; what of its state the checkpoint does not cover must not be garbage.
+            # The parameter itself was resized, so the checkpoint does not cover all of its state: the rest is zero.
             return torch.zeros_like(like, dtype=dtype)
         if layout.is_whole and saved_shape in (None, layout.shape):
             return torch.empty(shape, dtype=dtype, device=like.device)
@@ -286,10 +286,10 @@ class OptimizersTarget:
 
 def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        mine = group.get(key)
-        if isinstance(mine, torch.Tensor):  # a captured graph may hold on to it
-            mine.copy_(torch.as_tensor(value))
-        elif isinstance(value, torch.Tensor) and isinstance(mine, float | int):
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):  # a captured graph may hold on to it
+            present.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and isinstance(present, float | int):
             group[key] = value.item()
         else:
             group[key] = copy.deepcopy(value)

@@ -420,8 +420,8 @@ def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Nu
     own = optimizer.param_groups
     if [len(group["params"]) for group in own] != [len(group["params"]) for group in groups]:
         return None
-    pairs = zip(groups, own, strict=True)
-    return {number: param for group, mine in pairs for number, param in zip(group["params"], mine["params"], strict=True)}
+    pairs = (zip(given["params"], group["params"], strict=True) for given, group in zip(groups, own, strict=True))
+    return {number: param for of_group in pairs for number, param in of_group}
 
 
 def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, tuple[Owner, ...]] | None:
@@ -430,12 +430,12 @@ def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, tuple[Owner, ..
 
 
 def keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
-    """Undo the rounding of an optimizer that has taken a state dict: torch casts state to the dtype of its parameter."""
+    """Put tensors of `given_out`, which an optimizer has loaded, back in their own dtype: torch casts them to the parameter's."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
     for number, param in (_numbers_of(optimizer, given_out["param_groups"]) or {}).items():
         own = optimizer.state.get(param, {})
         for key, loaded in _tensors(given_out["state"].get(number)):
-            mine = own.get(key)
-            if isinstance(mine, torch.Tensor) and mine.dtype != loaded.dtype:
+            cast = own.get(key)
+            if isinstance(cast, torch.Tensor) and cast.dtype != loaded.dtype:
                 own[key] = loaded

@@ -85,8 +85,8 @@ class _Registered:
         """Tell whether another registration has these very functions, whatever equality a user's class defines."""
         pairs = (self.recognize, other.recognize), (self.cut, other.cut)
         # Python makes a method anew each time it is asked for, and compares methods by the object that they are of.
-        same = all(one is two or (isinstance(one, MethodType) and one == two) for one, two in pairs)
-        return same and self.flattens == other.flattens
+        is_same = all(first is second or (isinstance(first, MethodType) and first == second) for first, second in pairs)
+        return is_same and self.flattens == other.flattens
 
     def kind(self) -> PlacementKind:
         """Return the kind for the table; on an axis of another size, it has no placement."""
@@ -131,7 +131,8 @@ class _Registered:
         if not inside or (self.flattens and len(kept) > 1):
             some = "one range" if self.flattens else "ranges"
             raise LayoutError(
-                f"{self.spell(placement)}: its cut gives coordinate {index} of {num} {kept} of {list(ranges)}; keep {some} of it"
+                f"{self.spell(placement)}: its cut gives coordinate {index} of {num} {kept} of {list(ranges)}; return {some} "
+                "within these"
             )
         return [part for part in kept if part[1]]
 
@@ -143,5 +144,5 @@ class _Registered:
         return AxisPlacement(axis, self.name, numbers[0], numbers[1:])
 
     def spell(self, placement: AxisPlacement) -> str:
-        said = [*([] if placement.dim is None else [placement.dim]), *placement.coords]
-        return f"{self.name}({', '.join(map(str, said))})"
+        numbers = [*([] if placement.dim is None else [placement.dim]), *placement.coords]
+        return f"{self.name}({', '.join(map(str, numbers))})"

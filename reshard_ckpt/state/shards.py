@@ -24,13 +24,13 @@ from ..format.catalog_check import MAX_BYTES
 from .layouts import Layout, LocalBox
 
 
-def _ints(what: str, values: Iterable[Any]) -> Ints:
+def _ints(label: str, values: Iterable[Any]) -> Ints:
     try:
         out = tuple(as_int(v) for v in values)
     except TypeError as error:
-        raise UsageError(f"{what}: wanted integers, got {values!r}") from error
+        raise UsageError(f"{label}: wanted integers, got {values!r}") from error
     if any(v < 0 for v in out):
-        raise LayoutError(f"{what}: {out} has a negative entry")
+        raise LayoutError(f"{label}: {out} has a negative entry")
     return out
 
 
@@ -41,22 +41,22 @@ def _global_shape(kind: str, values: Iterable[Any], tensor: torch.Tensor) -> Int
     return shape
 
 
-def _inside(what: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
+def _inside(label: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
     if not len(offsets) == len(lengths) == len(shape):
-        raise LayoutError(f"{what}: offsets {offsets} and lengths {lengths} do not have the {len(shape)} dims of shape {shape}")
+        raise LayoutError(f"{label}: offsets {offsets} and lengths {lengths} do not have the {len(shape)} dims of shape {shape}")
     for dim, (offset, length, size) in enumerate(zip(offsets, lengths, shape, strict=True)):
         if offset + length > size:
             raise LayoutError(
-                f"{what}: dim {dim} ends at {offset} + {length} = {offset + length}, past the size {size} of {shape}"
+                f"{label}: dim {dim} ends at {offset} + {length} = {offset + length}, past the size {size} of {shape}"
             )
 
 
-def _disjoint(what: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
+def _disjoint(label: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
     """Refuse boxes that overlap: if two elements have one place, one of them would be lost."""
     boxes = [b for b in boxes if prod(b[1])]
     if len(boxes) < 2 or not boxes[0][0]:
         if len(boxes) > 1:
-            raise LayoutError(f"{what}: {len(boxes)} pieces of a 0-dim tensor overlap; give one")
+            raise LayoutError(f"{label}: {len(boxes)} pieces of a 0-dim tensor overlap; give one")
         return
     first = np.array([b[0] for b in boxes], dtype=np.int64)
     last = first + np.array([b[1] for b in boxes], dtype=np.int64)
@@ -65,7 +65,7 @@ def _disjoint(what: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
         if len(hits):
             j = i + 1 + int(hits[0])
             raise LayoutError(
-                f"{what} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
+                f"{label} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
                 f"{boxes[j][1]}; each element must be in one piece"
             )
 
@@ -92,8 +92,8 @@ class LocalShard:
         Where the local tensor begins in the global one, for each dim. The box has the local tensor's shape.
     pieces
         Instead of `offsets`: ``(local_offsets, offsets, lengths)`` of each box, for a local tensor that several boxes make up
-        (fused QKV, SwiGLU). Boxes may not overlap, neither in the local tensor nor in the global one; what no box covers
-        in the local tensor is padding, which is neither saved nor loaded.
+        (fused QKV, SwiGLU). Boxes may not overlap, neither in the local tensor nor in the global one. Elements of the local
+        tensor that no box covers are padding, which is neither saved nor loaded.
 
     Raises
     ------
@@ -281,8 +281,8 @@ class PerRank:
         is this rank's (an object has been given it through ``load_state_dict``).
     combine
         Called when the world size differs from the saved one, with all saved values in order of rank: either
-        ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns what
-        is this rank's. Without it, another world size is an error. Of random streams it has to return a different one for each
+        ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns this
+        rank's value. Without it, another world size is an error. For random number generators, return a different state on each
         rank: ranks with the same state draw the same numbers.
 
     Examples

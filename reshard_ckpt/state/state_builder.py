@@ -63,7 +63,7 @@ class StateBuilder:
         self._out.add([Entry(name_of(path), path, Kind.VALUE, value)])
 
     def claim(self, name: str) -> None:
-        """Say that there is something of this name that another rank saves; the option `check_names` gets it."""
+        """Declare a name that another rank saves. `SaveOptions.check_names` gets all claimed names, on rank 0."""
         self._out.add([Entry(name, (), Kind.VALUE, None)])
 
     def captured(self, warnings: tuple[str, ...] = ()) -> Captured:

@@ -207,11 +207,12 @@ class TreeTarget:
         return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Collect every change that the values make to the tree. Return one line for each value that cannot be taken."""
+        """Collect the changes that the values would make to the tree. Return one line for each value that does not fit."""
         self._updates, self._added, self._held = [], [], []
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
     def _judge(self, name: str, value: Any) -> list[str]:
+        """Collect the change for one value, or return why it does not fit."""
         row = self._slots.get(name)
         if row is not None and row.kind is Kind.GROUPS:
             return self._take_groups(row, name, value)
@@ -299,6 +300,7 @@ class TreeTarget:
             return False
         node = self._root
         relative = self._relative(path)
+        # Once a step is missing, all later steps are too: they must be keys of new dicts, and not indices.
         for key in relative:
             if node is _MISSING:
                 if isinstance(key, Index):

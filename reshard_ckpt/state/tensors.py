@@ -232,9 +232,9 @@ def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[t
 
 
 def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str) -> LocalShard:
-    """Return the part that a tensor is, each of whose elements stands for a block of a tensor that `layout` cuts.
+    """Return the shard of an inner tensor, each of whose elements stands for a block of the outer tensor that `layout` cuts.
 
-    In a dim of one element, that element stands for all of the dim, and is the same on all ranks that share it.
+    A dim of one element stands for the whole dim of the outer tensor, and is the same on all ranks that share it.
     """
     shape = tuple(inner.shape)
     fits = len(shape) == len(local_shape) and all(n and size % n == 0 for size, n in zip(local_shape, shape, strict=True))
@@ -315,8 +315,8 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
     fits = 0 < tensor.ndim < len(size) and len(first) == tensor.ndim and not any(first[1:])
     if not fits or size[num_merged:] != tuple(tensor.shape[1:]) or not 0 <= first[0] <= tensor.shape[0] - rows:
         raise LayoutError(
-            f"local_sizes {size} at local_offsets {first} are no rows of the local tensor {tuple(tensor.shape)}, whose first dim "
-            "would be the leading ones merged"
+            f"local_sizes {size} at local_offsets {first} are not rows of the local tensor {tuple(tensor.shape)}, whose first "
+            "dim would be the leading dims merged"
         )
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
 

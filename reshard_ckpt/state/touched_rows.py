@@ -287,18 +287,19 @@ class TouchedRows:
 
         A table, or its state, with the name of another tensor of that save would refer to rows of the other one.
         """
-        known, held = self._held, {spec.name: _identity(memory) for spec, memory in tensors}
+        # before, held: the memory of each tensor of the last save and of this one, by name
+        before, held = self._held, {spec.name: _identity(memory) for spec, memory in tensors}
         self._held = held
         table_of = {name: table for table, names in found.items() for name in names}
-        if any(known.get(name, held[name]) != held[name] for name in table_of):
+        if any(before.get(name, held[name]) != held[name] for name in table_of):
             self.since = None
-        known_memory = set(known.values())
+        memory_before = set(before.values())
         for spec, memory in tensors:
             table = None if spec.link is None else table_of.get(spec.link.parameter or "")
             if table is None or spec.shape[:1] != (table.num_rows,) or spec.name in table_of:
                 continue
             # A step may have put new memory in the place of a tensor: then that memory was not in the last save.
-            if held[spec.name] in known_memory and known.get(spec.name, held[spec.name]) != held[spec.name]:
+            if held[spec.name] in memory_before and before.get(spec.name, held[spec.name]) != held[spec.name]:
                 self.since = None
             if not table.is_fused:
                 self._look(table, [memory])

@@ -183,6 +183,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
         inside: list[Entry] = []
         for i, child in enumerate(value):
             _add(inside, child, (*path, Index(i)), above, steps_of)
+        # Known only after the walk: a list without a tensor or an object anywhere in it is one value.
         if all(row.kind is Kind.VALUE or row.kind is Kind.GROUPS for row in inside):
             rows.append(Entry(name, path, Kind.VALUE, value))
         else:
@@ -353,7 +354,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
         return
     for child in children:
         yield from _reached(child, seen)
-    if isinstance(value, Optimizer):
+    if isinstance(value, Optimizer):  # after the optimizers inside of it
         yield value
 
 

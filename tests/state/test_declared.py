@@ -103,7 +103,7 @@ def test_a_modules_parameter_that_declares_its_box_has_its_optimizers_state_ther
         (((8,), ((0,),), ((1,),), ((4,),)), LayoutError, "t: LocalShard piece 0 in the local tensor"),
         (((8,), ((0,), (1,)), ((0,), (2,)), ((2,), (2,))), LayoutError, "t: .*overlap"),
         (((2, 4), ((0, 0),), ((0,),), ((1, 3),)), LayoutError, None),
-        (((2, 4), ((0, 0),), ((2,),), ((1, 4),)), LayoutError, "t: local_sizes .* are no rows"),
+        (((2, 4), ((0, 0),), ((2,),), ((1, 4),)), LayoutError, "t: local_sizes .* are not rows"),
     ],
 )
 def test_what_a_tensor_says_of_its_boxes_must_fit(fields, error, message):

@@ -102,9 +102,9 @@ def compare(
 
 
 def _common(a: str, b: str) -> str:
-    """Return a dtype that holds the numbers of both.
+    """Return the code of a dtype that holds the numbers of dtypes `a` and `b`.
 
-    It is that of numpy. torch would compare int64 with float32 in float32, and so round.
+    Numpy's rules choose it. By torch's rules, int64 and float32 would be compared in float32, which rounds.
     """
     both = np.promote_types(NUMPY_DTYPES.get(a, np.float32), NUMPY_DTYPES.get(b, np.float32))
     codes = {np.dtype(dtype): code for code, dtype in NUMPY_DTYPES.items()}
@@ -128,7 +128,7 @@ class _Totals:
 
 
 class _Pair:
-    """Two tensors to read whole, in one dtype, so that both are cut alike; and the differences found so far."""
+    """Two tensors that are read in one dtype, so that both are cut at the same bytes; and the differences found so far."""
 
     def __init__(self, a: Catalog, tensor_a: int, b: Catalog, tensor_b: int) -> None:
         codes = a.dtype(tensor_a), b.dtype(tensor_b)
@@ -141,12 +141,12 @@ class _Pair:
         self.totals = _Totals()
 
     def cut(self, part: range) -> tuple[Run, Run]:
-        """Return the runs of both that have these bytes."""
+        """Return the runs of both tensors that have these bytes, counted after conversion."""
         start, count = part.start // self.item_bytes, len(part) // self.item_bytes
         return replace(self.a, start=start, count=count), replace(self.b, start=start, count=count)
 
     def add(self, x: memoryview, y: memoryview) -> None:
-        """Compare the next bytes of both."""
+        """Compare bytes of the two tensors that lie at the same place, and add up the differences."""
         bits = np.dtype(f"u{self.item_bytes}")
         bytes_x, bytes_y = np.frombuffer(x, bits), np.frombuffer(y, bits)
         if np.array_equal(bytes_x, bytes_y):
@@ -164,6 +164,7 @@ class _Pair:
         self.totals.max_rel = max(self.totals.max_rel, float(relative.max(initial=0.0)))
 
     def _floats_apart(self, a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return ``|a - b|`` and ``max(|a|, |b|)`` of elements without a NaN; count elements that are NaN on one side."""
         wide = np.complex128 if np.iscomplexobj(a) else np.float64
         nan_a, nan_b = np.isnan(a), np.isnan(b)
         self.totals.num_nan += int((nan_a != nan_b).sum())
@@ -177,7 +178,7 @@ class _Pair:
 
 
 def _integers_apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Subtract exactly, also where the difference of two int64 needs 64 bits; returns that, and the larger magnitudes."""
+    """Return ``|a - b|``, exact also if it needs 64 bits, and ``max(|a|, |b|)`` of integers or bools; both as float64."""
     if a.dtype.kind == "b":
         a, b = a.astype(np.uint8), b.astype(np.uint8)
     unsigned = np.dtype(f"u{a.dtype.itemsize}")

@@ -1,8 +1,8 @@
 """Manifests of checkpoints: made of the files as they are, and compared with them.
 
-1. A save hashes each file as it writes it; the digests travel with the receipts. Rank 0 adds that of the catalog to be, writes
-   the manifest into the save's own folder, and only then publishes that catalog: so wherever a save is cut off, the catalog in
-   place and the manifest in the folder that it names are of one save.
+1. A save hashes each file as it writes it; the digests travel with the receipts. Rank 0 adds the digest of the new catalog,
+   writes the manifest into the save's own folder, and only then publishes the catalog. So wherever a save is cut off, the catalog
+   in place and the manifest in the folder that it names are of one save.
 2. A check reads every file that the catalog refers to, in several threads, a file each, and compares.
 """
 
@@ -61,7 +61,7 @@ def check_manifest(
 def check_listed(
     storage: Storage, listed: Mapping[str, bytes], *, workers: int | None = None, report: OnProgress = silent
 ) -> Iterator[str]:
-    """Yield a line for each file that is not there, or has another SHA-256 than is listed."""
+    """Yield a line for each listed file that is missing, or has another SHA-256 than `listed` gives for its key."""
     for name, found in _hashes(storage, list(listed), workers, report):
         if isinstance(found, CheckpointError):
             yield str(found)
@@ -77,12 +77,12 @@ def _keys(catalog: Catalog) -> list[str]:
 def _hashes(
     storage: Storage, keys: Sequence[str], workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
-    """Hash each file, in several threads; yields its key and SHA-256, or the error of reading it, in order."""
+    """Hash files in several threads. Yield pairs in order: the key, and the SHA-256 or the error of reading the file."""
     storage = as_stored(storage)
     sizes = [size or 0 for size in storage.stat(keys)]
     tally = Tally("sha256", sum(sizes), report)
 
-    def one(key: str, size: int) -> bytes | CheckpointError:
+    def hash_file(key: str, size: int) -> bytes | CheckpointError:
         hasher = hashlib.sha256()
         try:
             for _, window in read_parts(storage, key, size, REQUEST_BYTES):
@@ -94,4 +94,4 @@ def _hashes(
 
     count = num_threads(len(keys), storage.hints) if workers is None else workers
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-sha256") as pool:
-        yield from zip(keys, pool.map(one, keys, sizes), strict=True)
+        yield from zip(keys, pool.map(hash_file, keys, sizes), strict=True)

@@ -22,7 +22,7 @@ NUMPY_DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32, "I32": np.int32,
     "U64": np.uint64, "I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
-"""Numpy's dtype of a code; it has none for the others."""
+"""The numpy dtype of each dtype code; codes that numpy has no dtype for are missing."""
 
 
 @dataclass(frozen=True, slots=True)

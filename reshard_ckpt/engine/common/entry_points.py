@@ -11,12 +11,12 @@ Found = TypeVar("Found")
 
 
 def load_all(group: str, own: Mapping[str, str], kind: type[Found]) -> list[Found]:
-    """Load every entry point of a group. If one fails to import, or is no `kind`, warn, and go on with the others.
+    """Load every entry point of a group. If one fails to import, or is not a `kind`, warn, and go on with the others.
 
     Parameters
     ----------
     own
-        The entry points of this package, as in pyproject.toml; with this copy, they also work if the package is not installed.
+        The entry points of this package, name to value as in pyproject.toml. This copy serves a package that is not installed.
     """
     points = {point.name: point for point in entry_points(group=group)}
     points |= {name: EntryPoint(name, value, group) for name, value in own.items()}

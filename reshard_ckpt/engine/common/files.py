@@ -37,8 +37,8 @@ T = TypeVar("T")
 MAX_REQUESTS = 16
 """Most requests under way at once to a disk."""
 
-SMALL = 2
-"""How many requests with short answers take the place of one that reads `Hints.read_bytes`."""
+SHORT_FOR_LONG = 2
+"""How many requests with short answers are sent in place of each request for `Hints.read_bytes`."""
 
 REQUESTS_OF_THREAD = 16
 """Requests to a disk for which one more thread pays: they take less time than its start."""
@@ -208,7 +208,8 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
     at_once = storage.hints.requests
-    threads = SMALL * at_once if at_once > DISK.requests else min(MAX_REQUESTS, (len(sizes) + len(digests)) // REQUESTS_OF_THREAD)
+    on_disk = min(MAX_REQUESTS, (len(sizes) + len(digests)) // REQUESTS_OF_THREAD)
+    threads = SHORT_FOR_LONG * at_once if at_once > DISK.requests else on_disk
     answers = _request_all([*sizes, *digests], threads)[len(sizes) :]
     return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
@@ -228,7 +229,7 @@ class FileDigests:
         self._kept_bytes = 0
 
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
-        """Check the files that were not checked before, and return the digests of all these files that have some, by file."""
+        """Return the digests by file, without files that have no digests. The first call for a file checks that file."""
         with self._lock:
             return self._of(files)
 

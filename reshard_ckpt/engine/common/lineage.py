@@ -128,13 +128,20 @@ class Lineage:
     superseded: tuple[str, ...] = ()
 
     def begun(self, step: int | None = None, newer: Iterable[str] = (), own: str = "") -> Lineage:
-        """Begin an attempt, at the step that was loaded, if any; `newer` are the ids of the saves in the store beyond it.
+        """Return the lineage with one more attempt.
 
-        `own` is the id of the save that was loaded, if it was in the store: it counts again if the run had gone back from it.
+        Parameters
+        ----------
+        step
+            The step that was loaded; None if the attempt begins from nothing.
+        newer
+            Ids of the saves in the store beyond `step`: they are superseded from now on.
+        own
+            Id of the save that was loaded, if it lay in the store. It counts again if the run had gone back from it.
         """
         attempt = self.attempt + 1
         starts = self.starts if step is None else (*self.starts, (attempt, step))[-_MAX_STARTS:]
-        superseded = tuple(dict.fromkeys(one for one in (*self.superseded, *newer) if one != own))
+        superseded = tuple(dict.fromkeys(save_id for save_id in (*self.superseded, *newer) if save_id != own))
         return replace(self, attempt=attempt, starts=starts, superseded=superseded[-_MAX_STARTS:])
 
     def is_newer(self, other: Lineage) -> bool:

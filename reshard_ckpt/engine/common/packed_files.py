@@ -10,11 +10,11 @@ from ...storage.followed import FollowedStorage
 from ...storage.protocol import Storage, fill, flat_bytes
 
 Part = tuple[int, int, PackedRows | None]
-"""The end of a part of a file, in the plain file and in the packed one; its rows, or None if its bytes are as they are."""
+"""The byte at which a part ends in the plain file, the byte at which it ends in the packed file, and its rows if it is packed."""
 
 
 def parts_of(size: int, packed: Sequence[PackedRows]) -> list[Part]:
-    """Divide a file; `size` is that of the plain file. Parts may be empty."""
+    """Divide a file of `size` plain bytes into parts that are packed and parts that are not, in turn. Parts may be empty."""
     parts: list[Part] = []
     saved = 0
     for rows in packed:
@@ -33,7 +33,7 @@ class Packer:
         self._waiting = bytearray()  # the first bytes of a row whose end has not come
 
     def add(self, chunk: memoryview) -> Iterator[tuple[bytes | memoryview, bytes | memoryview]]:
-        """Yield bytes to write, each with the plain bytes that they stand for."""
+        """Take the next plain bytes, and yield pairs: bytes to write, and the plain bytes that they stand for."""
         while len(chunk):
             while self._at == self._end:
                 self._end, _, self._rows = next(self._parts)
@@ -50,7 +50,7 @@ class Packer:
 
 
 def as_stored(storage: Storage) -> Storage:
-    """Return the store that reads files as they lie there, below an `UnpackedStorage`."""
+    """Return the store below an `UnpackedStorage`, which reads packed rows as they lie in their files; any other store itself."""
     return storage.stored if isinstance(storage, UnpackedStorage) else storage
 
 

@@ -55,9 +55,10 @@ def _needed(data: bytes) -> list[str]:
 
 
 def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """Return the folders with the note of a removal within the last seconds, with the keys that they need; and those before.
+    """Divide the folders that have the note of a removal into young and old ones.
 
-    For the latter, return when, in seconds since 1970. A folder that is read counts as removed within the last seconds.
+    A folder is young if its note was written within the last `seconds`, or if somebody reads its files. Return the keys that each
+    young folder needs, and for each old folder the time of its removal in seconds since 1970.
     """
     young: dict[str, list[str]] = {}
     old: dict[str, float] = {}
@@ -74,9 +75,10 @@ def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tup
 
 
 def old_enough(storage: Storage, stale: Mapping[str, list[str]], grace_s: float) -> dict[str, list[str]]:
-    """Return the folders that may go, with their stale keys: noted as removed before the grace, and not read. Note the others.
+    """Return the folders that may be deleted now, with their stale keys.
 
-    Without a grace, all that nobody reads may go.
+    A folder may be deleted if its note of a removal is older than `grace_s`, and nobody reads its files. Folders without a note
+    get one now. If `grace_s` is 0, no note is needed.
     """
     if not grace_s:
         return {folder: keys for folder, keys in stale.items() if keys and not is_read(storage, keys)}

@@ -69,12 +69,15 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     if callable(rename) and all(rename(name) == name for name in (*catalog.names, *catalog.value_names)):
         return catalog
     names = _NewNames(catalog, rename)
+    # groups: the saved parameter groups of each optimizer. listed: the new FQNs in each group. The links come after them, because
+    # state that is keyed by number gets its parameter from its group.
     groups = {value.name: found for value in catalog.values_table if (found := _groups_of(value, read)) is not None}
     listed = {value: names.listed(optimizer_of(value) or "", found) for value, found in groups.items()}
     links = names.links({names[value]: [fqn for each in found for fqn in each] for value, found in listed.items()})
     table, is_tensor = catalog.tensors_table, catalog.tensors_table.kind == TensorKind.TENSOR
     new = tuple(names[name] if own else name for name, own in zip(table.names, is_tensor.tolist(), strict=True))
     values = tuple(_renamed_value(value, names[value.name], groups, listed, links) for value in catalog.values_table)
+    # Checked before the new tables are built: they find tensors by name.
     owner: dict[str, str] = {}
     old_names = [*table.names, *(value.name for value in catalog.values_table)]
     for old, name in zip(old_names, [*new, *(value.name for value in values)], strict=True):

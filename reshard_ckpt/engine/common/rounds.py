@@ -359,7 +359,7 @@ def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iter
 
 NOTHING_CHANGED = "no tensor was changed"
 VERIFY_FIRST = "verify_first=True would have changed none"
-ANOTHER = "use another checkpoint"
+USE_ANOTHER = "use another checkpoint"
 _OVERWRITTEN = "already overwritten, wholly or in part"
 
 
@@ -370,7 +370,7 @@ def overwritten_text(names: Sequence[str]) -> str:
 
 def without_changes(text: str) -> str:
     """Drop the parts of an error's text about changed tensors and the next step: a later load has filled all tensors."""
-    stale = (_OVERWRITTEN, NOTHING_CHANGED, VERIFY_FIRST, ANOTHER)
+    stale = (_OVERWRITTEN, NOTHING_CHANGED, VERIFY_FIRST, USE_ANOTHER)
     return "; ".join(part for part in text.split("; ") if not part.startswith(stale))
 
 

@@ -33,7 +33,7 @@ class RunLineage:
 
     Attributes
     ----------
-    known
+    current
         The lineage as it is now.
     is_unwritten
         Whether the store refused the lineage when the newest attempt began.
@@ -46,7 +46,7 @@ class RunLineage:
         self._is_begun = self.is_unwritten = False
         stored = LINEAGE.read(storage) if self._is_first else None
         self._may_be_anyone = stored is None and had_manager
-        self.known = self._shared(comm, (stored or Lineage(secrets.token_hex(16))) if self._is_first else None)
+        self.current = self._shared(comm, (stored or Lineage(secrets.token_hex(16))) if self._is_first else None)
 
     def _shared(self, comm: Comm, own: Lineage | None) -> Lineage:
         data = comm.broadcast(None if own is None else LINEAGE.encoded(astuple(own)))
@@ -59,34 +59,36 @@ class RunLineage:
         job's. A root without the lock is new, and no copy is its own.
         """
         gathered = comm.gather(b"" if copy is None else LINEAGE.encoded(astuple(copy)))
-        newest = self.known
+        newest = self.current
         for data in filter(None, gathered or ()):
             found = LINEAGE.decoded(data, where="a copy from another node")
             if found.is_newer(newest) or (self._may_be_anyone and found.attempt > newest.attempt):
                 newest = found
-        self.known = self._shared(comm, newest if self._is_first else None)
+        self.current = self._shared(comm, newest if self._is_first else None)
 
     def refresh(self) -> None:
         """Read the note again: for readers, beside whom a job goes on."""
-        self.known = LINEAGE.read(self._storage) or self.known
+        self.current = LINEAGE.read(self._storage) or self.current
 
     def is_superseded(self, save_id: str) -> bool:
         """Whether a save in the store no longer counts, because the run went back to an older step."""
-        return save_id in self.known.superseded
+        return save_id in self.current.superseded
 
     def loaded(self, step: int, *, in_store: bool) -> None:
         """Remember which step was loaded: the next save goes on from there, and nothing is written before that."""
         self._loaded = step, in_store
 
     def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Begin an attempt before a save, if none has begun since the last load; that is collective.
+        """Begin an attempt before the first save after a load. Collective if an attempt begins.
 
         Parameters
         ----------
-        newer, own
-            Return the ids of saves in the store beyond a step, and that of a step that was loaded from there; called on rank 0.
+        newer
+            Returns the ids of the saves in the store beyond a step. Called on rank 0.
+        own
+            Returns the id of the save of a step that was loaded from the store. Called on rank 0.
         always
-            Begin one also where nothing was loaded.
+            Begin an attempt also if nothing was loaded, before the first save of this job.
 
         Returns
         -------
@@ -101,16 +103,16 @@ class RunLineage:
             found = None
             if comm.rank == 0:
                 beyond = () if step is None else newer(step)
-                found = self.known.begun(step, beyond, own(step) if step is not None and in_store else "")
+                found = self.current.begun(step, beyond, own(step) if step is not None and in_store else "")
                 self._write(found)
-            self.known = self._shared(comm, found)
+            self.current = self._shared(comm, found)
             self.is_unwritten = value_of_first(comm, lambda: self.is_unwritten)
         self._loaded, self._is_begun = None, True
         return True
 
     def _write_again(self) -> None:
         if self.is_unwritten and self._is_first:
-            self._write(self.known)
+            self._write(self.current)
 
     def _write(self, lineage: Lineage) -> None:
         try:

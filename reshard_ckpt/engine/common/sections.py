@@ -27,7 +27,7 @@ class Section(NamedTuple):
     Attributes
     ----------
     key, low, high
-        The file, and the bytes of it.
+        The key of the file, and the range ``[low, high)`` of its bytes.
     digests
         The XXH3-64 of the whole blocks of the section, as little-endian uint64.
     edges
@@ -114,7 +114,7 @@ class SectionWriter:
 
     @property
     def hashed(self) -> tuple[int, int]:
-        """The bytes of the file that `digests` are of."""
+        """The range of bytes of the file that `digests` cover."""
         begin = self._body[0]
         return begin, min(begin + len(self.digests) * BLOCK_BYTES, self._body[1])
 

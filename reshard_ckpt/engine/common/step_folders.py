@@ -42,7 +42,7 @@ class StepNames:
     The first names new folders. The others are patterns that the run had before, and `STEP_NAME`, the last of all: folders of
     these names are found too. If a step has several folders, the one whose pattern comes first counts.
 
-    >>> names = StepNames(("iter-{:04d}",)).known_too(())
+    >>> names = StepNames(("iter-{:04d}",)).with_patterns(())
     >>> names.of(7), names.step_of("iter-0007"), names.step_of("iter-7"), names.step_of("step_7")
     ('iter-0007', 7, None, 7)
     """
@@ -58,8 +58,8 @@ class StepNames:
                     "'iter_{:07d}': letters, digits, '.', '_' and '-', no digit beside the braces, and no '.' in front"
                 )
 
-    def known_too(self, others: Iterable[str]) -> StepNames:
-        """Return these names, which also find folders of other patterns."""
+    def with_patterns(self, others: Iterable[str]) -> StepNames:
+        """Return names that find folders of other patterns too; new folders are named as before."""
         return StepNames(tuple(dict.fromkeys([*self.patterns, *others, STEP_NAME])))
 
     def of(self, step: int) -> str:
@@ -90,7 +90,7 @@ class StepNames:
 
 
 def _parsed_names(patterns: Any) -> StepNames:
-    return StepNames(tuple(patterns)).known_too(())
+    return StepNames(tuple(patterns)).with_patterns(())
 
 
 STEP_NAMES = Note(
@@ -269,8 +269,8 @@ def needed_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged
 
     Parameters
     ----------
-    but
-        Whether a folder, by its name, is left out.
+    left_out
+        Whether the folder of a name is not looked at.
     pass_damaged
         Whether a folder whose catalog is damaged is passed over too.
 
@@ -351,7 +351,10 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
 
 @contextmanager
 def alone_with(root: Storage, folder: str) -> Iterator[bool]:
-    """Keep readers away from a step; False where one is there now. A step without a catalog has none."""
+    """Keep readers away from a step inside a ``with`` block. Yield False if somebody reads the step now.
+
+    Nobody reads a step without a catalog.
+    """
     try:
         lock = root.lock(f"{folder}/{CATALOG_KEY}")
     except (MissingKey, LocksUnsupported):

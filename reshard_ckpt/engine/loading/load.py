@@ -175,9 +175,9 @@ def resolve(
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> tuple[list[int], I64]:
-    """Return the index of each target to load, and those of their sources in the catalog.
+    """Return the indices of the targets to load, and the indices of their sources in the catalog.
 
-    Of several targets that share memory and have the same source (tied weights), only the first is among them.
+    Of several targets that share memory and have the same source (tied weights), only the first is loaded.
     """
     # origin[i]: the tensor that holds the bytes of the source of found spec i
     alias = catalog.tensors_table.alias[found.source]
@@ -231,7 +231,7 @@ def refuse_conflicts(lines: Sequence[str]) -> None:
 def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, with_digests: bool = False) -> dict[int, Digests]:
     """Check by sizes that tensors of the catalog are saved whole, before memory is allocated for them.
 
-    Return the digests of their files, by file, if `with_digests`, and those of files in other checkpoints in any case.
+    Return the digests of their files by file: of all files if `with_digests`, else of files in other checkpoints alone.
 
     Raises
     ------
@@ -246,7 +246,7 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, w
         num_saved = int(rows.count[begin:end].sum())
         if num_saved < prod(shape):
             raise CorruptError(
-                f"{table.names[index]}: no saved shard holds some of it, {num_saved} of {prod(shape)} elements in all, "
+                f"{table.names[index]}: no saved shard holds some of it, {num_saved} of {prod(shape)} elements are saved, "
                 f"global shape {shape}; use another checkpoint"
             )
         files.append(rows.file[begin:end])

@@ -34,7 +34,7 @@ from ...storage.protocol import Storage
 from ..common.files import in_threads, num_threads
 from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
-from ..common.rounds import ANOTHER, NOTHING_CHANGED, VERIFY_FIRST, overwritten_text
+from ..common.rounds import NOTHING_CHANGED, USE_ANOTHER, VERIFY_FIRST, overwritten_text
 from ..common.tensor_bytes import RAW, count_up, has_streams, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
@@ -45,8 +45,8 @@ LARGE_BYTES = 4 << 20
 """Targets from this size on are filled in large pages if their memory was never touched."""
 
 UNITS_OF_A_COPY, FEW_COPIES = 8, 32
-"""Runs are copied at once if they have at most so many units for each run beyond the first few: a run that is copied alone takes
-as long as that many units."""
+"""Copying a run alone takes as long as copying `UNITS_OF_A_COPY` units; copying runs together begins with a cost of `FEW_COPIES`
+runs. So runs are copied together if they have at most `UNITS_OF_A_COPY` units for each run beyond `FEW_COPIES`."""
 
 
 class ReadTarget(NamedTuple):
@@ -286,6 +286,7 @@ class Reader:
         head = begin[np.cumsum(new) - 1]
         unit = np.gcd.reduceat(np.gcd(np.gcd(runs.size, src - src[head]), dst - dst[head]), begin)
         end = np.append(begin[1:], len(src))
+        # together[g]: whether the runs of group g are copied at once, because one by one would take longer
         together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
         columns = (begin, end, window[begin], runs.dest[begin], unit, together)
         sources, places, sizes = src.tolist(), dst.tolist(), runs.size.tolist()
@@ -404,7 +405,7 @@ class Reader:
             parts.append(overwritten or overwritten_text(self.changed()))
             if parts[-1] != NOTHING_CHANGED:
                 parts.append(VERIFY_FIRST)
-        return CorruptError("; ".join([*parts, ANOTHER]))
+        return CorruptError("; ".join([*parts, USE_ANOTHER]))
 
     def changed(self) -> list[str]:
         """Return the names of targets that may have new values, wholly or in part, sorted; without temporary buffers."""

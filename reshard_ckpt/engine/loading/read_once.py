@@ -54,7 +54,7 @@ _NEXT_TO_NOTHING = 1 / 200
 """Files that together have at most this share of the bytes that a rank needs do not join it to a group."""
 
 SMALL_BYTES = 128 << 20
-"""A checkpoint up to this size is read sooner by each rank than the ranks agree who reads which part."""
+"""Size of a checkpoint up to which each rank reads for itself: the ranks would take longer to agree who reads which part."""
 
 _WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype for each element size. Owners do not know the dtypes of the boxes that they send, and need not."""
@@ -194,11 +194,11 @@ def groups_of(packed: Sequence[bytes]) -> I64:
 
 def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
     """Return the wants of the ranks of the group, by rank, on each of them. Collective: two swaps."""
-    mine = pack_table(np.column_stack(columns_of(wants)))
-    digests = exchange.swap([digest128(mine)] * exchange.size)
+    own = pack_table(np.column_stack(columns_of(wants)))
+    digests = exchange.swap([digest128(own)] * exchange.size)
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     sends = first[digests[exchange.rank]] == exchange.rank
-    tables = exchange.swap([mine if sends else b""] * exchange.size)
+    tables = exchange.swap([own if sends else b""] * exchange.size)
     distinct = {digest: Wants(*unpack_table(tables[rank]).T) for digest, rank in first.items()}
     return [distinct[digest] for digest in digests]
 
@@ -224,13 +224,13 @@ class _Boxes(ColumnTable):
 def _taken(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
     """Return the items of this rank's plan that come in messages, and their boxes; ``message[i]`` brings item i, or is -1."""
     items = np.flatnonzero(message >= 0)
-    said = messages.take(message[items])
+    sources = messages.take(message[items])
     if len(items):
         # Large elements come first in each message, so that all elements are aligned in it.
-        order = lex_order(said.round, said.owner, -plan.item_bytes[items], message[items], plan.src[items])
-        items, said = items[order], said.take(order)
+        order = lex_order(sources.round, sources.owner, -plan.item_bytes[items], message[items], plan.src[items])
+        items, sources = items[order], sources.take(order)
     boxes = (plan.src[items], plan.item_bytes[items], plan.lengths[items], plan.src_strides[items])
-    return items, _Boxes(said.owner, said.taker, said.round, said.file, said.window, *boxes)
+    return items, _Boxes(sources.owner, sources.taker, sources.round, sources.file, sources.window, *boxes)
 
 
 def _ask(exchange: Exchange, taken: _Boxes) -> _Boxes:
@@ -243,7 +243,7 @@ def _ask(exchange: Exchange, taken: _Boxes) -> _Boxes:
 
 
 def _joint(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
-    """Return a plan of the chosen items of this rank, and of the boxes that others ask of it. It is only read, never placed."""
+    """Return a plan that reads this rank's items where `own` is true, and the boxes that others ask for. It has no targets."""
     both = {
         name: np.concatenate([getattr(plan, name)[own], getattr(asked, name)])
         for name in ("file", "window", "src", "item_bytes", "lengths", "src_strides")
@@ -312,7 +312,7 @@ class _SharedWindows(Mover):
     asked
         The boxes that others take from the windows that this rank reads.
     came
-        For each round, the bytes that count as read on this rank once it is unpacked.
+        For each round, the bytes that count as read on this rank once the round is unpacked.
     """
 
     def __init__(

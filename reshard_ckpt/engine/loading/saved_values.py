@@ -57,7 +57,7 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
 
 
 def plain_values(storage: Storage, catalog: Catalog, names: Iterable[str], *, verify: bool = True) -> dict[str, Any]:
-    """Return the values at or below these names as plain objects, by name; a value of each rank's own as the list of all."""
+    """Return the values at or below these names as plain objects, by name; a per-rank value as the list of all ranks' values."""
     return {name: value.plain for name, value in open_values(storage, catalog, names, verify=verify).items()}
 
 

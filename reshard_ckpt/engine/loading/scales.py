@@ -172,12 +172,12 @@ def multiply(scaled: Iterable[Scaled]) -> None:
                 _multiply_box(region(tensor, box.base, box.lengths, box.strides), box.offsets, numbers, one)
 
 
-def _multiply_box(values: torch.Tensor, offsets: Ints, numbers: torch.Tensor, one: Scaled) -> None:
+def _multiply_box(values: torch.Tensor, offsets: Ints, numbers: torch.Tensor, scaled: Scaled) -> None:
     """Multiply a box of the tensor; it is cut along its first dim of several elements, to bound the memory of the products."""
     # numbers: now one for each element along the dims where it had several, so that it can be broadcast to the box.
-    for d, each in enumerate(one.part.scale.block):
+    for d, each in enumerate(scaled.part.scale.block):
         if numbers.shape[d] > 1:
-            at = torch.arange(offsets[d], offsets[d] + values.shape[d], device=values.device) // each - one.first[d]
+            at = torch.arange(offsets[d], offsets[d] + values.shape[d], device=values.device) // each - scaled.first[d]
             numbers = numbers.index_select(d, at)
     cut = next((d for d, length in enumerate(values.shape) if length > 1), None)
     if cut is None:

@@ -106,9 +106,7 @@ class _TieChecker:
         """Return a message if two targets of a tie would get different bytes, or one is not aligned; else None."""
         for member in tie.members:
             if member.address % member.target.tensor.element_size():
-                return (
-                    f"{member.spec.name}: shares memory with other tensors, at an address that is no multiple of its element size"
-                )
+                return f"{member.spec.name}: shares memory with other tensors, unaligned for its dtype; load into a copy of it"
         starts = range(tie.low // _UNIT * _UNIT, tie.high, TIE_BYTES)
         lines = (self._conflict_in(tie, low, min(tie.high - low, TIE_BYTES)) for low in starts)
         return next((line for line in lines if line is not None), None)
@@ -116,20 +114,20 @@ class _TieChecker:
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
         """Check the addresses ``[low, low + size)`` of a tie."""
         size = -(-size // _UNIT) * _UNIT
-        # image: bytes that the targets so far would get. known: 0xFF for each byte that some target so far would get, else 0.
+        # image: bytes that the targets so far would get. covered: 0xFF for each byte that some target so far would get, else 0.
         # fresh: bytes that this target would get.
-        image, known, fresh = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(3))
+        image, covered, fresh = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(3))
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
             written = _written(member, plan, size)
             # wrong[i]: an earlier target and this one would both get byte i, and differ
-            wrong = (known & written & (image ^ fresh)) != 0
+            wrong = (covered & written & (image ^ fresh)) != 0
             if wrong.any():
                 first = next(other for other, done in before if (wrong & (_written(other, done, size) != 0)).any())
                 return _line(first, member)
             torch.where(written != 0, fresh, image, out=image)
-            known |= written
+            covered |= written
             before.append((member, plan))
         return None
 

@@ -23,7 +23,7 @@ from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
 
 _OPAQUE = (
-    "saved by DCP as an object that is no plain value, which is not unpickled here; load it with torch's own dcp.load and "
+    "saved by DCP as a pickled object, and this library unpickles nothing; load it with torch's own dcp.load and "
     "storage_reader=reshard_ckpt.dcp.ReshardReader(path)"
 )
 
@@ -32,7 +32,7 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """Outcome of a vote: the problems of all ranks, and the indices of tensors that no rank loads, as some rank cannot."""
+    """Outcome of a vote: the problems of all ranks, and the indices of tensors that no rank loads, because some rank cannot."""
 
     report: LoadReport
     refused: frozenset[int]
@@ -199,9 +199,9 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
     votes = list({id(vote): vote for vote in votes}.values())  # ranks that want the same have one vote
     problems = {}
     for kind in _KINDS:
-        lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank
+        lines = dict.fromkeys(line for vote in votes for line in vote["problems"].get(kind, ()))  # each once, in order of rank
         problems[kind] = tuple(lines)
-    named: set[int] = set().union(*(one["named"] for one in votes))
+    named: set[int] = set().union(*(vote["named"] for vote in votes))
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
     problems["unexpected"] = tuple(
@@ -213,11 +213,11 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         # An alias of a tensor that is loaded has no bytes of its own, so it is not unexpected.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
-    unused = [pattern for pattern in votes[0]["unused"] if all(pattern in one["unused"] for one in votes)]
+    unused = [pattern for pattern in votes[0]["unused"] if all(pattern in vote["unused"] for vote in votes)]
     return {
         "problems": problems,
-        "refused": sorted({index for one in votes for index in one["refused"]}),
-        "has_ties": any(one["has_ties"] for one in votes),
+        "refused": sorted({index for vote in votes for index in vote["refused"]}),
+        "has_ties": any(vote["has_ties"] for vote in votes),
         "unused": unused,
         "suggestions": _suggestions(catalog, problems, named),
     }

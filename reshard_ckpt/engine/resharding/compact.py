@@ -111,8 +111,8 @@ def compact(
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
         return CompactReport(catalog.save_id, 0, 0, ())
-    mine = [borrowed[i] for i in share((catalog.files[index].size for index in borrowed), comm.rank, comm.size)]
-    open_files(storage, catalog, mine)
+    own = [borrowed[i] for i in share((catalog.files[index].size for index in borrowed), comm.rank, comm.size)]
+    open_files(storage, catalog, own)
     before = look(storage) if comm.rank == 0 else None
 
     def begun() -> str:
@@ -133,10 +133,10 @@ def compact(
         _publish(storage, catalog, encoded, before, save_id, copied, listed)
 
     try:
-        count = num_threads(len(mine), storage.hints) if workers is None else workers
+        count = num_threads(len(own), storage.hints) if workers is None else workers
         with ThreadPoolExecutor(max(count, 1), thread_name_prefix="reshard-ckpt-compact") as pool:
-            copies = list(pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), mine))
-        merge_of_all(comm, list(zip(mine, copies, strict=True)), published)
+            copies = list(pool.map(lambda i: _copy(storage, catalog, i, keys[i], tally, listed), own))
+        merge_of_all(comm, list(zip(own, copies, strict=True)), published)
     except BaseException as error:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
             # The new catalog is not in place and will not come there, so nothing refers to the copies.
@@ -186,8 +186,8 @@ def _check_room(storage: Storage, files: list[FileEntry]) -> None:
     free, wanted = storage.free_bytes(), sum(file.size + digests_file_bytes(file.size) for file in files)
     if free is not None and wanted > free:
         raise StorageError(
-            f"{storage.url}: to copy what it refers to takes {wanted:,} bytes, but {free:,} are free there; nothing was written: "
-            "free space there, or reshard it to another path"
+            f"{storage.url}: copying the files that it refers to takes {wanted:,} bytes, but {free:,} are free there; nothing "
+            "was written: free space there, or reshard it to another path"
         )
 
 

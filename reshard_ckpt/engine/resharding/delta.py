@@ -3,7 +3,7 @@
 The owner of a part keeps a copy of the elements that it sent last, its snapshot. One exchange has three steps (`traffics`):
 
 1. Claims: each taker sends each of its owners the digest of the elements that it has now of the parts of that owner.
-2. Sizes: an owner compares that with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
+2. Sizes: an owner compares the claim with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
    exchange, after a failed one, or if the taker's tensors were changed or replaced. Else it gets the runs that changed. The owner
    sends the size of its message of each round.
 3. The messages. A message is whole if its runs would be larger.
@@ -194,11 +194,14 @@ def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
 
 
 def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
-    return [num_bytes if one else 0 for one in chosen]
+    return [num_bytes if is_chosen else 0 for is_chosen in chosen]
 
 
 class _Small:
-    """A traffic of one round and of small messages, whose sizes are known beforehand."""
+    """A traffic of one round of small messages. `say` makes the message for a rank, `hear` takes the message of a rank.
+
+    ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r.
+    """
 
     num_rounds = 1
 

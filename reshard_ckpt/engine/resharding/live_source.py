@@ -99,7 +99,7 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
 def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None = None) -> RunColumns:
     """Compare the replicas of all tensors, by fingerprints of all of their bytes. Collective.
 
-    `checked` are the runs of this rank that were compared last, if all ranks have some; they are returned, for the next time.
+    Return the runs of this rank that were compared. If all ranks pass them as `checked` next time, no scatter is needed.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 class LiveValues:
     """The values of all ranks that are no tensors. Each rank remembers its last message, and sends only a changed one.
 
-    With `may_lack`, the values of a `PerRank` keep the places of their ranks, and those of ranks without one are lost.
+    With `may_lack`, a `PerRank` may be missing on some ranks; `lost` names these ranks.
     """
 
     def __init__(self, *, may_lack: bool = False) -> None:
@@ -189,19 +189,19 @@ class LiveValues:
         LayoutError
             Ranks disagree about a value.
         """
-        mine = encode_values(values)
-        gathered = comm.gather(b"" if mine == self._sent else mine)
+        own = encode_values(values)
+        gathered = comm.gather(b"" if own == self._sent else own)
         self._sent = b""  # if this call fails, everything is sent again next time
         merged = None
         if gathered is not None:
             self._of_rank = [decode_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
             assert tables is not None
             merged = self._merged(tables) if any(gathered) else b""
-        said = comm.broadcast(merged)
-        if said:
-            table, self._per_rank = msgpack.unpackb(said, strict_map_key=False)
+        answer = comm.broadcast(merged)
+        if answer:
+            table, self._per_rank = msgpack.unpackb(answer, strict_map_key=False)
             self._table = tuple(ValueEntry(v.name, v.path, v.kind, v.data, link=v.link) for v in decode_values(table))
-        self._sent = mine
+        self._sent = own
 
     def _merged(self, tables: MergedTables) -> bytes:
         """Merge the values of all ranks and encode them, on rank 0."""
@@ -217,7 +217,7 @@ class LiveValues:
                     entries[value.name] = ValueEntry(value.name, value.path, value.kind, None)
         merged = {entry.name: entry for entry in merge_values(plain, tables)}
         if both := sorted(merged.keys() & entries.keys()):
-            raise LayoutError(f"{both[0]}: PerRank on some ranks, and a plain value on others; make it one of both everywhere")
+            raise LayoutError(f"{both[0]}: PerRank on some ranks, a plain value on others; pass the same kind on all ranks")
         if not self._may_lack:
             per_rank = {name: [data for data in of_ranks if data is not None] for name, of_ranks in per_rank.items()}
         table = [entry for _, entry in sorted({**merged, **entries}.items())]
@@ -228,13 +228,13 @@ class LiveValues:
     def num_bytes(self) -> int:
         """The bytes of all values that this rank remembers."""
         entries = [*self._table, *(value for values in self._of_rank for value in values)]
-        data = [*(entry.data for entry in entries), *(one for of_ranks in self._per_rank.values() for one in of_ranks)]
-        return len(self._sent) + sum(len(one) for one in data if one is not None)
+        encoded = [*(entry.data for entry in entries), *(data for of_ranks in self._per_rank.values() for data in of_ranks)]
+        return len(self._sent) + sum(len(data) for data in encoded if data is not None)
 
     @property
     def lost(self) -> dict[str, list[int]]:
-        """The ranks that have no value of their own under the name of a `PerRank`, by name; only with `may_lack`."""
-        lost = {name: [rank for rank, one in enumerate(data) if one is None] for name, data in self._per_rank.items()}
+        """The ranks on which a `PerRank` is missing, by its name; only with `may_lack`."""
+        lost = {name: [rank for rank, data in enumerate(of_ranks) if data is None] for name, of_ranks in self._per_rank.items()}
         return {name: ranks for name, ranks in lost.items() if ranks}
 
     def added_to(self, catalog: Catalog) -> Catalog:
@@ -249,7 +249,7 @@ class LiveValues:
         Parameters
         ----------
         old_names
-            The name under which a renamed value is known here.
+            The name of each renamed value before it was renamed.
         per_rank
             Called with the list of all ranks' values of a `PerRank`, and the set of the ranks whose value is lost. Returns the
             one object to load.
@@ -283,7 +283,9 @@ class Overlaps:
     tied: tuple[tuple[int, ...], ...]
 
 
-def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int], same: Callable[[str, str], bool]) -> Overlaps:
+def find_overlaps(
+    held: LocalShards, wanted: LocalShards, chosen: Collection[int], loads_from: Callable[[str, str], bool]
+) -> Overlaps:
     """Find the destinations that share memory with a source, or with another destination.
 
     Parameters
@@ -292,8 +294,8 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
         The sources and the destinations on this rank.
     chosen
         The tensors of `wanted`, by index, that will be written.
-    same
-        ``same(destination, source)`` tells whether the destination of this name loads from the source of this name.
+    loads_from
+        ``loads_from(destination, source)`` tells whether the destination of this name loads from the source of this name.
 
     Raises
     ------
@@ -318,7 +320,7 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
             # alike: sources (or, without any, destinations) that are exactly the same memory; other: one that is not
             alike = [i for i in (of_src or of_dst) if where(i) == where(j)]
             other = next((i for i in (of_src or of_dst) if i not in alike), j)
-            if of_src and not any(same(specs[j].name, specs[i].name) for i in alike):
+            if of_src and not any(loads_from(specs[j].name, specs[i].name) for i in alike):
                 raise UsageError(
                     f"{specs[j].name}: its memory in dst is also that of {specs[of_src[0]].name} in src, which would be "
                     "overwritten while it is read; pass a copy on one side, or the same tensor under the same name on both"

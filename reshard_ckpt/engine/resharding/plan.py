@@ -54,7 +54,7 @@ class ReshardPlan:
     catalog
         The old catalog.
     plan
-        Who of the new ranks writes which rows.
+        The rows that each new rank writes.
     values
         The values of the new catalog.
     mesh
@@ -86,7 +86,7 @@ class ReshardPlan:
         return lay_out_members([self._member(*item) for item in self._items(rank)], save_id, rank)
 
     def _items(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """List a rank's write items: the tensor's number in the plan, the row of `held`, first element and count."""
+        """Yield a rank's write items: the tensor's number in the plan, the row of `held`, the first element and the count."""
         items, first_row = self.plan.items_of(rank), int(np.searchsorted(self.held.rank, rank))
         # `local` counts a rank's own rows; `held` has those of all ranks, in order of rank.
         columns = (

@@ -84,13 +84,13 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
     UsageError
         This process's id differs: it was given other options, or another source.
     """
-    said: str = value_of_first(comm, lambda: save_id)
-    if said != save_id:
+    first_id: str = value_of_first(comm, lambda: save_id)
+    if first_id != save_id:
         raise UsageError(
-            f"process {comm.rank} would write {save_id}, process 0 {said}: they were given other options, or see other sources; "
-            "pass the same to all"
+            f"process {comm.rank} would write {save_id}, process 0 {first_id}: they were given different options, or see "
+            "different sources; pass the same to all"
         )
-    return said
+    return first_id
 
 
 def groups_of(plan: ReshardPlan) -> list[list[int]]:
@@ -207,21 +207,23 @@ def write_share(
         _write_group(reader, plan, items, span, outputs, ReadBack(target, enabled=reads_back))
         return [part for output in outputs for part in output.done], reader.bytes_read - before
 
-    mine = [
+    own_groups = [
         number
         for number, group in enumerate(groups)
         if (begins[number] < high and begins[number + 1] > low)
         or (has_headers and any(not _member_bytes(layout) for rank in group for layout in missing[rank]))
     ]
     # In a store with slow round trips several groups are written at once, as many as fit into the memory for one large file.
-    largest = max((begins[number + 1] - begins[number] for number in mine), default=0)
-    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(mine))
+    largest = max((begins[number + 1] - begins[number] for number in own_groups), default=0)
+    threads = min(target.hints.requests, AT_ONCE_BYTES // max(largest, 1), len(own_groups))
     if target.hints.requests > DISK.requests and threads > 1:
         with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-reshard") as pool:
-            written = list(pool.map(lambda number: write(number, RunReader(source, plan.catalog, digests, dequantizer)), mine))
+            written = list(
+                pool.map(lambda number: write(number, RunReader(source, plan.catalog, digests, dequantizer)), own_groups)
+            )
     else:
         shared = RunReader(source, plan.catalog, digests, dequantizer)
-        written = [write(number, shared) for number in mine]
+        written = [write(number, shared) for number in own_groups]
     files = tuple(part for parts, _ in written for part in parts if isinstance(part, WrittenFile))
     sections = tuple(part for parts, _ in written for part in parts if isinstance(part, Section))
     if comm.rank:
@@ -379,6 +381,8 @@ def commit(
     """
     packed = [[astuple(file) for file in done.written], done.sections, done.bytes_read]
 
+    # Runs on rank 0 with the reports of all processes. A file counts as written only after its sections are joined, and the lease
+    # is checked last before the catalog: a job that lost it may have had its files deleted.
     def published(parts: list[Any]) -> int:
         layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
         files = {file.key: file for file in (*done.kept, *(WrittenFile(*one) for part in parts for one in part[0]))}

@@ -157,8 +157,7 @@ def agree(
     states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
     leader = None if states is None else Leader(states, cache, accept, splits=splits)
     # 2. Broadcast: the answer. Every rank decodes the same one, so all take part in the same collectives from here.
-    said = comm.broadcast(None if leader is None else leader.answer.encode())
-    answer = _Answer.decode(said)
+    answer = _Answer.decode(comm.broadcast(None if leader is None else leader.answer.encode()))
     # 3. Gather: the parts that rank 0 asked for.
     sent = None
     if answer.asked.any():
@@ -221,7 +220,7 @@ class Leader:
 
     @property
     def plan(self) -> SavePlan:
-        """The plan: a kept one, or that which `take_parts` made."""
+        """The kept plan, or the plan that `take_parts` made."""
         assert self._plan is not None
         return self._plan
 
@@ -278,17 +277,17 @@ def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
     """Raise a `UsageError` if a rank's ``metadata=`` differs from rank 0's. The order of keys in dicts may differ."""
     if first == second:
         return
-    mine, others = decode_value(first, name="metadata"), decode_value(second, name="metadata")
-    what = "metadata="
-    if isinstance(mine, dict) and isinstance(others, dict):
-        differ = [key for key in {**mine, **others} if _encoded(mine, key) != _encoded(others, key)]
+    own, other = decode_value(first, name="metadata"), decode_value(second, name="metadata")
+    option = "metadata="
+    if isinstance(own, dict) and isinstance(other, dict):
+        differ = [key for key in {**own, **other} if _encoded(own, key) != _encoded(other, key)]
         if not differ:
             return
-        what = "metric=" if differ[0] == "metric" else f"metadata= of {differ[0]!r}"
-        mine, others = mine.get(differ[0]), others.get(differ[0])
+        option = "metric=" if differ[0] == "metric" else f"metadata= of {differ[0]!r}"
+        own, other = own.get(differ[0]), other.get(differ[0])
     raise UsageError(
-        f"{what} differs between ranks: rank 0 passed {mine!r:.200}, rank {rank} passed {others!r:.200}; a checkpoint has "
-        "one, so pass the same on all ranks, such as the mean of a metric over them (torch.distributed.all_reduce)"
+        f"{option} differs between ranks: rank 0 passed {own!r:.200}, rank {rank} passed {other!r:.200}; a checkpoint keeps one "
+        "value, so pass the same on all ranks, such as the mean of a metric over them (torch.distributed.all_reduce)"
     )
 
 

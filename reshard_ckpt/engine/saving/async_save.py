@@ -35,8 +35,7 @@ class SaveTarget(Protocol):
         """Return host memory to stage in, 1-D uint8."""
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
-        """Take the images from the ring, front to back, and commit; return what `write_and_commit` does. Called in the saving
-        thread."""
+        """Take the images from the ring, front to back, and commit; return the save's figures. Called in the saving thread."""
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Take the ring back. Called once nothing reads or writes it any more, also after an error."""
@@ -198,7 +197,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
 def _stage_lazily(
     thread: SaveThread, save: RunningSave, copy: StagedCopy, guard: StepGuard, guarded: Sequence[torch.Tensor]
 ) -> None:
-    """Copy in this thread the tensors that forward may change (buffers, averaged weights), and in another those of optimizers."""
+    """Copy the tensors that a forward pass may change (buffers, averaged weights) here, and those of `guarded` in a thread."""
     copy_streams = copy.staging.copy_streams
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded}
 

@@ -95,9 +95,9 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     if free is None or sum(by_rank) <= free:
         return
     raise StorageError(
-        f"{storage.url}: this save writes {sum(by_rank):,} bytes ({plural(len(by_rank), 'rank')}, {max(by_rank):,} the one with "
-        f"most), but {free:,} are free there; nothing was written. What the path holds now stays until the new checkpoint is "
-        "complete, so overwriting needs the room as well: free space there, or save to another path"
+        f"{storage.url}: this save writes {sum(by_rank):,} bytes ({plural(len(by_rank), 'rank')}, the largest part has "
+        f"{max(by_rank):,}), but {free:,} are free there; nothing was written. The checkpoint there stays until the new one "
+        "is complete, so overwriting needs the room as well: free space there, or save to another path"
     )
 
 
@@ -199,6 +199,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         received_at = recorder.now()
         recorder.add("receipts", began)
         receipts = decode_receipts(gathered)
+        # Before the catalog, so that a published catalog always has its files beside it; `_undo` puts the old ones back.
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
@@ -212,7 +213,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
                 write_file(storage, timeline_key(job.save_id), timeline)
             except Exception as error:  # the checkpoint exists: the save must not fail because its timeline does
                 recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
-        seen()
+        seen()  # last: its requests run while the old files are deleted and the timeline is written
     except BaseException as error:
         if gathered is not None:
             _undo(job, gathered, replaced, error)

@@ -49,7 +49,7 @@ class RunningSave:
     threads
         The threads that carry out the save.
     failed_before
-        As in its report.
+        Number of background saves in a row that failed before this one, for its report.
     """
 
     def __init__(self, path: str, save_id: str) -> None:
@@ -246,7 +246,7 @@ class SaveHandle:
 
 
 def joint_error(errors: Sequence[BaseException], which: str = "") -> CheckpointError:
-    """Return one error for those of several saves; `which` says which saves these are."""
+    """Return one error that has the texts of the errors of several saves; `which` says in its text which saves they were."""
     what = "the save" if len(errors) == 1 else f"{len(errors)} saves"
     return CheckpointError(f"{what}{which} failed in the background: {'; '.join(map(str, errors))}")
 

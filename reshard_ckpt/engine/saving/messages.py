@@ -208,7 +208,7 @@ def encode_columns(columns: Sequence[NDArray[Any]], cuts: Sequence[I64] | None =
     data = [column.tobytes() for column in narrow]
     at = (cut * widths[:, None]).T.tolist()  # at[i][c]: byte of column c at which message i begins
     return [
-        b"".join((head.tobytes(), *(one[low:high] for one, low, high in zip(data, begin, end, strict=True))))
+        b"".join((head.tobytes(), *(column[low:high] for column, low, high in zip(data, begin, end, strict=True))))
         for head, begin, end in zip(heads, at, at[1:], strict=False)
     ]
 

@@ -137,7 +137,7 @@ class SaveContents:
     base_files
         The files of the base of an incremental save, as `Base.files`; None for a full save.
     lossy
-        Names of tensors with rows that are older than the save, or rounded to fewer bits, each with what applies.
+        For each tensor with rows that are older than the save, or rounded to fewer bits, a text that says so.
     """
 
     plan: SavePlan
@@ -185,7 +185,7 @@ class SaveJob:
     unchanged
         The parts of the agreed items that the base has, once they are found; `assignment` then has the other parts.
     picked
-        How the items of `assignment` came from the agreed ones, if some rows of tables are saved alone; else None.
+        Maps the items of `assignment` back to the agreed items, if some rows of tables are saved alone; else None.
     """
 
     path: str

@@ -66,8 +66,8 @@ class Fingerprints:
     shift
         As for `looked_at`.
     between_ranks
-        They are compared with those of other ranks. Then runs in host memory are summed up, not hashed, if any run lies on a
-        device, because another rank may hold its replica on a device.
+        Whether they are compared with fingerprints of other ranks. Then runs in host memory are summed up, not hashed, if any run
+        lies on a device, because another rank may hold the replica of a host run on a device.
 
     Attributes
     ----------
@@ -250,9 +250,9 @@ def with_kind(fingerprints: U64, *, summed: bool) -> U64:
     return out
 
 
-def may_be_alike(ones: U64, others: U64) -> Mask:
+def may_be_alike(first: U64, second: U64) -> Mask:
     """Return, for each pair of fingerprints, whether they are equal or cannot be compared: one is a sum, the other a hash."""
-    out: Mask = (ones == others) | ((ones ^ others) & np.uint64(1) == 1)
+    out: Mask = (first == second) | ((first ^ second) & np.uint64(1) == 1)
     return out
 
 

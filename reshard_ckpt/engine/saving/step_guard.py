@@ -33,16 +33,16 @@ _HELD: dict[int, StepGuard] = {}
 """``_HELD[id(optimizer)]``: the guard that holds this optimizer. A guard keeps its optimizers alive, so no `id` is reused."""
 
 MAX_SAMPLED = 64
-"""At most so many tensors have some of their values compared; a step changes nearly all tensors, so a sample shows it."""
+"""Most tensors whose values are sampled and compared; a step changes nearly all tensors, so a sample shows it."""
 
 MAX_SCALARS = 1024
-"""At most so many 0-dim tensors, such as step counters, are compared; nearly always all of them."""
+"""Most 0-dim tensors, such as step counters, that are compared; nearly always all of them."""
 
 SAMPLE_ELEMENTS = 16
-"""Elements that are compared of each sampled tensor."""
+"""Elements of each sampled tensor that are compared."""
 
 WHOLE_BYTES = 4 << 20
-"""If all tensors together have at most so many bytes, all their elements are compared."""
+"""Size up to which all elements are compared: the bytes of all tensors together."""
 
 
 @dataclass(frozen=True, slots=True)

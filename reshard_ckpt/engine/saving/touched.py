@@ -97,8 +97,8 @@ def choose(
     # Before the ranks meet: a rank that failed between the meeting and the exchange would leave the others waiting in it.
     counts = base is not None and tracker.since == base.catalog.save_id
     own_scores = [table.scores() for table in tables] if counts else []
-    mine = [tracker.policy, tracker.fraction, tracker.bits, tracker.since, {table.name: table.num_rows for table in tables}]
-    policy, fraction, _, since, sizes = merge_of_all(comm, mine, _agreed)
+    options = [tracker.policy, tracker.fraction, tracker.bits, tracker.since, {table.name: table.num_rows for table in tables}]
+    policy, fraction, _, since, sizes = merge_of_all(comm, options, _agreed)
     if base is None or since != base.catalog.save_id:
         for table in tables:
             table.take(np.ones(table.num_rows, bool))
@@ -124,7 +124,7 @@ def choose(
 
 def _agreed(of_ranks: list[Any]) -> Any:
     """Merge the trackers of all ranks: their policy, the checkpoint that all rows count from, and all tables."""
-    options = {tuple(one[:3]) for one in of_ranks}
+    options = {tuple(of_rank[:3]) for of_rank in of_ranks}
     if len(options) > 1:
         raise UsageError(f"rows=: ranks passed trackers with different policy=, fraction= and bits=: {sorted(options, key=repr)}")
     bases = {since for *_, since, _ in of_ranks}
@@ -135,19 +135,19 @@ def _agreed(of_ranks: list[Any]) -> Any:
 def _merged(exchange: Exchange, scores: Scores) -> Scores:
     """Add up the scores of all ranks, or join them if they are bool. Each rank merges a part, and sends it to all."""
     is_bool = scores.dtype == bool
-    # mine: this rank's scores, 8 to a byte if they are bool. Rank r merges entries bounds[r] to bounds[r + 1] of all ranks.
-    mine = np.packbits(scores) if is_bool else scores
-    bounds = np.linspace(0, len(mine), exchange.size + 1).astype(np.int64)
-    sizes = (np.diff(bounds) * mine.itemsize).tolist()
+    # sent: this rank's scores, 8 to a byte if they are bool. Rank r merges entries bounds[r] to bounds[r + 1] of all ranks.
+    sent = np.packbits(scores) if is_bool else scores
+    bounds = np.linspace(0, len(sent), exchange.size + 1).astype(np.int64)
+    sizes = (np.diff(bounds) * sent.itemsize).tolist()
     own = sizes[exchange.rank]
     parts = torch.empty(own * exchange.size, dtype=torch.uint8)
-    exchange.start(_as_bytes(mine), sizes, parts, [own] * exchange.size)()
+    exchange.start(_as_bytes(sent), sizes, parts, [own] * exchange.size)()
     # of_ranks (ranks, part): the part of this rank from every rank; merged: all merged parts, by rank.
-    of_ranks = parts.numpy().view(mine.dtype).reshape(exchange.size, -1)
-    part = np.bitwise_or.reduce(of_ranks, axis=0) if is_bool else of_ranks.sum(axis=0, dtype=mine.dtype)
+    of_ranks = parts.numpy().view(sent.dtype).reshape(exchange.size, -1)
+    part = np.bitwise_or.reduce(of_ranks, axis=0) if is_bool else of_ranks.sum(axis=0, dtype=sent.dtype)
     merged = torch.empty(sum(sizes), dtype=torch.uint8)
     exchange.start(_as_bytes(np.tile(part, exchange.size)), [own] * exchange.size, merged, sizes)()
-    found = merged.numpy().view(mine.dtype)
+    found = merged.numpy().view(sent.dtype)
     return np.unpackbits(found, count=len(scores)).astype(bool) if is_bool else found
 
 
@@ -183,7 +183,7 @@ class Picked:
     num_bytes
         Bytes of the stored parts.
     bits
-        For each row of the new local shards whose elements have fewer bits in the file, how many.
+        Bits of an element in the file, for each row of the new local shards that is narrowed.
     """
 
     origin: I64
@@ -236,7 +236,7 @@ def pick(
 ) -> tuple[LocalShards, RunColumns, Picked]:
     """Divide the write items of tables into rows that the base holds and packs of the other rows.
 
-    With `bits`, elements of the tables themselves have so few in the file, but not those of optimizer state.
+    With `bits`, the packs of the tables themselves have that many bits an element in the file. Optimizer state is never narrowed.
 
     Returns
     -------
@@ -274,7 +274,7 @@ def pick(
         begins, ends = begins[begins < ends], ends[begins < ends]
         if len(begins):
             pack = _pack(local, low, high, begins, ends)
-            is_narrow = bits and specs[index].name in rows and _can_have(bits, pack, specs[index].dtype)
+            is_narrow = bits and specs[index].name in rows and _can_narrow(bits, pack, specs[index].dtype)
             runs = begins * width, (ends - begins) * width
             new.append(_Item(row, 0, pack.numel(), i, pack, runs, bits if bits and is_narrow else 0))
     new.sort(key=lambda item: -each_of[item.origin])  # so that each member of a file is aligned
@@ -291,8 +291,8 @@ def pick(
     return shards, columns, picked
 
 
-def _can_have(bits: int, pack: torch.Tensor, dtype: str) -> bool:
-    """Whether rows can be packed: floats with finite ranges, and rows that become shorter."""
+def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
+    """Whether the rows of a pack can have `bits` bits an element: each row is of finite floats, and becomes shorter."""
     if dtype not in PACKABLE or not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
         return False
     values = pack.float().flatten(1)
