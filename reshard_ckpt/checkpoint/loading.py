@@ -292,7 +292,7 @@ def load_target(
         converted,
         saved_as,
         bytes_unverified=fetched.bytes_unverified,
-        bytes_from_peers=resolved.plan.num_bytes - resolved.plan.num_bytes_but_of(sorted(from_peers)),
+        bytes_from_peers=resolved.plan.num_bytes - resolved.plan.num_bytes_outside(sorted(from_peers)),
     )
     return done, saved
 

@@ -278,7 +278,7 @@ def check_text(text: str, what: str) -> None:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise UnsupportedError(f"{text!r}: {what} with a lone surrogate is no valid text; rename it") from None
+            raise UnsupportedError(f"{text!r}: {what} with a lone surrogate is not valid text; rename it") from None
     if num_bytes > MAX_NAME_BYTES:
         most = f"over the {MAX_NAME_BYTES} that are read; shorten it"
         raise UnsupportedError(f"{text[:60]!r}…: {what} of {num_bytes} bytes, {most}")

@@ -113,16 +113,16 @@ def test_names_that_are_not_there_are_a_problem(src: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ({"model.*": {"tq": "replicate"}}, "'tq' is no axis of the mesh, which has pp, tp"),
+        ({"model.*": {"tq": "replicate"}}, "'tq' is not an axis of the mesh, which has pp, tp"),
         ({"nodel.*": {"tp": "replicate"}}, "'nodel.*': no tensor has such a name"),
-        ({"model.*": {"tp": "shard"}}, "'shard' is no placement"),
+        ({"model.*": {"tp": "shard"}}, "'shard' is not a placement"),
         ({"model.*": {"tp": "shard(1)"}}, r"shard(1), but its shape is (8,)"),
         ({"model.emb.*": {"pp": "resident(2)"}}, "coordinates of this axis are 0 to 1"),
         ({"model.emb.*": {"sections": {0: [3, 4]}}}, "do not add up to its shape (16, 8)"),
         ({"optimizer.*": {"pp": "flat", "tp": "flat"}}, "flat on several axes"),
         ({"model.*": "replicate"}, "wanted a pattern and a map"),
         (["model"], "wanted a map of name patterns"),
-        ({"model.*": {"order": ["dp"]}}, "'dp' is no axis of the mesh"),
+        ({"model.*": {"order": ["dp"]}}, "'dp' is not an axis of the mesh"),
     ],
 )
 def test_wrong_rules_are_named(src: Path, tmp_path: Path, rules: object, said: str) -> None:

@@ -90,7 +90,7 @@ def test_a_name_is_registered_once_and_is_a_word() -> None:
         register_placement("rows", recognize=recognize, cut=lambda *args: [])
     with pytest.raises(UsageError, match="'shard' is a kind of placement already"):
         register_placement("shard", recognize=recognize, cut=take)
-    with pytest.raises(UsageError, match="'two words' is no word"):
+    with pytest.raises(UsageError, match="'two words' is not an identifier"):
         register_placement("two words", recognize=recognize, cut=take)
 
 

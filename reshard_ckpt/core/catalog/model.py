@@ -202,7 +202,7 @@ class Catalog:
     unreadable
         Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
     lossy
-        Names of tensors with rows that are older than the save, or rounded to fewer bits, each with what applies.
+        For each tensor with rows that are older than the save, or rounded to fewer bits, a text that says so.
     compacted_from
         The id of the save before the checkpoint was first compacted, which gave it the present `save_id`; empty if never.
     tensors_table, rows, boxes, placements, values_table

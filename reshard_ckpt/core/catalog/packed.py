@@ -22,7 +22,7 @@ PACKABLE = ("F32", "F16", "BF16")
 """The dtypes of rows that may be packed."""
 
 _NUMPY = {"F32": "<f4", "F16": "<f2"}
-"""Numpy's dtypes; it has none for BF16."""
+"""The numpy dtype of each packable dtype; numpy has none for BF16."""
 
 _HEAD = np.dtype([("low", "<f4"), ("scale", "<f4")])
 """The minimum and the scale, which precede the codes of each row."""

@@ -281,6 +281,6 @@ def add_kind(kind: PlacementKind) -> None:
         The name is not an identifier, or another kind has it already.
     """
     if not kind.name.isidentifier():
-        raise UsageError(f"register_placement: {kind.name!r} is no word; give it a name such as 'blocks'")
+        raise UsageError(f"register_placement: {kind.name!r} is not an identifier; give it a name such as 'blocks'")
     if KINDS.setdefault(kind.name, kind) != kind:
         raise UsageError(f"register_placement: {kind.name!r} is a kind of placement already; give it another name")

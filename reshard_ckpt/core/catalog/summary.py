@@ -38,13 +38,13 @@ class Summary:
     num_parameters
         Elements of all tensors that are not optimizer state; buffers count too.
     num_bytes, num_shards
-        Of all tensors, aliases not counted.
+        The bytes and the shards of all tensors, without aliases.
     num_values
         The number of values, which are the parts of the state that are not tensors.
     num_files, file_bytes, num_ranks
         The number of shard files, their size in bytes, and the number of ranks that wrote them.
     bytes_referred, checkpoints
-        The bytes of tensors that lie in files of other checkpoints, and the folders of those, relative to this one.
+        The bytes of tensors that lie in files of other checkpoints, and the folders of these checkpoints, relative to this one.
     dtypes, roots
         The totals for each dtype, and for the tensors below each top-level key.
     """
@@ -111,12 +111,12 @@ def bytes_by_file(catalog: Catalog) -> I64:
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:
-    """Find the training step: in the user's metadata, else in the value with the fewest dots in its name that is called so.
+    """Find the training step: in the user's metadata, else in a value called ``step``, the one with the fewest dots in its name.
 
     >>> step_of(None, [("extra.sampler.step", 3), ("extra.step", 100)])
     100
     """
-    said = metadata.get("step") if isinstance(metadata, dict) else None
+    in_metadata = metadata.get("step") if isinstance(metadata, dict) else None
     named = [(name, value) for name, value in values if name.rsplit(".", 1)[-1] in ("step", "global_step", "iteration")]
-    ordered = [said, *(value for _, value in sorted(named, key=lambda item: (item[0].count("."), item[0])))]
+    ordered = [in_metadata, *(value for _, value in sorted(named, key=lambda item: (item[0].count("."), item[0])))]
     return next((value for value in ordered if isinstance(value, int) and not isinstance(value, bool)), None)

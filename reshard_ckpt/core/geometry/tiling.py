@@ -110,11 +110,11 @@ def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I
     right = right.copy()
     right[place] = boxes[order]
     tensor, low, high = tensor[order], low[order], high[order]
-    # asking: boxes of `one` of crowded tensors; own_low, own_high: their bounds along the same dim.
+    # asking: boxes of `one` of crowded tensors; asked: their tensors; own_low, own_high: their bounds along the same dim.
     asking = np.flatnonzero(crowded[one.tensor])
-    mine = one.tensor[asking]
-    own_low = one.offsets[asking, dim[mine]]
-    own_high = own_low + one.lengths[asking, dim[mine]]
+    asked = one.tensor[asking]
+    own_low = one.offsets[asking, dim[asked]]
+    own_high = own_low + one.lengths[asking, dim[asked]]
     # All tensors are laid on one axis, one behind the other. A coordinate is replaced by its rank among all coordinates, so that
     # no number on that axis is too large.
     coordinates = np.unique(np.concatenate([low, high, own_low, own_high]))
@@ -124,10 +124,10 @@ def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I
 
     # reach[i]: the largest end of boxes 0 to i, ascending although ends are not, so that it can be bisected.
     reach = np.maximum.accumulate(on_axis(tensor, high))
-    begin = np.searchsorted(reach, on_axis(mine, own_low), side="right")
-    end = np.maximum(np.searchsorted(on_axis(tensor, low), on_axis(mine, own_high), side="left"), begin)
+    begin = np.searchsorted(reach, on_axis(asked, own_low), side="right")
+    end = np.maximum(np.searchsorted(on_axis(tensor, low), on_axis(asked, own_high), side="left"), begin)
     # begin and end count among the boxes of crowded tensors; shift turns them into positions in right.
-    shift = first[asking] - np.searchsorted(tensor, mine)
+    shift = first[asking] - np.searchsorted(tensor, asked)
     first, last = first.copy(), last.copy()
     first[asking], last[asking] = begin + shift, end + shift
     return right, first, last
@@ -161,7 +161,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Runs(ColumnTable):
-    """Runs; ``row`` is the index in the input, for joined runs that of one of them."""
+    """Runs; ``row`` is the index of a run in the input, and for joined runs the index of one of them."""
 
     tensor: I64
     box: I64

@@ -55,9 +55,9 @@ class LoadPlan:
     @property
     def num_bytes(self) -> int:
         """The bytes of all items."""
-        return self.num_bytes_but_of(())
+        return self.num_bytes_outside(())
 
-    def num_bytes_but_of(self, files: Sequence[int]) -> int:
+    def num_bytes_outside(self, files: Sequence[int]) -> int:
         """Count the bytes of the items that do not lie in these files."""
         size = volumes(self.lengths) * self.item_bytes
         return int(size[~np.isin(self.file, files)].sum() if len(files) else size.sum())
@@ -234,7 +234,7 @@ def _windows_of(
     num = last - first + 1
     if num.max(initial=0) > MAX_WINDOWS or float(num.sum(dtype=np.float64)) > MAX_WINDOWS_IN_ALL + 2 * len(num):
         size = int((pairs.count * each).max())
-        raise CorruptError(f"rows of {size} bytes are no shards that one rank reads; use another checkpoint")
+        raise CorruptError(f"rows of {size} bytes are more than one rank can read; use another checkpoint")
     return first, last
 
 

@@ -40,7 +40,7 @@ class Match:
     kept: tuple[str, ...]
     """Tensors that the checkpoint lacks, and that `allow_missing` lets keep their value."""
     saved_as: Mapping[str, str]
-    """For a spec saved under another name, that name: the two differ only in the parts that module wrappers add."""
+    """The saved name of each spec that was saved under another one: the two differ only in steps that module wrappers add."""
 
 
 def matches(name: str, patterns: Sequence[str] | bool) -> bool:
@@ -66,7 +66,7 @@ def match(
     tied_under_one_name: bool = False,
     quantized: Quantized | None = None,
 ) -> Match:
-    """Find each spec's source in the catalog; specs without one, or with one of another shape or dtype, are listed by reason.
+    """Find the source of each spec in the catalog. A spec without a source of its shape and dtype is listed by the reason.
 
     A tensor of `quantized` may be converted if its scale can be applied. With `tied_under_one_name`, a missing tensor is ignored
     if another name of the same memory has a source.

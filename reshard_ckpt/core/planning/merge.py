@@ -209,9 +209,10 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
     A tensor is an alias only if every rank that has it names the same tensor, and that tensor is not an alias itself.
     """
     none = -1
-    # target: for each entry the merged index of the tensor that it names. low, high: the least and the largest of each tensor's.
-    said = _concatenate(job_metadata, "alias")
-    target = np.where(said >= 0, ids.value[said + np.repeat(ids.first[:-1], np.diff(ids.first))], none)
+    # alias_of: for each entry the entry of its table that it is an alias of, or -1. target: the merged index of that entry.
+    # low, high: the least and the largest target of each tensor.
+    alias_of = _concatenate(job_metadata, "alias")
+    target = np.where(alias_of >= 0, ids.value[alias_of + np.repeat(ids.first[:-1], np.diff(ids.first))], none)
     shared = np.flatnonzero(ids.value >= 0)
     low, high = np.full(num, num, np.int64), np.full(num, none, np.int64)
     np.minimum.at(low, ids.value[shared], target[shared])
@@ -227,12 +228,12 @@ def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I6
 
     A rank may have the state of a parameter that it does not have. So a link that some rank knows wins over none.
     """
-    optimizer, key, said = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
+    optimizer, key, parameter_of = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
     entries = np.flatnonzero((key > 0) & (ids.value >= 0))
     first = np.repeat(ids.first[:-1], np.diff(ids.first))[entries]
     tensor = ids.value[entries]
     parameter = np.full(num, -1, np.int64)
-    np.maximum.at(parameter, tensor, np.where(said[entries] >= 0, ids.value[said[entries] + first], -1))
+    np.maximum.at(parameter, tensor, np.where(parameter_of[entries] >= 0, ids.value[parameter_of[entries] + first], -1))
     # Bit packing: optimizer in the high 32 bits, key in the low ones, so that the maximum takes both from one rank.
     divided = np.zeros(num, np.int64)
     np.maximum.at(divided, tensor, (optimizer[entries] << 32) + key[entries])
@@ -241,15 +242,15 @@ def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I6
 
 def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[Placement, ...]:
     """Find the placement that all ranks declare alike for each tensor."""
-    # number: distinct placements of all tables; said: the placement of each entry.
+    # number: distinct placements of all tables; of_entry: the placement of each entry.
     number: dict[Placement, int] = {}
     local = [np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64) for table in job_metadata.tables]
-    said = np.concatenate([*(n[t.placement] for n, t in zip(local, job_metadata.tables, strict=True)), np.zeros(0, np.int64)])
+    of_entry = np.concatenate([*(n[t.placement] for n, t in zip(local, job_metadata.tables, strict=True)), np.zeros(0, np.int64)])
     shared = np.flatnonzero(ids.value >= 0)
     # first: one entry for each distinct pair of tensor and placement, sorted by tensor.
-    _, first = group_ids(np.stack([ids.value[shared], said[shared]], axis=1))
+    _, first = group_ids(np.stack([ids.value[shared], of_entry[shared]], axis=1))
     known = list(number)
-    tensors, placements = ids.value[shared[first]], said[shared[first]]
+    tensors, placements = ids.value[shared[first]], of_entry[shared[first]]
     declared: list[Placement] = [()] * num
     # Nearly always all ranks declare the same placement of a tensor.
     begin = np.append(np.flatnonzero(is_new(tensors)), len(tensors)).tolist()

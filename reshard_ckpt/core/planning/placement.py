@@ -69,13 +69,13 @@ def derive(
         The boxes that `holding` numbers.
     """
     # Few tensors declare different placements, and equal ones share one tuple, so they are numbered by identity.
-    declarations = {id(said): said for said in declared}
+    declarations = {id(placement): placement for placement in declared}
     number = dict(zip(declarations, range(len(declarations)), strict=True))
-    said = np.array([number[id(one)] for one in declared], np.int64)
+    declared_number = np.array([number[id(placement)] for placement in declared], np.int64)
     shown = [_spell(axis, _shown_on(mesh, i, len(declared), ndim, holding, box_offsets)) for i, axis in enumerate(mesh.axes)]
     # A row for each tensor: the numbers of its declared placement and of the one shown on each axis. Equal rows are equal
     # placements.
-    of_tensor, first = group_ids(np.stack([said, *(numbers for _, numbers in shown)], axis=1))
+    of_tensor, first = group_ids(np.stack([declared_number, *(numbers for _, numbers in shown)], axis=1))
     placements = []
     # The declared placement of an axis wins over the one that the pieces show.
     for t in first.tolist():
@@ -272,8 +272,7 @@ def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces:
     yield from ((order, ()) for order in orders)
     for order in orders:
         # Coordinate 0 holds the first part of each section, so sections begin where the ranges of coordinate 0 begin.
-        mine = pieces[where[:, order[0]] == 0]
-        begins = [first for first, _ in _union(mine)]
+        begins = [first for first, _ in _union(pieces[where[:, order[0]] == 0])]
         if len(begins) > 1 and begins[0] == 0:
             yield order, tuple(end - begin for begin, end in pairwise([*begins, size]))
 
@@ -295,13 +294,15 @@ def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I6
     # Ranks with the same coordinates on the cutting axes have the same ranges: one group each.
     ids, first = group_ids(where[:, list(order)])
     by_rank = np.argsort(ids, kind="stable")
-    for at, mine in zip(first.tolist(), np.split(by_rank, np.searchsorted(ids[by_rank], np.arange(1, len(first)))), strict=True):
+    groups = np.split(by_rank, np.searchsorted(ids[by_rank], np.arange(1, len(first))))
+    # at: one piece of a group; of_group: all of its pieces
+    for at, of_group in zip(first.tolist(), groups, strict=True):
         ranges: Sequence[Range] = [(0, size)]
         for turn, axis in enumerate(order):
             ranges = cut_ranges(ranges, sections if turn == 0 else (), mesh.sizes[axis], int(where[at, axis]))
         begin, end = (np.array(column, np.int64) for column in ([r[0] for r in ranges], [sum(r) for r in ranges]))
         # inside[i, r]: piece i lies in range r.
-        inside = (pieces[mine, :1] >= begin) & (pieces[mine, 1:] <= end)
+        inside = (pieces[of_group, :1] >= begin) & (pieces[of_group, 1:] <= end)
         if not inside.any(axis=1).all():
             return False
     return True

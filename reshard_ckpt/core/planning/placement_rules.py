@@ -58,7 +58,7 @@ def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
     """
     if raw is None:
         return ()
-    return tuple(_rule(pattern, said, mesh) for part in _parts(raw) for pattern, said in part.items())
+    return tuple(_rule(pattern, given, mesh) for part in _parts(raw) for pattern, given in part.items())
 
 
 def _parts(raw: Any) -> Iterator[Mapping[Any, Any]]:
@@ -68,22 +68,22 @@ def _parts(raw: Any) -> Iterator[Mapping[Any, Any]]:
         yield part
 
 
-def _rule(pattern: Any, said: Any, mesh: Mesh) -> Rule:
-    if not isinstance(pattern, str) or not isinstance(said, Mapping) or not said:
-        raise UsageError(f"rules: {pattern!r:.80}: {said!r:.80}: wanted a pattern and a map such as {{tp: shard(0)}}")
+def _rule(pattern: Any, given: Any, mesh: Mesh) -> Rule:
+    if not isinstance(pattern, str) or not isinstance(given, Mapping) or not given:
+        raise UsageError(f"rules: {pattern!r:.80}: {given!r:.80}: wanted a pattern and a map such as {{tp: shard(0)}}")
     where = f"rules: {pattern!r}"
-    axes = {axis: _placement(where, axis, text, mesh) for axis, text in said.items() if axis not in (SECTIONS, ORDER)}
-    order = said.get(ORDER)
+    axes = {axis: _placement(where, axis, text, mesh) for axis, text in given.items() if axis not in (SECTIONS, ORDER)}
+    order = given.get(ORDER)
     if order is not None:
         order = tuple(order) if isinstance(order, list | tuple) else (order,)
         for axis in order:
             _size(where, axis, mesh)
-    return Rule(pattern, axes, _sections(where, said.get(SECTIONS)), order)
+    return Rule(pattern, axes, _sections(where, given.get(SECTIONS)), order)
 
 
 def _size(where: str, axis: Any, mesh: Mesh) -> int:
     if axis not in mesh.axes:
-        raise UsageError(f"{where}: {axis!r} is no axis of the mesh, which has {', '.join(mesh.axes)}")
+        raise UsageError(f"{where}: {axis!r} is not an axis of the mesh, which has {', '.join(mesh.axes)}")
     return mesh.sizes[mesh.axes.index(axis)]
 
 
@@ -97,7 +97,7 @@ def _placement(where: str, axis: Any, text: Any, mesh: Mesh) -> AxisPlacement:
             raise ValueError(f"write {', '.join(forms)} or {last}")
         return kind.parse(axis, tuple(int(n) for n in (match[2] or "").split(",") if n), size)
     except ValueError as error:
-        raise UsageError(f"{where}: {axis}: {text!r} is no placement: {error}") from None
+        raise UsageError(f"{where}: {axis}: {text!r} is not a placement: {error}") from None
 
 
 def _sections(where: str, raw: Any) -> dict[int, Ints]:

@@ -120,8 +120,8 @@ def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "
     Parameters
     ----------
     blocks
-        Sizes of blocks, in rows and columns, that the numbers of a scale may stand for. None: the format does not say how scales
-        are applied, so none is.
+        Sizes of blocks, in rows and columns, that the numbers of a scale may stand for. With None, no scale is applied, because
+        the format does not say how.
     method
         The method by which weights are quantized, if the checkpoint says so. Then every tensor of 8 bits an element counts as
         quantized, whether or not it has a scale.

@@ -58,7 +58,7 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Messages:
     Parameters
     ----------
     wants
-        By rank.
+        The wants of each rank, by rank.
     round_bytes
         The most bytes that a rank sends, or receives, in one round.
     """

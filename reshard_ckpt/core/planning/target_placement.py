@@ -190,9 +190,9 @@ class _Placer:
     def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
         """Place a tensor on one axis by the first source that has an answer (see the module)."""
         ndim = len(self.saved.shapes[name])
-        said = self._ruled(name, axis)
-        if said is not None:
-            return self._checked(name, said, ndim)
+        ruled = self._ruled(name, axis)
+        if ruled is not None:
+            return self._checked(name, ruled, ndim)
         if size > 1 and (dim := self._stacked_dim(name, axis)) is not None:
             return self._cut_stack(name, axis, dim, size)
         if axis in self.by_name and name in self.by_name[axis]:
@@ -220,18 +220,18 @@ class _Placer:
             )
         return AxisPlacement(axis, "shard", dim)
 
-    def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
+    def _checked(self, name: str, ruled: AxisPlacement, ndim: int) -> AxisPlacement:
         """Return a rule's placement with its dim counted from the front; a scalar cannot be flat, so it is replicated."""
-        if KINDS[said.kind].flattens and ndim == 0:
-            return AxisPlacement(said.axis, "replicate")
-        if said.dim is None:
-            return said
-        if not -ndim <= said.dim < ndim:
-            spelled, shape = KINDS[said.kind].spell(said), self.saved.shapes[name]
+        if KINDS[ruled.kind].flattens and ndim == 0:
+            return AxisPlacement(ruled.axis, "replicate")
+        if ruled.dim is None:
+            return ruled
+        if not -ndim <= ruled.dim < ndim:
+            spelled, shape = KINDS[ruled.kind].spell(ruled), self.saved.shapes[name]
             raise UsageError(
-                f"rules: {name}: {said.axis}: {spelled}, but its shape is {shape}; put a rule for it before this one"
+                f"rules: {name}: {ruled.axis}: {spelled}, but its shape is {shape}; put a rule for it before this one"
             )
-        return replace(said, dim=said.dim % ndim)
+        return replace(ruled, dim=ruled.dim % ndim)
 
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
         """Return the sections of each dim: from a rule, else as the axis that cuts the dim first recorded them."""
@@ -250,9 +250,9 @@ class _Placer:
     def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
         """Return the axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
-        said = next((rule.order for rule in rules_for(self.topology.rules, name) if rule.order), None)
-        if said is not None:
-            place = {axis: i for i, axis in enumerate(said)}
+        ruled = next((rule.order for rule in rules_for(self.topology.rules, name) if rule.order), None)
+        if ruled is not None:
+            place = {axis: i for i, axis in enumerate(ruled)}
             return sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place)))
         turns = {i: p.turn for i in inner_first if (p := recorded.get(axes[i].axis)) is not None and p.turn is not None}
         return sorted(inner_first, key=lambda i: turns[i]) if len(turns) == len(inner_first) else inner_first

@@ -293,4 +293,4 @@ def fetch(
         bytes_read += run(replace(task, copy=False), report)
     bytes_read += run(task, report)
     verified = list(blocks) if options.verify else []
-    return Fetched(bytes_read, resolved.plan.num_bytes_but_of(verified))
+    return Fetched(bytes_read, resolved.plan.num_bytes_outside(verified))

@@ -105,14 +105,14 @@ def test_a_kind_that_nobody_added_is_refused_by_name_or_spelled_as_it_is() -> No
     with pytest.raises(UnsupportedError, match=r"Shares.* on axis 'dp' is unknown here; pass a LocalShard"):
         dtensor.recognize(placements, (4,), ("dp",), (3,), (0,))
     forms = r"shard\(dim\), replicate, flat, ragged\(unit, …\) or resident"
-    with pytest.raises(UsageError, match=rf"'shares\(3, 1\)' is no placement: write {forms}"):
+    with pytest.raises(UsageError, match=rf"'shares\(3, 1\)' is not a placement: write {forms}"):
         parse_rules({"w": {"dp": "shares(3, 1)"}}, Mesh(("dp",), (2,)))
     assert spell([AxisPlacement("dp", "shares", coords=(3, 1))]) == "dp=shares"
 
 
 @pytest.mark.usefixtures("shares")
 def test_an_added_kind_says_what_is_wrong_with_a_rule() -> None:
-    with pytest.raises(UsageError, match=r"dp: 'shares\(3\)' is no placement: 1 shares for 2 ranks"):
+    with pytest.raises(UsageError, match=r"dp: 'shares\(3\)' is not a placement: 1 shares for 2 ranks"):
         parse_rules({"w": {"dp": "shares(3)"}}, Mesh(("dp",), (2,)))
     assert spell([AxisPlacement("dp", "shares", coords=(3, 1))]) == "dp=shares(3:1)"
 

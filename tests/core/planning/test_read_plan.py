@@ -215,7 +215,7 @@ def test_of_a_large_row_only_the_windows_with_what_is_wanted_count() -> None:
         assert np.array_equal(*(in_order(item_bytes(each, range(len(each.src)))) for each in (plan, whole)))
         assert plan.num_bytes == 3 * columns * 4
         for wanted in (all_, last):
-            with pytest.raises(CorruptError, match="rows of 25600 bytes are no shards that one rank reads"):
+            with pytest.raises(CorruptError, match="rows of 25600 bytes are more than one rank can read"):
                 plan_for(catalog, [wanted], 4 * columns)
     with patch.object(load_module, "MAX_WINDOWS", 102), patch.object(load_module, "MAX_WINDOWS_IN_ALL", 203):
         assert plan_for(catalog, [all_, last], 4 * columns).covered.tolist() == [rows * columns, rows]
