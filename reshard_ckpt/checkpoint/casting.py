@@ -1,4 +1,4 @@
-"""Converting the dtypes of a checkpoint: which tensors, to which dtypes, and which scales that applies."""
+"""Converting dtypes of a checkpoint: the tensors to convert, their new dtypes, and the scales that the conversion applies."""
 
 from __future__ import annotations
 
@@ -67,4 +67,5 @@ def _floating_code(pattern: str, wanted: Any) -> str:
     for code, spelled in known.items():
         if name in (code, spelled):
             return code
-    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(sorted(known.values()))}")
+    choices = ", ".join(sorted(known.values()))
+    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: not a floating-point dtype; pass one of {choices}")

@@ -73,8 +73,6 @@ def compact(
         with reading(source.storage) if comm.rank == 0 else nullcontext():
             encoded = value_of_first(comm, lambda: read_catalog_bytes(source.storage))
             if decode_catalog(encoded).save_id != source.catalog.save_id:
-                raise StorageError(
-                    f"{source.storage.url}: somebody saved there just now; look again whether it is to be compacted"
-                )
+                raise StorageError(f"{source.storage.url}: another save has just replaced this checkpoint; call compact again")
             report = reporter(progress if comm.rank == 0 else False)
             return compact_in_place(comm, source.storage, source.catalog, encoded, workers=workers, report=report)

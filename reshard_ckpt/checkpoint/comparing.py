@@ -153,11 +153,11 @@ def _changes(
     a: Catalog,
     b: Catalog,
     property_of: Callable[[Catalog, int], Any],
-    same: Callable[[Any, Any], bool] = eq,
+    is_same: Callable[[Any, Any], bool] = eq,
 ) -> Iterator[Change]:
     for name in names:
         in_a, in_b = property_of(a, a.index(name)), property_of(b, b.index(name))
-        if not same(in_a, in_b):
+        if not is_same(in_a, in_b):
             yield Change(name, in_a, in_b)
 
 

@@ -265,7 +265,7 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
     Parameters
     ----------
     write_beside
-        Writes the files beside the tensors, before these; it gets the catalog of the export.
+        Writes other files into the folder, such as a tokenizer. Called with the catalog and the store of the export.
     """
     with open_source(src) as source:
         conversion = _select(SoloComm(), source, "safetensors", root)
@@ -404,8 +404,12 @@ def _write_folder(
 
     Parameters
     ----------
+    writer
+        The format of `to`, if it is not one of `WRITTEN_HERE`.
+    form
+        The form of optimizers, as the option ``optimizer=`` of `convert`.
     write_beside
-        Writes the files beside the tensors of ``to="safetensors"``, on rank 0.
+        For ``to="safetensors"``: writes other files into the folder; called on rank 0.
     """
     saved, out, comm, run_bytes = conversion.saved, conversion.catalog, conversion.comm, conversion.run_bytes
     if writer is not None and not writer.shares:
@@ -415,7 +419,8 @@ def _write_folder(
         kept = 0
         if to == "safetensors":
             beside = [write_beside] if write_beside is not None and comm.rank == 0 else []
-            # In an object store the index comes last. In a folder, files that nobody has noted as finished are deleted first.
+            # In an object store the index of the tensors must be the last file. In a folder, `write_safetensors` first deletes
+            # files that no earlier attempt has noted as finished, so the files beside the tensors must come after it.
             for write in beside if is_object_path(place.dst) else ():
                 write(storage)
             files = lay_out(conversion.written, max_bytes, conversion.run_of)

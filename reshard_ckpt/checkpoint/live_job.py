@@ -105,7 +105,7 @@ def _common(numbers: Sequence[int]) -> int:
     return numbers[0] if len(set(numbers)) == 1 else -1
 
 
-def _agreed(said: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
+def _agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
     """Merge three answers of each rank: the plan that it has kept, or "" if it does not fit; whether values have changed; and
     whether it has kept memory.
 
@@ -115,7 +115,7 @@ def _agreed(said: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
         Whether the same plan fits on all ranks; whether values of any rank have changed; whether all have kept memory; and a
         number for the first message in new memory.
     """
-    plans, changed, memory = zip(*said, strict=True)
+    plans, changed, memory = zip(*answers, strict=True)
     return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6
 
 
@@ -251,8 +251,8 @@ class Job:
                         known = f"{self.plan.source.catalog.save_id} {kept.number}"
                 except Exception:
                     known = ""  # `begin` raises the errors of the states themselves
-            said = known, changed, kept.buffers is not None
-            fits, has_changed, has_memory, first = merge_of_all(comm, said, _agreed)
+            answer = known, changed, kept.buffers is not None
+            fits, has_changed, has_memory, first = merge_of_all(comm, answer, _agreed)
             if fits and has_changed:
                 assert captured is not None
                 self._values.share(comm, captured.values, self.plan.source.tables)

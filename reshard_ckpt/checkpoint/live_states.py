@@ -35,6 +35,8 @@ State = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The options of `reshard_live` and `LiveReshard`, as documented there."""
+
     load: LoadOptions
     rename: Mapping[str, str] | Callable[[str], str] | None
     staged: bool

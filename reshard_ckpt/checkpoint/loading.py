@@ -154,9 +154,9 @@ def load_wanted(
     Parameters
     ----------
     as_saved
-        The formats whose names stay as the other library saved them; by default, all that can.
+        Names of the formats that keep the tensors' names of the other library; by default all formats with that option.
     rename
-        Makes the function of a saved name that gives the name here, for an open catalog.
+        Takes the open catalog, and returns a function from a saved name to the name in the target.
     verify_first, read_once, process_group
         As for `load`.
     """
@@ -185,7 +185,7 @@ def load_given(
     *,
     opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
 ) -> LoadReport:
-    """Load with the options of `load` into a state, or the tensors and values that a function wants and nothing else.
+    """Load as `load` does with `options`: into a state, or only the tensors and values that a function (`Prepare`) selects.
 
     `opened` opens the source in place of `path`.
     """
@@ -310,7 +310,10 @@ def wanted_names(target: Target) -> tuple[str, ...]:
 
 
 def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:
-    """Drop ignored names on both sides; the target's `finish` gets them as not loaded. Also return all names before that."""
+    """Drop ignored names from the target and the catalog; the target's `finish` gets them as not loaded.
+
+    Also return all names of both, as they were before; empty if `ignore` is empty.
+    """
     if not ignore:
         return target, saved, ()
     names = (*wanted_names(target), *saved.names, *saved.value_names)

@@ -170,8 +170,8 @@ class Recovery:
         if saved_step is not None and saved_step != step:
             self._refuse_to_mix(saved_step)
         if step is None or saved_step is None:
-            which = "of a step that nothing tells, pass step=" if step is None else f"of step {step}, at which the survivors are"
-            return self._go_back(f"no survivor holds {summarize(lost, f'and there is no checkpoint {which}')}")
+            why = "nothing tells their step (pass step=)" if step is None else f"there is no checkpoint of their step {step}"
+            return self._go_back(f"no survivor holds {summarize(lost, f'and {why}')}")
         return self._fill_up(step, saved_step, job)
 
     def _saved_step(self, step: int | None) -> int | None:
@@ -418,6 +418,8 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OfPath:
+    """The one checkpoint at a path."""
+
     path: Path
     session: Mapping[str, Any]
 

@@ -256,10 +256,10 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
 
 def _check_target(source: Storage, target: Storage) -> None:
     """Refuse a destination that is the source itself, or a file."""
-    same = source.url == target.url
+    is_source = source.url == target.url
     if os.path.isdir(source.url) and os.path.isdir(target.url):
-        same = os.path.samefile(source.url, target.url)
-    if same:
+        is_source = os.path.samefile(source.url, target.url)
+    if is_source:
         raise UsageError(f"{target.url}: is the checkpoint to be read; write to another path, and move it in place afterwards")
     if os.path.isfile(target.url):
         raise UsageError(f"{target.url}: is a file; pass the path of a folder, which need not be there yet")

@@ -111,7 +111,7 @@ def save(
         With `base`, also compare the bytes of blocks whose digests are equal, which reads them; with `rows`, the rows too.
     rows
         A `TouchedRows`: of the tables that it tracks, write only the rows that its policy chooses, and refer to `base` for the
-        others. Pass it to every save, also to full ones. On all ranks, each with its own.
+        others. Pass it to every save, also to full ones. Every rank passes a tracker of its own.
     grace
         In an object store, which has no locks: how long the files of the checkpoint that this one replaces stay for its readers,
         a duration. A later save there removes them. 0 removes them at once.

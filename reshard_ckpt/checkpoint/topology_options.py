@@ -94,7 +94,7 @@ def _parsed(text: str, where: str) -> Any:
             if "alias" in f"{error.context}{error.problem}"
             else "correct the file"
         )
-        raise UsageError(f"{where}: {at}{error.problem}: no YAML; {hint}") from error
+        raise UsageError(f"{where}: {at}{error.problem}: not YAML; {hint}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: text that looks like a date, but is not valid
         raise UsageError(f"{where}: cannot be read as YAML: {error}; correct the file") from error
 

@@ -43,7 +43,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
 """Seconds between two questions for a key, in a small job; a server answers some 50,000 a second."""
 
 _LATER_S = 60.0
-"""Seconds by which a wait in a server outlasts its caller's."""
+"""Seconds by which a wait in the server outlasts the wait of its caller."""
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 

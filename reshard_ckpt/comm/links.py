@@ -1,8 +1,8 @@
 """Bytes from rank to rank in the background: point to point, over a gloo group of the memory tier's own.
 
 The group is made over the job's key-value store under a name of its own, without a collective; so the job's groups are not used,
-and a backend without host memory (NCCL) does not matter. Whoever waits for another rank has a deadline; a group in which one has
-passed is not used again.
+and a backend without host memory (NCCL) does not matter. Each wait for another rank has a deadline. Once a deadline has passed,
+the group is not used again.
 
 `Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
 """
@@ -48,7 +48,7 @@ class Links:
     store, ended
         As `shared_store` returns them.
     rank, size
-        Of this process among them.
+        The number of this process among these ranks, and how many they are.
     timeout_s
         Seconds after which meeting, or one message, has failed.
     members
@@ -223,7 +223,7 @@ class Serving:
     def _answer(self, rank: int, number: int, offset: int, length: int, tag: int) -> None:
         """Send bytes of a file from where they lie.
 
-        A byte follows that says whether they were there, and did not change meanwhile.
+        One more byte follows: whether the file had these bytes, and they did not change while they were sent.
         """
         failed, timeout_s, is_sent = torch.zeros(1, dtype=torch.uint8, device="cpu"), self._links.timeout_s, not length
         try:

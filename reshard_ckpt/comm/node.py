@@ -41,7 +41,8 @@ _MEETING_S = 2.0
 other steps it is half of the time limit."""
 
 _DIRECT, _LED = 1 << 20, 1 << 40
-"""In the number of ranks of a machine that have left: one that has counted itself in rank 0's store, and the leader."""
+"""Added to the counter of the ranks of a machine that have left: by a rank that has counted itself in rank 0's store too, and by
+the leader."""
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ class NodeComm(StoreComm):
         return decision or self._store.get(self._key("decision"))
 
     def _decision_near(self, call: str) -> bytes:
-        """Wait for the decision, on the leader for the messages of its machine before.
+        """Wait for the decision in the machine's store. The leader first waits for the messages of its machine.
 
         A message that the leader has not taken in time is sent by its own rank, which waits for rank 0 itself from then on.
         """

@@ -37,7 +37,7 @@ class Comm(Protocol):
         """Send a payload to rank 0. Rank 0 gets all payloads, by rank; the others get None, once all payloads have arrived."""
 
     def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
-        """Have a function called at the end of the session if the next call, a gather, surely fails on all ranks.
+        """Have `undo` called at the end of the session if the next call, a gather, has certainly failed on all ranks.
 
         A process that is alone never calls it.
         """
@@ -46,7 +46,7 @@ class Comm(Protocol):
         """Send rank 0's payload to every rank, and return it. The argument of other ranks is ignored."""
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        """Send ``payloads[r]`` of rank 0 to rank r, and return the own one. The argument of other ranks is ignored."""
+        """Send ``payloads[r]`` of rank 0 to rank r, and return this rank's. The argument of other ranks is ignored."""
 
     def count(self, amount: int) -> int:
         """Add to a number that all ranks of the session share, and return it. Not collective; call it in one thread at a time."""
@@ -100,18 +100,18 @@ class SoloComm:
         return self.broadcast(payload)
 
 
-def merge_of_all(comm: Comm, mine: Any, merge: Callable[[list[Any]], Any] = list) -> Any:
+def merge_of_all(comm: Comm, value: Any, merge: Callable[[list[Any]], Any] = list) -> Any:
     """Merge a plain value of each rank on rank 0, and return the result on every rank. Collective: a gather and a broadcast.
 
     Parameters
     ----------
-    mine
+    value
         This rank's value, of types that msgpack has; tuples arrive as lists.
     merge
         Called on rank 0 with the values of all ranks, by rank; by default it returns them as they are. Equal values are one
         object, which it must not change. All ranks raise its error.
     """
-    gathered = comm.gather(msgpack.packb(mine))
+    gathered = comm.gather(msgpack.packb(value))
     if gathered is None:
         return _unpacked(comm.broadcast(None))
     values = {data: _unpacked(data) for data in dict.fromkeys(gathered)}  # replicas often send the same

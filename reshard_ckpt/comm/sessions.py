@@ -115,7 +115,7 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
     assert group is not None
     rank = dist.get_rank(group)
     if rank < 0:
-        raise UsageError(f"rank {dist.get_rank()} is no member of the process group passed; call this on its members only")
+        raise UsageError(f"rank {dist.get_rank()} is not a member of the process group passed; call this on its members only")
     if dist.get_world_size(group) == 1:
         return None
     return group_of_ranks(group, timeout_s)

@@ -53,7 +53,7 @@ _SLICE_S = 0.05
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""If rank 0's process hosts the store: the others need it until they have left too, or their save would fail."""
+"""Seconds that rank 0 waits for the others to leave if its process hosts the store: without it, their save would fail."""
 
 _given_up = 0
 """Number of times that this process has given up all its sessions."""
@@ -302,7 +302,7 @@ class StoreComm:
                 self._store.set("gone", b"")
 
     def _num_leaving(self) -> int:
-        """Return the number of ranks that this one counts out."""
+        """Return the number of ranks that this rank counts out: itself, and those of its machine that it speaks for."""
         return 1
 
     def _leave_near(self) -> None:

@@ -287,7 +287,7 @@ def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):
         ({"root": "net"}, UsageError, "root='net': nothing.*'ema', 'extra', 'model'"),
         ({"select": "nets.*"}, MismatchError, "nets.*: not in the checkpoint"),
         ({"select": "extra"}, UsageError, "nothing that was selected"),
-        ({"cast": {"model.*": "int8"}}, UsageError, "no floating-point dtype"),
+        ({"cast": {"model.*": "int8"}}, UsageError, "not a floating-point dtype"),
         ({"cast": {"model.x": "float16"}}, UsageError, "correct the pattern"),
         ({"max_shard_size": "5 gigs"}, UsageError, "with a unit"),
         ({"max_shard_size": 0}, UsageError, "with a unit"),

@@ -213,7 +213,7 @@ def test_sessions_between_processes():
     for rank, (many, large, together) in enumerate(run_ranks(in_turn, 4, many_sessions, large_messages, groups_and_threads)):
         assert many == (True, 0)
         assert large == [0]
-        stranger = f"rank {rank} is no member of the process group passed; call this on its members only"
+        stranger = f"rank {rank} is not a member of the process group passed; call this on its members only"
         assert together.pop("odd") == (True if rank in (1, 3) else stranger)
         assert together.pop("keys") == 0
         assert set(together.values()) == {True}
