@@ -72,7 +72,7 @@ class Manager(RunSteps):
         A `Memory`: `async_save` saves to the memory of nodes first, and from there to the store at ``persist_every``.
         `load_latest` loads the newest checkpoint of both.
     persist_every
-        With ``memory=``, how often a save goes on to the store: a duration, by default ``"10min"``, or a number of steps. One
+        With ``memory=``, how often a save goes on to the store: a duration, by default ``"10min"``, or a number of steps. A save
         that ``keep_every`` or ``keep_best`` keeps goes there at once.
     interval
         How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
@@ -95,7 +95,7 @@ class Manager(RunSteps):
     incremental
         Each save writes only the blocks that changed since the step that was saved or loaded last; see ``base=`` of `save`.
     full_every
-        With `incremental`, each save of this number is a full one, and so is the first.
+        With `incremental`, the first save is a full one, and later one save out of this many.
     also
         ``"safetensors"``: after each commit, rank 0 also writes the model, in the background, to ``safetensors/`` below the
         step's folder, where ``from_pretrained`` loads it. If that fails, it warns.

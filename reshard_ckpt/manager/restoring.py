@@ -67,7 +67,7 @@ class Restoring:
     stored, memory
         The checkpoints in the store, and in memory; None without ``memory=``.
     lineage
-        Is told the step that was loaded.
+        The lineage of the run, in which `begin_at` records the step that was loaded.
     deferring
         Opens a ``with`` block around each load, during which signals wait.
     is_first
@@ -204,7 +204,7 @@ class Restoring:
     ) -> tuple[int, Restorable | None]:
         """Find a generation to load, as `MemoryRun.find` does, except those in `passed`; add newly passed ones to `passed`.
 
-        Also returns what `at_least` said on rank 0.
+        Return the oldest step of the search, as `at_least` gave it on rank 0, and the generation.
         """
         assert self._memory is not None
         found = self._memory.find(at_least, list(passed), step, verify=verify)

@@ -171,4 +171,4 @@ def _item_bytes(option: str, wanted: str | torch.dtype) -> int:
         if wanted == known or str(wanted) in (code, str(known).removeprefix("torch.")):
             return known.itemsize
     names = ", ".join(sorted(str(known).removeprefix("torch.") for known in TORCH_DTYPES.values()))
-    raise UsageError(f"{option}={wanted!r}: no dtype that can be saved; there are {names}")
+    raise UsageError(f"{option}={wanted!r}: not a dtype that can be saved; pass one of {names}")

@@ -200,7 +200,7 @@ class StoredSteps:
     def look_ahead(self) -> None:
         """Begin to look at the steps in the store, for the `prune` after the save that begins now.
 
-        Nobody else removes a step meanwhile. In a store with fast round trips, `prune` looks.
+        Nobody else removes a step meanwhile. In a store with fast round trips this does nothing, and `prune` looks itself.
         """
         self._committed_since.clear()
         self._looking = begin(self._storage, self._look)
@@ -260,7 +260,7 @@ class StoredSteps:
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
-        mine = self._info(step).referred
+        needed = self._info(step).referred
 
         def needed(but: str = "") -> frozenset[str]:
             found = self._needed(others, but)

@@ -74,7 +74,7 @@ class Persisting:
     ----------
     folder
         The run's folder on this node.
-    mine
+    own_keys
         Keys of the files that this rank writes.
     path
         Path of the checkpoint in the store.
@@ -95,7 +95,7 @@ class Persisting:
         self,
         folder: Path,
         generation: Generation,
-        mine: Sequence[str],
+        own_keys: Sequence[str],
         path: str,
         session: AbstractContextManager[Comm],
         before: Persisting | None,
@@ -104,7 +104,7 @@ class Persisting:
         timeout_s: float,
         grace_s: float,
     ) -> None:
-        self._folder, self.generation, self._mine, self._path = folder, generation, mine, path
+        self._folder, self.generation, self._own_keys, self._path = folder, generation, own_keys, path
         self._session, self.before, self._then, self._timeout_s, self._grace_s = session, before, then, timeout_s, grace_s
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -123,7 +123,7 @@ class Persisting:
                 open_storage(self._path, timeout_s=self._timeout_s) as storage,
                 closing(NodeImages(self._folder, self.generation.save_id)) as images,
             ):
-                is_new = persist(comm, images, self.generation, self._mine, storage, grace_s=self._grace_s)
+                is_new = persist(comm, images, self.generation, self._own_keys, storage, grace_s=self._grace_s)
         except BaseException as error:
             self._error = error
             LOGGER.error("the save to %s is in memory, but not in the store: %s", self._path, error)

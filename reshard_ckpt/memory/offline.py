@@ -118,10 +118,10 @@ def _lineage(path: Path, storage: Storage) -> Lineage | None:
     return copy if copy is not None and (lineage is None or copy.is_newer(lineage)) else lineage
 
 
-def _held_step(path: Path, one: Generation, lineage: Lineage | None) -> HeldStep:
-    saved_s = None if one.is_damaged else one.decoded_catalog().created_s
-    superseded = lineage is not None and one.run == lineage.run and not lineage.is_current(one.attempt, one.step)
-    return HeldStep(one.step, one.save_id, one.run, saved_s, len(files_here(path, one)), len(one.holders), superseded)
+def _held_step(path: Path, held: Generation, lineage: Lineage | None) -> HeldStep:
+    saved_s = None if held.is_damaged else held.decoded_catalog().created_s
+    superseded = lineage is not None and held.run == lineage.run and not lineage.is_current(held.attempt, held.step)
+    return HeldStep(held.step, held.save_id, held.run, saved_s, len(files_here(path, held)), len(held.holders), superseded)
 
 
 def drop_held(root: str, folder: str = FOLDER) -> int:

@@ -103,22 +103,24 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
 
 
 def persist(
-    comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage, *, grace_s: float = GRACE_S
+    comm: Comm, images: NodeImages, generation: Generation, own_keys: Sequence[str], storage: Storage, *, grace_s: float = GRACE_S
 ) -> bool:
-    """Write a generation to the store, each rank its own files. Return False if it was there. Collective, as said above.
+    """Write a generation to the store, each rank its own files. Return False if it was there already.
+
+    Collective: the module's docstring lists the messages.
 
     Parameters
     ----------
-    mine
+    own_keys
         Keys of the files that this rank writes. Each file belongs to one rank.
     """
     if value_of_first(comm, lambda: is_persisted(storage, generation)):
         return False
     catalog = generation.decoded_catalog()
     # Without this, a store that is full would stay full of files of failed attempts.
-    undo = partial(remove, storage, _with_digests(catalog, mine))
+    undo = partial(remove, storage, _with_digests(catalog, own_keys))
     try:
-        write_files(images, catalog, mine, storage)
+        write_files(images, catalog, own_keys, storage)
     except BaseException:
         undo()
         raise

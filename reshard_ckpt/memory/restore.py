@@ -228,8 +228,8 @@ def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generati
     """Let every node verify its files of a generation. Return the damage as a line (empty if it is whole), and the owners."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
-        mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
-        whole = whole_files(cast(Storage, images), generation.decoded_catalog(), mine)
+        own_keys = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
+        whole = whole_files(cast(Storage, images), generation.decoded_catalog(), own_keys)
 
     def merged(of_ranks: list[Any]) -> Any:
         owners: dict[str, list[int]] = {}

@@ -49,7 +49,7 @@ class MemoryHandle(SaveHandle):
         return 0 if self._target is None else self._target.copies
 
     def persisted(self, timeout: float | None = None) -> bool:
-        """Wait until this save is in the store; False where it stays in memory, because its interval had not come.
+        """Wait until this save is in the store, and return True. Return False if ``persist_every`` lets it stay in memory.
 
         Raises
         ------
@@ -68,7 +68,7 @@ class MemoryRun:
     Parameters
     ----------
     lineage
-        Says what counts; its `begin` and then `attempt_begun` come before each save.
+        The lineage of the run. Before each save, call its `begin`, and then `attempt_begun`.
     keeps
         Asked on rank 0 with a step and its metric: whether the run's rule keeps it, so that it goes to the store at once.
     on_stored
@@ -238,11 +238,11 @@ class MemoryRun:
         return MemoryHandle(handle.running, target, in_store)
 
     def _persist(
-        self, generation: Generation, path: str, session: AbstractContextManager[Comm], mine: Sequence[str] | None = None
+        self, generation: Generation, path: str, session: AbstractContextManager[Comm], keys: Sequence[str] | None = None
     ) -> Persisting:
-        """Begin to write a generation to the store; each rank writes the files `mine`, by default its own. Collective."""
-        if mine is None:
-            mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
+        """Begin to write a generation to the store. Each rank writes `keys`, by default the files that it saved. Collective."""
+        if keys is None:
+            keys = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
 
         def over(is_stored: bool, is_new: bool) -> None:
             self._tier.pool.unpin(generation.save_id)
@@ -253,7 +253,7 @@ class MemoryRun:
 
         self._tier.pool.pin(generation.save_id)
         self._writing = Persisting(
-            self._folder, generation, mine, path, session, self._writing, over,
+            self._folder, generation, keys, path, session, self._writing, over,
             timeout_s=self._timeout_s, grace_s=self._grace_s,
         )  # fmt: skip
         return self._writing

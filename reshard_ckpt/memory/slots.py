@@ -12,7 +12,8 @@
 
 Nothing is flushed: a power cut takes the whole tmpfs, and a process that is killed has made its stores in the order above.
 `reserve_file` reserves the memory, and raises if there is too little. Writing into a hole of a mapped file would instead end the
-process by SIGBUS. Files are also read by a mapping: so a slot never gets shorter, and who shortens one ends its readers.
+process by SIGBUS. Slots are also read by a mapping, so a slot never gets shorter: a process that shortened it would end its
+readers in the same way.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class Tier:
             reasons = [next(filter(None, texts), "") for texts in (all_refused, all_short)]
             return *reasons, min(generations), sorted(union(given_up))
 
-        mine = (refused, self.pool.short, self.pool.generations, self.pool.given_up())
-        refused, short, fewest, gone = merge_of_all(job.comm, mine, merge)
+        vote = (refused, self.pool.short, self.pool.generations, self.pool.given_up())
+        refused, short, fewest, gone = merge_of_all(job.comm, vote, merge)
         self.pool.agree(fewest, gone)
         if gone and self.topology.leads(self.rank):
             drop_generations(self.folder, [one.name for one in find_generations(self.folder) if one.save_id in gone])
@@ -193,9 +193,9 @@ class Tier:
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for source in sources}
             body, *bodies = (taken[rank].slot.region()[: sizes[rank]] for rank in (self.rank, *sources))
-            for mine, theirs in ((head, heads.values()), (body, bodies)):
+            for own, theirs in ((head, heads.values()), (body, bodies)):
                 coming = dict(zip(map(members.index, sources), theirs, strict=True))
-                links.swap({members.index(target): mine for target in targets}, coming, ends)
+                links.swap({members.index(target): own for target in targets}, coming, ends)
         except PeerError as error:
             self._links = None
             warnings.warn(f"this save has fewer copies in memory: {error}", stacklevel=2)
@@ -249,8 +249,8 @@ class Tier:
             number = max(number for _, _, number in told)
             return catalog, holders, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
 
-        mine = (encode_receipt(receipt), held, next_number(self.folder))
-        catalog, holders, number, copies, persist = merge_of_all(job.comm, mine, published)
+        answer = (encode_receipt(receipt), held, next_number(self.folder))
+        catalog, holders, number, copies, persist = merge_of_all(job.comm, answer, published)
         generation = Generation(self.pool.run, self.attempt, step, number, job.save_id, catalog, holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
@@ -289,9 +289,9 @@ class Tier:
         if not self.topology.leads(self.rank):
             return
         found = [one for one in find_generations(self.folder) if one.run == self.pool.run]
-        same = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
-        counted = [one for one in found if one not in same]
-        old = [*same, *counted[: -self.pool.generations]]
+        of_step = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
+        counted = [one for one in found if one not in of_step]
+        old = [*of_step, *counted[: -self.pool.generations]]
         drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
         if self.pool.has_all():
             with node_lock(self.folder, self._timeout_s):

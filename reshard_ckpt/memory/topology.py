@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which ranks hold copies of the images of other ranks."""
+"""The nodes of a job: the ranks on each node, and the ranks that hold copies of the images of other ranks."""
 
 from __future__ import annotations
 
