@@ -243,8 +243,8 @@ def convert(
         if to == "torch":
             files, bytes_kept = _write_torch(conversion, place), 0
         else:
-            less = ENTRIES if conversion.is_dequantized else ()
-            beside = partial(copy_side_files, source.storage, source.catalog, less=less) if file is None else None
+            left_out = ENTRIES if conversion.is_dequantized else ()
+            beside = partial(copy_side_files, source.storage, source.catalog, left_out=left_out) if file is None else None
             files, bytes_kept = _write_folder(to, writer, conversion, place, max_bytes, form, beside)
         if to != "reshard" and comm.size > 1:  # the ranks' last counts do not arrive before the end
             report("convert", conversion.num_bytes, conversion.num_bytes)

@@ -190,7 +190,7 @@ class Recovery:
         if dense and not self._policy.allow_mixed:
             raise UsageError(
                 f"{few(dense)}: lost, and only in the checkpoint of step {saved_step}. Parts of dense tensors and of their "
-                "optimizer's state at two steps are no state that training ever had: pass policy='exact', or allow_mixed=True"
+                "optimizer's state at two steps are not a state that training ever had: pass policy='exact', or allow_mixed=True"
             )
 
     def _ask_survivors(self, comm: Comm) -> int | None:

@@ -63,7 +63,7 @@ def parse_mesh(option: str, text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"{option} {text!r} is no mesh: write axes and their sizes, outermost first, as in dp=2,tp=4")
+            raise UsageError(f"{option} {text!r} is not a mesh: write axes and their sizes, outermost first, as in dp=2,tp=4")
         if axis in axes:
             raise UsageError(f"{option} {text!r}: {axis!r} is given twice; an axis has one size")
         axes[axis] = int(size)

@@ -47,5 +47,5 @@ def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
-        raise UnsupportedError(f"{torch_save_path}: is no file of tensors and plain values alone ({error})") from error
+        raise UnsupportedError(f"{torch_save_path}: is not a file of tensors and plain values alone ({error})") from error
     save(state, checkpoint_id=dcp_checkpoint_dir, no_dist=True)

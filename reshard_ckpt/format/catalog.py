@@ -80,7 +80,7 @@ def encode_catalog(catalog: Catalog) -> bytes:
     try:
         bodies = _encode_sections(catalog)
     except UnicodeEncodeError as error:
-        raise UnsupportedError(f"catalog: {error.object!r:.200} is no valid text (a lone surrogate); rename it") from error
+        raise UnsupportedError(f"catalog: {error.object!r:.200} is not valid text (a lone surrogate); rename it") from error
     sections = {name: {"digest": section_digest(name, body), "body": body} for name, body in bodies.items()}
     packed: bytes = msgpack.packb({"format": FORMAT, "version": VERSION, "sections": sections})
     if len(packed) > MAX_CATALOG_BYTES:

@@ -95,7 +95,7 @@ def _first(mask: Mask | np.bool_) -> list[int]:
 
 def _info(catalog: Catalog) -> Iterator[str]:
     if not is_safe_key(catalog.save_id) or "/" in catalog.save_id:
-        yield f"its save id {catalog.save_id!r:.80} is no name of a folder"
+        yield f"its save id {catalog.save_id!r:.80} is not the name of a folder"
     if not isfinite(catalog.created_s):
         yield f"its time of creation is {catalog.created_s}"
     mesh = catalog.mesh
@@ -119,7 +119,7 @@ def _texts(catalog: Catalog) -> Iterator[str]:
 def _files(catalog: Catalog) -> Iterator[str]:
     for i, file in enumerate(catalog.files):
         if not _is_safe_checkpoint(file.checkpoint):
-            yield f"file {file.key} belongs to the checkpoint {file.checkpoint!r:.200}, which is no relative path"
+            yield f"file {file.key} belongs to the checkpoint {file.checkpoint!r:.200}, which is not a relative path"
         if not _is_in(file.folder, file.key) or (file.digests_key and not _is_in(file.folder, file.digests_key)):
             yield f"file {i} is {file.key!r:.200} with digests {file.digests_key!r:.200}: no paths below the checkpoint"
         if len(file.digest) != (16 if file.digests_key else 0):
@@ -170,7 +170,7 @@ def _shapes(table: TensorTable) -> Iterator[str]:
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is over {MAX_BYTES} bytes"
     is_run = (table.dtype == CODES.index("U8")) & (table.ndim == 1) & (table.alias < 0)
     for bad in _first((table.kind == TensorKind.BLOB) & ~is_run):
-        yield f"{names[bad]}: holds a value, but is no run of U8"
+        yield f"{names[bad]}: holds a value, but is not a run of U8"
 
 
 def _aliases(table: TensorTable) -> Iterator[str]:
@@ -200,7 +200,7 @@ def _links(table: TensorTable) -> Iterator[str]:
 def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64, num_tensors: int) -> Iterator[str]:
     """Yield the problems of the links of tensors or values with these names."""
     if {len(optimizer), len(key), len(parameter)} != {len(names)}:
-        yield f"{len(names)} entries have {len(optimizer)}, {len(key)} and {len(parameter)} of what links them"
+        yield f"{len(names)} entries have {len(optimizer)} optimizers, {len(key)} keys and {len(parameter)} parameters as links"
     for bad in _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors)):
         yield f"{names[bad]}: is linked by {int(optimizer[bad])} and {int(key[bad])} parts to tensor {int(parameter[bad])}"
     for bad in _first((key == 0) & ((optimizer != 0) | (parameter >= 0))):
@@ -275,4 +275,4 @@ def _values(catalog: Catalog) -> Iterator[str]:
         if value.kind == ValueKind.PER_RANK and not value.blobs:
             yield f"{value.name}: is a value of each rank's own, but lies in no blobs"
         if any(not 0 <= blob < len(kinds) or kinds[blob] != TensorKind.BLOB for blob in value.blobs):
-            yield f"{value.name}: its blobs {value.blobs!r:.80} are none of the catalog's"
+            yield f"{value.name}: its blobs {value.blobs!r:.80} are not blobs of the catalog"

@@ -89,7 +89,7 @@ def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
     try:
         node = msgpack.unpackb(data, max_array_len=MAX_MEMBERS, max_map_len=MAX_MEMBERS, max_ext_len=0)
     except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
-        raise CorruptError(f"{name}: no msgpack of this format ({error}); use another checkpoint") from error
+        raise CorruptError(f"{name}: not msgpack of this format ({error}); use another checkpoint") from error
     if type(node) is not dict or any(type(key) is not str for key in node):
         raise CorruptError(f"{name}: a msgpack {type(node).__name__} where a map belongs; use another checkpoint")
     return node
@@ -151,12 +151,12 @@ class Table:
             spans = pairwise(starts)
             texts = [text[a:b] for a, b in spans] if text.isascii() else [data[a:b].decode() for a, b in spans]
         except UnicodeDecodeError as error:
-            raise self.corrupt(field, f"is no UTF-8 ({error.reason} at byte {error.start})") from error
+            raise self.corrupt(field, f"is not UTF-8 ({error.reason} at byte {error.start})") from error
         return texts if len(texts) == count else texts * count
 
     def _ints(self, field: str, node: Any, count: int | None) -> I64:
         if type(node) is not list or [type(part) for part in node] != [str, int, bytes] or node[0] not in _WIDTHS:
-            raise self.corrupt(field, "is no column of integers")
+            raise self.corrupt(field, "is not a column of integers")
         code, stored_count, data = node
         self._check_count(field, stored_count, count)
         if not stored_count and not data:
@@ -172,7 +172,7 @@ class Table:
     def _pieces(self, field: str, node: Any, count: int | None, longest: int = 2**62) -> tuple[int, list[int], bytes]:
         """Read strings: return their number, the offsets at which the stored ones begin and the last one ends, and the bytes."""
         if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
-            raise self.corrupt(field, "is no column of strings")
+            raise self.corrupt(field, "is not a column of strings")
         self._check_count(field, node[0], count)
         lengths = self._ints(field, node[1], None)
         high = int(lengths.max()) if len(lengths) else 0

@@ -129,12 +129,12 @@ def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
-        raise CorruptError(f"{where}: is no text, so no manifest; use another checkpoint") from None
+        raise CorruptError(f"{where}: is not text, so not a manifest; use another checkpoint") from None
     digests: dict[str, bytes] = {}
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None or match[2] in digests:
-            what = "lists a file twice" if match else "is no '<SHA-256>  <path>'"
+            what = "lists a file twice" if match else "is not '<SHA-256>  <path>'"
             raise CorruptError(f"{where}: line {number} {what}: {line[:200]!r}; use another checkpoint")
         digests[match[2]] = bytes.fromhex(match[1])
     return digests
@@ -315,7 +315,7 @@ def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "dig
     if version != _VERSION:
         raise CorruptError(f"{name}: version {version}, written by a newer version than this, which reads {_VERSION}; upgrade")
     if block_bytes not in ALLOWED_BLOCK_BYTES:
-        raise CorruptError(f"{name}: blocks of {block_bytes} bytes, none of {ALLOWED_BLOCK_BYTES}; use another checkpoint")
+        raise CorruptError(f"{name}: blocks of {block_bytes} bytes, not one of {ALLOWED_BLOCK_BYTES}; use another checkpoint")
     if size != file_size:
         raise CorruptError(f"{name}: describes a file of {size} bytes, but it has {file_size}; use another checkpoint")
     if len(data) != digests_file_bytes(size, block_bytes):

@@ -96,7 +96,7 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """Return the plain value that a program without the classes of a key decodes it to.
+    """Return a key as a program without its classes would decode it: with plain values in place of objects.
 
     >>> plain_key((pathlib.PurePosixPath("a"), 1))
     ('a', 1)
@@ -139,7 +139,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
     except NotImplementedError:  # a path of another operating system
         return plain
     if type(made) is not kind or to_plain(made) != plain:
-        raise CorruptError(f"{plain!r:.80} is no {module}.{name}")
+        raise CorruptError(f"{plain!r:.80} is not a {module}.{name}")
     return made
 
 

@@ -159,7 +159,7 @@ def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> i
         raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
-        raise CorruptError(f"{name}: a header of {length} bytes is none of safetensors; use another checkpoint")
+        raise CorruptError(f"{name}: a header of {length} bytes is not allowed in safetensors; use another checkpoint")
     return _LENGTH_BYTES + length
 
 
@@ -179,12 +179,12 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
     try:
         table = json.loads(bytes(data[_LENGTH_BYTES:end]).decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise CorruptError(f"{name}: its header is no JSON of safetensors ({error}); use another checkpoint") from error
+        raise CorruptError(f"{name}: its header is not JSON of safetensors ({error}); use another checkpoint") from error
     if not isinstance(table, dict):
-        raise CorruptError(f"{name}: its header is no JSON object; use another checkpoint")
+        raise CorruptError(f"{name}: its header is not a JSON object; use another checkpoint")
     metadata = table.pop(METADATA, {})
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
-        raise CorruptError(f"{name}: its {METADATA} is no map of text to text; use another checkpoint")
+        raise CorruptError(f"{name}: its {METADATA} is not a map of text to text; use another checkpoint")
     placed = sorted((_member(key, entry, name) for key, entry in table.items()), key=lambda item: (item[0], item[1].num_bytes))
     _check_contiguous(placed, name, None if file_size is None else file_size - end)
     return Header(tuple(m for _, m in placed), tuple(end + at for at, _ in placed), metadata, end)
@@ -211,11 +211,11 @@ def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
             f"{name}: {key!r:.200} is of dtype {dtype}, which is not read yet; convert it to one of {[*ITEM_BYTES]}"
         )
     if type(dtype) is not str or dtype not in ITEM_BYTES:
-        raise CorruptError(f"{name}: {key!r:.200} is of dtype {dtype!r:.80}, none of safetensors; use another checkpoint")
+        raise CorruptError(f"{name}: {key!r:.200} is of dtype {dtype!r:.80}, not one of safetensors; use another checkpoint")
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > 64:
-        raise CorruptError(f"{name}: {key!r:.200} has shape {shape!r:.80}, which is none; use another checkpoint")
+        raise CorruptError(f"{name}: {key!r:.200} has shape {shape!r:.80}, which is not a shape; use another checkpoint")
     if not isinstance(span, list) or len(span) != 2 or not all(map(_is_size, span)):
-        raise CorruptError(f"{name}: {key!r:.200} has data_offsets {span!r:.80}, which are none; use another checkpoint")
+        raise CorruptError(f"{name}: {key!r:.200} has data_offsets {span!r:.80}, which are not offsets; use another checkpoint")
     num_bytes = prod(shape) * ITEM_BYTES[dtype]
     if span[1] - span[0] != num_bytes:
         raise CorruptError(

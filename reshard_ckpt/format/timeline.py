@@ -110,7 +110,7 @@ def decode_timeline(data: bytes, *, where: str) -> Timeline:
         return Timeline(_text(document["save_id"]), began[0], mesh, tuple(uncertainty), tuple(steps))
     except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
         raise CorruptError(
-            f"{where}: is no timeline: {type(error).__name__}: {error}; delete it, nothing else needs it"
+            f"{where}: is not a timeline: {type(error).__name__}: {error}; delete it, nothing else needs it"
         ) from error
 
 
@@ -118,7 +118,7 @@ def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads
     """Yield the steps of one rank, as `encode_steps` encoded them."""
     numbers, end = msgpack.unpackb(data), 0
     if type(numbers) is not list or any(type(number) is not int for number in numbers):
-        raise ValueError(f"the steps of rank {rank} are no integers")
+        raise ValueError(f"the steps of rank {rank} are not integers")
     for code, gap, length, num_bytes in zip(*[iter(numbers)] * 4, strict=True):
         start = end + gap
         end = start + length
@@ -139,13 +139,13 @@ def _mesh(value: Any, num_ranks: int) -> Mesh | None:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no count")
+        raise TypeError(f"{value!r} is not a count")
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CorruptError
-from .value_decode import decode_each, decode_node, decode_shape, one, typed
+from .value_decode import decode_each, decode_node, decode_shape, typed, typed_item
 
 TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 # Without quantized, sub-byte and raw-bits dtypes: a copy of the bytes alone does not copy their elements.
@@ -30,16 +30,16 @@ _SPARSE_LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in SPAR
 
 def _decode_size(body: Any, depth: int) -> torch.Size:
     """Decode a size. It need not be the shape of a tensor: a size for `view` may have a -1."""
-    sizes = one(body, list)
+    sizes = typed_item(body, list)
     if any(type(size) is not int or not -(2**63) <= size < 2**63 for size in sizes):
-        raise CorruptError(f"a torch.Size of {sizes!r:.80} is none")
+        raise CorruptError(f"{sizes!r:.80} is not a torch.Size")
     return torch.Size(sizes)
 
 
 def _decode_tensor(body: Any, depth: int) -> torch.Tensor:
     name, shape, data = typed(body, str, list, bytes)
     if name not in TENSOR_DTYPES:
-        raise CorruptError(f"torch dtype {name!r:.80} is none that this torch can load into a tensor")
+        raise CorruptError(f"torch dtype {name!r:.80} cannot be loaded into a tensor by this torch")
     dtype = TORCH_DTYPES[name]
     checked = decode_shape(shape, dtype.itemsize, data)
     if dtype is torch.bool and data.strip(b"\0\1"):
@@ -53,7 +53,7 @@ def _decode_parameter(body: Any, depth: int) -> torch.nn.Parameter:
     requires_grad, node = typed(body, bool, dict)
     tensor = decode_node(node, depth)
     if type(tensor) is not torch.Tensor:
-        raise CorruptError("a parameter is no tensor")
+        raise CorruptError("a parameter is not a tensor")
     return torch.nn.Parameter(tensor, requires_grad)
 
 
@@ -69,7 +69,7 @@ def _decode_sparse(body: Any, depth: int) -> torch.Tensor:
 
 
 def _decode_torch_dtype(body: Any, depth: int) -> torch.dtype:
-    name = one(body, str)
+    name = typed_item(body, str)
     if name not in TORCH_DTYPES:
         raise CorruptError(f"torch {torch.__version__} has no dtype {name!r:.80}")
     return TORCH_DTYPES[name]
@@ -81,7 +81,7 @@ DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "torch.sparse": _decode_sparse,
     "torch.dtype": _decode_torch_dtype,
     "torch.Size": _decode_size,
-    "torch.device": lambda body, depth: torch.device(one(body, str)),
+    "torch.device": lambda body, depth: torch.device(typed_item(body, str)),
 }
 """By tag, as in `value_decode`."""
 

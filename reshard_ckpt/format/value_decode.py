@@ -71,16 +71,17 @@ def typed(body: Any, *kinds: type | None) -> tuple[Any, ...]:
     return tuple(body)
 
 
-def one(body: Any, kind: type) -> Any:
+def typed_item(body: Any, kind: type) -> Any:
+    """Check that a list has exactly one item, of this type, and return the item."""
     return typed([body], kind)[0]
 
 
 def _decode_items(body: Any, depth: int) -> list[Any]:
-    return decode_each(one(body, list), depth)
+    return decode_each(typed_item(body, list), depth)
 
 
 def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
-    pairs = one(body, list)
+    pairs = typed_item(body, list)
     if not {list}.issuperset(map(type, pairs)) or not {2}.issuperset(map(len, pairs)):
         raise CorruptError("an entry of a dict is not a pair of a key and a value")
     keys = decode_each([key for key, _ in pairs], depth)
@@ -102,8 +103,9 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
+    """Check that elements of `item_bytes` in this shape fill `data`, and return the shape."""
     if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
-        raise CorruptError(f"shape {shape!r:.80} is no shape")
+        raise CorruptError(f"shape {shape!r:.80} is not a shape")
     if prod(shape) * item_bytes != len(data):
         raise CorruptError(f"shape {shape!r:.80} does not describe {len(data)} bytes")
     return tuple(shape)
@@ -111,7 +113,7 @@ def decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, .
 
 def _numpy_dtype(code: str) -> np.dtype[Any]:
     if NUMPY_DTYPE.fullmatch(code) is None or np.dtype(code).str != code:
-        raise CorruptError(f"numpy dtype {code!r:.80} is none that is saved")
+        raise CorruptError(f"numpy dtype {code!r:.80} is not one that is saved")
     return np.dtype(code)
 
 
@@ -121,7 +123,7 @@ def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, An
     if dtype.kind == "b" and data.strip(b"\0\1"):
         raise CorruptError("a bool is neither 0 nor 1")
     if dtype.kind == "U" and np.frombuffer(data, dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
-        raise CorruptError("text holds what is no code point")
+        raise CorruptError("text holds a number that is not a code point")
     return array
 
 
@@ -144,11 +146,11 @@ def _decode_object(body: Any, depth: int) -> Any:
 
 def _decode_deque(body: Any, depth: int) -> Any:
     length, items = typed(body, None, None)
-    return collections.deque(_decode_items(items, depth), None if length is None else one(length, int))
+    return collections.deque(_decode_items(items, depth), None if length is None else typed_item(length, int))
 
 
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
-    "int": lambda body, depth: int.from_bytes(one(body, bytes), "little", signed=True),
+    "int": lambda body, depth: int.from_bytes(typed_item(body, bytes), "little", signed=True),
     "complex": lambda body, depth: complex(*typed(body, float, float)),
     "tuple": lambda body, depth: tuple(_decode_items(body, depth)),
     "dict": lambda body, depth: dict(_decode_pairs(body, depth)),
@@ -161,7 +163,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "object": _decode_object,
     "numpy.ndarray": lambda body, depth: _numpy_array(*typed(body, str, list, bytes)),
     "numpy.scalar": _decode_numpy_scalar,
-    "numpy.str": lambda body, depth: np.str_(one(body, str)),
-    "numpy.bytes": lambda body, depth: np.bytes_(one(body, bytes)),
-    "numpy.dtype": lambda body, depth: _numpy_dtype(one(body, str)),
+    "numpy.str": lambda body, depth: np.str_(typed_item(body, str)),
+    "numpy.bytes": lambda body, depth: np.bytes_(typed_item(body, bytes)),
+    "numpy.dtype": lambda body, depth: _numpy_dtype(typed_item(body, str)),
 }

@@ -113,7 +113,7 @@ def decode_value(data: bytes | bytearray | memoryview, *, name: str = "value") -
     except CheckpointError as error:
         raise CorruptError(f"{name}: {error}; use another checkpoint") from None
     except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, msgpack.UnpackException) as error:
-        raise CorruptError(f"{name}: its {len(data)} bytes are no encoded value ({error}); use another checkpoint") from error
+        raise CorruptError(f"{name}: its {len(data)} bytes are not an encoded value ({error}); use another checkpoint") from error
 
 
 def is_plain(value: Any) -> bool:
@@ -148,7 +148,7 @@ def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
     """Decode the steps of a path; `keys_of` returns their keys. Raise `CorruptError` for other bytes."""
     steps = decode_value(data, name="path in the state")
     if not isinstance(steps, list) or len(steps) > MAX_STEPS:
-        raise CorruptError(f"path in the state: no list of up to {MAX_STEPS} keys; use another checkpoint")
+        raise CorruptError(f"path in the state: not a list of up to {MAX_STEPS} keys; use another checkpoint")
     for step in steps:
         if isinstance(step, dict) and (len(step) != 1 or type(step) is dict or type(next(iter(step.values()))) is not int):
             raise CorruptError("path in the state: a dict where a key belongs; use another checkpoint")
@@ -241,7 +241,7 @@ def _encode_str(value: str, place: _Place) -> str:
             value.encode()
         except UnicodeEncodeError:
             place.refuse(
-                "a str with lone surrogates is no valid text; rename a key; save a value as bytes, e.g. os.fsencode(value)"
+                "a str with lone surrogates is not valid text; rename a key; save a value as bytes, e.g. os.fsencode(value)"
             )
     return value
 
@@ -275,7 +275,7 @@ def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
         value = value.view(np.uint8) != 0
     data = value.tobytes()
     if value.dtype.kind == "U" and np.frombuffer(data, value.dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
-        place.refuse("an array of text holds what is no code point; fill all of it")
+        place.refuse("an array of text holds a number that is not a code point; fill all of it")
     return data
 
 

@@ -39,7 +39,7 @@ Numbers = I64 | int
 
 @dataclass(slots=True)
 class ForeignTensor:
-    """A tensor that was added: its number and its parts, but not those of `CatalogBuilder.rows`."""
+    """A tensor that was added: its number and its parts, without those that `CatalogBuilder.rows` added."""
 
     number: int
     name: str
@@ -104,7 +104,16 @@ class CatalogBuilder:
         return number
 
     def of_step(self, key: str, count: str, step: Any) -> None:
-        """Say which number a file has for a count of steps that all files have alike; anything but a number says nothing.
+        """Check that a count of steps in a file is the same as in the files before it.
+
+        Parameters
+        ----------
+        key
+            The file.
+        count
+            The name of the count, for messages and to compare it by.
+        step
+            The count in this file. Anything but a number is ignored.
 
         Raises
         ------

@@ -233,8 +233,10 @@ def _busy_error(path: str) -> StorageError:
     return StorageError(f"{path}: another conversion writes there now; wait for its end, or pass another path")
 
 
-def _remove_leftovers(path: str, mine: str) -> None:
-    """Remove the folders of killed attempts. Move old content back to its place if an attempt was cut off between its two moves.
+def _remove_leftovers(path: str, own: str) -> None:
+    """Remove the folders of killed attempts, and unfinished moves in `own`, the folder of this one.
+
+    Move old content back to its place if an attempt was cut off between its two moves.
 
     Raises
     ------
@@ -245,7 +247,7 @@ def _remove_leftovers(path: str, mine: str) -> None:
     ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.(partial|replaced)")
     left = {os.path.join(folder, entry): found[1] for entry in os.listdir(folder) if (found := ours.fullmatch(entry))}
     # A folder whose lock is free belongs to a dead attempt.
-    for entry in (entry for entry, what in left.items() if what == "partial" and entry != mine):
+    for entry in (entry for entry, kind in left.items() if kind == "partial" and entry != own):
         with suppress(MissingKey):
             lock = _make_and_lock(entry)
             if lock is None:
@@ -253,12 +255,12 @@ def _remove_leftovers(path: str, mine: str) -> None:
             with lock:
                 shutil.rmtree(entry, ignore_errors=True)
     # Old content: remove it if the new one is in place, else put it back.
-    for entry in (entry for entry, what in left.items() if what == "replaced"):
+    for entry in (entry for entry, kind in left.items() if kind == "replaced"):
         if os.path.lexists(path):
             _remove(entry)
         else:
             os.rename(entry, path)
-    shutil.rmtree(os.path.join(mine, _WHOLE), ignore_errors=True)
+    shutil.rmtree(os.path.join(own, _WHOLE), ignore_errors=True)
 
 
 def _make_durable_folder(folder: str) -> None:
@@ -272,9 +274,9 @@ def _make_durable_folder(folder: str) -> None:
     sync_folder(above)
 
 
-def _sibling(path: str, identity: str | None, what: str) -> str:
+def _sibling(path: str, identity: str | None, kind: str) -> str:
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)}.{what}")
+    return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)}.{kind}")
 
 
 def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:

@@ -94,7 +94,7 @@ def read_index(storage: Storage, key: str) -> WeightFiles:
     try:
         index: Any = json.loads(storage.read(key, limit=MAX_INDEX_BYTES).decode())
     except (ValueError, RecursionError, MemoryError) as error:
-        raise CorruptError(f"{where}: is no JSON ({error}); use another copy of it") from error
+        raise CorruptError(f"{where}: is not JSON ({error}); use another copy of it") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
@@ -106,14 +106,14 @@ def read_index(storage: Storage, key: str) -> WeightFiles:
     return {file: frozenset(by_file[file]) for file in sorted(by_file)}
 
 
-def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, less: Collection[str] = ()) -> None:
+def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, left_out: Collection[str] = ()) -> None:
     """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder that end in `SIDE_SUFFIXES`.
 
     Nothing is copied from a folder without ``config.json``, nor from one of this library's own checkpoints.
 
     Parameters
     ----------
-    less
+    left_out
         Entries of ``config.json`` to leave out.
     """
     own = {file.key for file in catalog.files}
@@ -123,8 +123,8 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, less:
         size = source.size(key)
         if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
             continue
-        if key == CONFIG and less:
-            config = {name: value for name, value in json.loads(source.read(key, MAX_SIDE_BYTES)).items() if name not in less}
+        if key == CONFIG and left_out:
+            config = {name: value for name, value in json.loads(source.read(key, MAX_SIDE_BYTES)).items() if name not in left_out}
             with target.create(key) as writer:
                 writer.write((json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
             continue

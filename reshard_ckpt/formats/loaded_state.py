@@ -89,7 +89,7 @@ def divided_by_rank(
     max_depth
         The number of keys after which a dict is one value; without it, each leaf of nested dicts is a value.
     may_miss
-        Whether a value counts as equal on all ranks if some ranks have none of this name.
+        Whether a value counts as equal on all ranks if some ranks lack it.
 
     Returns
     -------

@@ -272,11 +272,12 @@ def _part(value: PickledDTensor, where: str) -> _Part:
     spec = attributes_of(value.spec) or {}
     mesh, placements = attributes_of(spec.get("mesh")) or {}, spec.get("placements")
     sizes, at = _sizes(mesh), mesh.get("_coordinate_on_dim", ())
+    # The pickle may come from anywhere, so every field is checked before torch's and this library's functions get it.
     known = [_placement(placement) for placement in placements] if isinstance(placements, tuple | list) else [None]
     if None in known or sizes is None or len(sizes) != len(known) or not isinstance(value.local, PickledTensor):
         shown = [class_of(p) for p in placements] if isinstance(placements, tuple | list) else class_of(placements)
         raise UnsupportedError(f"{where}: a DTensor with placements {shown} on a mesh of {sizes} is unknown here")
-    if at is not None and (
+    if at is not None and (  # None: the rank is not in the mesh
         len(at) != len(sizes) or not all(type(i) is int and 0 <= i < n for i, n in zip(at, sizes, strict=True))
     ):
         raise CorruptError(f"{where}: is at {at} of a mesh of {sizes}; use another copy")

@@ -108,16 +108,17 @@ def write_files(
     ]
     stream = ByteStream(bytes_of(runs))
     sections: list[tuple[Section, dict[int, int]]] = []
-    for file, parts in mine:
+    for file, parts in own:
         done = _write_section(storage, file, parts, sizes[file.key], stream, notes)
         if done is not None:
             sections.append(done)
-    if mine:
-        storage.sync([file.key for file, _ in mine])
+    if own:
+        storage.sync([file.key for file, _ in own])
 
+    # On rank 0. The end of a file needs the checksums of all of its parts, whichever process wrote them.
     def joined(of_ranks: list[Any]) -> None:
         found: dict[str, list[tuple[Section, dict[int, int]]]] = {}
-        for data, crcs in (one for of_rank in of_ranks for one in of_rank):
+        for data, crcs in (section for of_rank in of_ranks for section in of_rank):
             section = Section(*data)
             found.setdefault(section.key, []).append((section, crcs))
         for file in (file for file in missing if file.key in found):

@@ -178,31 +178,31 @@ def known_formats() -> tuple[Format, ...]:
 def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
     """Return a function like `known_formats`, with these options set for all formats that take them, or only those in `only`.
 
-    >>> [one.name for one in with_options({"as_saved": True}, only=["dcp"])() if one.options]
+    >>> [form.name for form in with_options({"as_saved": True}, only=["dcp"])() if form.options]
     ['dcp']
     """
 
     def formats() -> tuple[Format, ...]:
         return tuple(
-            replace(one, options={name: value for name, value in options.items() if name in one.takes})
-            if only is None or one.name in only
-            else one
-            for one in known_formats()
+            replace(form, options={name: value for name, value in options.items() if name in form.takes})
+            if only is None or form.name in only
+            else form
+            for form in known_formats()
         )
 
     return formats
 
 
-def _opened(one: Format, storage: Storage, key: str | None) -> Source | None:
+def _opened(form: Format, storage: Storage, key: str | None) -> Source | None:
     """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
     try:
-        return one.open(storage, key, **one.options)
+        return form.open(storage, key, **form.options)
     except (CheckpointError, OSError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
         why = f"{type(error).__name__}: {error}"
         place = storage.url if key is None else f"{storage.url}: {key}"
-        raise CorruptError(f"{place}: is not as {one.name} writes it ({why:.200}); use another copy") from error
+        raise CorruptError(f"{place}: is not as {form.name} writes it ({why:.200}); use another copy") from error
 
 
 @contextmanager

@@ -37,16 +37,16 @@ def open_torch_checkpointing(storage: Storage, key: str | None) -> Source | None
         return None
     where = f"{storage.url}: {METADATA_KEY}"
     try:
-        said = read_pickle(read_range(storage, METADATA_KEY, 0, size), {}, name=where)
+        saved = read_pickle(read_range(storage, METADATA_KEY, 0, size), {}, name=where)
     except UnsupportedError:
         return None  # a pickle of objects, which another library wrote
-    if not isinstance(said, dict) or not {"metadata", "world_size", "version"} <= said.keys():
+    if not isinstance(saved, dict) or not {"metadata", "world_size", "version"} <= saved.keys():
         return None
-    if said["version"] != _VERSION:
-        raise UnsupportedError(f"{where} has version {said['version']!r}, and {_VERSION!r} is known; use torch_checkpointing")
+    if saved["version"] != _VERSION:
+        raise UnsupportedError(f"{where} has version {saved['version']!r}, and {_VERSION!r} is known; use torch_checkpointing")
     folder = RankFolder(storage, NAME)
     present = {path for path, _ in storage.list()}
-    for item, paths in _items(said, present, folder, where):
+    for item, paths in _items(saved, present, folder, where):
         absent = [path for path in paths if path not in present]
         if absent:
             raise CorruptError(f"{storage.url}: {absent[0]} is missing, a file of {item}; copy it along")
@@ -54,8 +54,10 @@ def open_torch_checkpointing(storage: Storage, key: str | None) -> Source | None
     return Source(folder.storage, folder.builder.finish(), NAME)
 
 
-def _items(said: dict[str, Any], present: set[str], folder: RankFolder, where: str) -> list[tuple[str, list[str]]]:
+def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: str) -> list[tuple[str, list[str]]]:
     """Return each item with its files in order of rank, the model first: it names the parameters of the optimizer.
+
+    `saved` is the content of ``metadata.pkl``, `present` the keys of all files.
 
     Raises
     ------
@@ -64,8 +66,8 @@ def _items(said: dict[str, Any], present: set[str], folder: RankFolder, where: s
     """
     found: dict[str, list[str]] = {}
     try:
-        num_ranks = _number(said["world_size"])
-        for item, entry in said["metadata"].items():
+        num_ranks = _number(saved["world_size"])
+        for item, entry in saved["metadata"].items():
             groups = (group for of_path in entry["nested_path_to_metadata"].values() for group in of_path)
             ranks = sorted({_number(rank) for group in groups for rank in group["ranks"]})
             layouts = [entry["rank_to_layout_info"].get(rank) for rank in ranks]

@@ -59,12 +59,12 @@ def path_text(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(
-            f"{path!r} is no path: pass a folder, file:///folder, s3://bucket/… or memory://name, as a str or a Path"
+            f"{path!r} is not a path: pass a folder, file:///folder, s3://bucket/… or memory://name, as a str or a Path"
         )
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise UsageError(f"{text!r} is no path: {error}; pass a folder of another name") from None
+        raise UsageError(f"{text!r} is not a path: {error}; pass a folder of another name") from None
     return os.path.expanduser(text)
 
 
@@ -152,7 +152,7 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
     if scheme == "file":
         return LocalStorage(_file_path(text), timeout_s=timeout_s)
     schemes = ", ".join(f"{name}://bucket/prefix" for name in _OBJECTS)
-    raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder, {schemes} and memory://name")
+    raise UsageError(f"{text!r}: no store serves this scheme; there are a folder, file:///folder, {schemes} and memory://name")
 
 
 def open_below(storage: Storage, folder: str) -> Storage:
@@ -178,7 +178,7 @@ def open_beside(storage: Storage, relative: str, key: str) -> Storage:
         # In a bucket, a hostile catalog must not reach the files of other users beside the run. One level above is the run.
         inside = f"{place}/".startswith(f"{rest.rpartition('/')[0]}/") and "/" in rest
         if place.startswith(".") or (scheme in _OBJECTS and not inside):
-            raise CorruptError(f"{storage.url}: refers to files at {relative!r}, which is no place; use another checkpoint")
+            raise CorruptError(f"{storage.url}: refers to files at {relative!r}, outside of the run; use another checkpoint")
         return open_storage(f"{scheme}://{place}")
     found = LocalStorage(os.path.normpath(os.path.join(rest, relative)))
     if found.size(key) is None:

@@ -1,4 +1,4 @@
-"""A store that is looked at by many formats before one of them knows it: each fact is asked for once.
+"""A store that caches its listing and the heads of its files, because many formats look at a folder before one recognizes it.
 
 Every format looks for its own marks, and reads the heads of all files, one after the other. In an object store each look is a
 round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small documents, and

@@ -412,7 +412,7 @@ def key_parts(key: str) -> tuple[str, ...]:
     parts = tuple(key.split("/"))
     if any(part in ("", ".", "..") for part in parts) or _NO_KEY.search(key):
         raise CorruptError(
-            f"{key!r} is no key of a checkpoint file, which is a relative path without '..': do not trust its source"
+            f"{key!r} is not the key of a checkpoint file, which is a relative path without '..': do not trust its source"
         )
     return parts
 

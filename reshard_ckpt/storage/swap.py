@@ -12,7 +12,7 @@ _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Errors of a kernel without this call, of a file system without this flag, and of a sandbox that forbids the call."""
 
 
-def swap(one: str, other: str) -> bool:
+def swap(first: str, second: str) -> bool:
     """Exchange two files or folders of one file system in one atomic step.
 
     Returns
@@ -28,10 +28,10 @@ def swap(one: str, other: str) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    arguments = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE))
     if renameat2(*arguments) == 0:
         return True
     code = ctypes.get_errno()
     if code in _CANNOT:
         return False
-    raise OSError(code, os.strerror(code), one, None, other)
+    raise OSError(code, os.strerror(code), first, None, second)

@@ -124,7 +124,7 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
             f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
         ) from None
     except (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
-        raise CorruptError(f"{name}: no pickle of the expected kind ({error}); nothing was executed, use another file") from None
+        raise CorruptError(f"{name}: not a pickle of the expected kind ({error}); nothing was run, use another file") from None
 
 
 class _Machine:
@@ -245,7 +245,7 @@ class _Machine:
     def look_up(self, module: Any, name: Any) -> Any:
         """Return the stand-in of a global."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("the name of a global is no text")
+            raise ValueError("the name of a global is not text")
         try:
             return self.table[module, name]
         except KeyError:

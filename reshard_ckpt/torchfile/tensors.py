@@ -62,7 +62,7 @@ def _size(values: Any = ()) -> Ints:
         raise ValueError("a torch.Size of something else than a few numbers")
     for value in values:  # a loop, because it is faster than `all`, and runs many times for each chunk
         if type(value) is not int:
-            raise ValueError("a size that is no whole number")
+            raise ValueError("a size that is not a whole number")
     return tuple(values)
 
 

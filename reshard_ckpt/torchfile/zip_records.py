@@ -153,7 +153,7 @@ class ZipRecords:
         return data
 
     def _damaged(self, why: str) -> CorruptError:
-        return CorruptError(f"{self._name}: is no whole zip, as torch.save writes it ({why:.200}); use another copy")
+        return CorruptError(f"{self._name}: is not a whole zip, as torch.save writes it ({why:.200}); use another copy")
 
 
 def refuse_legacy(head: bytes, name: str) -> None:

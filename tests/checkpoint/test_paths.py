@@ -60,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", [*OPENERS, *(f"to {name}" for name in WRITERS)])
 def test_what_is_no_path_is_wrong_use(name: str, path: Any, home: Path):
     call = WRITERS[name[3:]] if name.startswith("to ") else OPENERS[name]
-    with pytest.raises(UsageError, match=r"is no path: pass a folder|pass the folder"):
+    with pytest.raises(UsageError, match=r"is not a path: pass a folder|pass the folder"):
         call(path)
 
 

@@ -63,7 +63,7 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
         ("none", None, "nothing is there; check the path"),
         ("folder/README", b"hello", "1 files (README), but no catalog.msgpack"),
         ("folder/__0_0.distcp", b"hello", "but no .metadata, which torch.distributed.checkpoint writes last"),
-        ("half.pt", b"PK\x03\x04half", "is no whole zip, as torch.save writes it"),
+        ("half.pt", b"PK\x03\x04half", "is not a whole zip, as torch.save writes it"),
         ("half.safetensors", b"\xff\0\0\0\0\0\0\0{", "half.safetensors: ends after 9 bytes, within its header"),
     ],
 )

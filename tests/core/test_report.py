@@ -1,4 +1,4 @@
-"""What a user may pass as a name, a path or an axis is refused by name where it is no text."""
+"""What a user may pass as a name, a path or an axis is refused by name where it is not text."""
 
 from __future__ import annotations
 

@@ -548,7 +548,7 @@ def test_torch_files_are_written_and_read_as_with_torchs_functions(tmp_path: Pat
     assert torch.equal(target["model"].pop("a.w"), state["model"]["a.w"])
     assert target == {"model": {}, "step": 3, "list": [1, "x"]}
     torch.save({"x": Counter()}, tmp_path / "object.pt")
-    with pytest.raises(UnsupportedError, match=r"object.pt: is no file of tensors and plain values alone"):
+    with pytest.raises(UnsupportedError, match=r"object.pt: is not a file of tensors and plain values alone"):
         dcp.format_utils.torch_save_to_dcp(tmp_path / "object.pt", tmp_path / "new")
 
 

@@ -299,7 +299,7 @@ def test_who_holds_changes_back_is_checked(tmp_path: Path) -> None:
         checkpoint.async_save(tmp_path, state, staging="lazy", hold="nobody")
     with pytest.raises(UsageError, match="hold='caller' is for staging='lazy'"):
         checkpoint.async_save(tmp_path, state, hold="caller")
-    with pytest.raises(UsageError, match=r"hold: Linear\(.*is no torch optimizer"):
+    with pytest.raises(UsageError, match=r"hold: Linear\(.*is not a torch optimizer"):
         checkpoint.async_save(tmp_path, state, staging="lazy", hold=[torch.nn.Linear(1, 1)])
     with pytest.raises(UsageError, match="hold=3: pass 'optimizers', 'caller', an optimizer, or a list"):
         checkpoint.async_save(tmp_path, state, staging="lazy", hold=3)

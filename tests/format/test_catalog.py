@@ -321,7 +321,7 @@ def test_names_that_are_no_text_cannot_be_written():
         ("rows", {"start": ["u8", 7, b"\xff" * 8]}, "over 2⁶³ - 1|entries"),
         ("files", {"key": [2, ["u1", 2, b"\1\1"], b"\xff\xff"]}, "no UTF-8"),
         ("files", {"key": [2, ["u4", 1, (70_000).to_bytes(4, "little")], b"a" * 70_000]}, "over the 65536"),
-        ("info", {"mesh": 5}, "info.mesh is no dict"),
+        ("info", {"mesh": 5}, "info.mesh is not a dict"),
         ("info", {"mesh": {"axes": [1], "sizes": [1]}}, "names and sizes"),
         ("info", {"created_s": 5}, "created_s is no float"),
     ],

@@ -125,7 +125,7 @@ GOOD = Timeline("id", 1.0, Mesh(("dp",), (2,)), (0.0, 0.125), (Step(1, "write", 
 )
 def test_what_is_no_timeline_is_refused(change: dict[str, object]) -> None:
     document = msgpack.unpackb(encoded(GOOD))
-    with pytest.raises(CorruptError, match="^where: is no timeline"):
+    with pytest.raises(CorruptError, match="^where: is not a timeline"):
         decode_timeline(msgpack.packb({**document, **change}), where="where")
 
 

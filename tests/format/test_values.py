@@ -291,7 +291,7 @@ def test_what_would_not_come_back_is_refused_with_its_place(value: Any, message:
 
 def test_text_of_memory_that_nobody_has_set_is_refused():
     for order in "<>":
-        with pytest.raises(UnsupportedError, match=r"extra\['a'\]: an array of text holds what is no code point"):
+        with pytest.raises(UnsupportedError, match=r"extra\['a'\]: an array of text holds a number that is not a code point"):
             encode_value({"a": np.array([0x110000], order + "u4").view(order + "U1")}, "extra")
 
 

@@ -236,9 +236,9 @@ INDICES: dict[str, tuple[bytes, str]] = {
     "a list": (index(["w"]), "no weight_map"),
     "none": (b"{}", "no weight_map"),
     "no object": (b"[]", "no weight_map"),
-    "no json": (b"{", "is no JSON"),
-    "no text": (b"\xff\xfe", "is no JSON"),
-    "deep": (b"[" * 200_000, "is no JSON"),
+    "no json": (b"{", "is not JSON"),
+    "no text": (b"\xff\xfe", "is not JSON"),
+    "deep": (b"[" * 200_000, "is not JSON"),
     "lost file": (index({"w": "model-2.safetensors"}), "is missing"),
     "lost tensor": (index({"v": "w.safetensors"}), "has no tensor 'v'"),
 }

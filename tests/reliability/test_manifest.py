@@ -175,7 +175,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str):
     manifest_of(tmp_path).write_bytes(text.encode("latin-1"))
     if text:
         (problem,) = checkpoint.verify(tmp_path, sha256=True).problems
-        assert re.search(r"manifest.sha256: (line 1|line 2|is no text)", problem)
+        assert re.search(r"manifest.sha256: (line 1|line 2|is not text)", problem)
     else:
         assert len(checkpoint.verify(tmp_path, sha256=True).problems) == 3
 

@@ -183,8 +183,8 @@ def test_keys_of_paths_that_collide_are_refused_before_they_meet():
 @pytest.mark.parametrize(
     ("state", "storage", "why"),
     [
-        (None, {}, "state_dict_metadata is no dict"),
-        ({}, None, "storage_data is no dict"),
+        (None, {}, "state_dict_metadata is not a dict"),
+        ({}, None, "storage_data is not a dict"),
         ({"w": 3}, {}, "neither a tensor nor a value"),
         ({"w": _of("BytesStorageMetadata", {})}, {}, "'w'"),
         ({"w": _of("TensorStorageMetadata", {})}, {}, "'size'"),

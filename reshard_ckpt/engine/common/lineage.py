@@ -156,10 +156,10 @@ class Lineage:
 def _parsed(fields: Any) -> Lineage:
     run, attempt, starts, superseded = fields
     if not isinstance(run, str) or not all(isinstance(one, str) for one in superseded):
-        raise TypeError("an id that is no text")
+        raise TypeError("an id that is not text")
     pairs = tuple((number, step) for number, step in starts)
     if not all(isinstance(one, int) for one in (attempt, *(one for pair in pairs for one in pair))):
-        raise TypeError("an attempt that is no number")
+        raise TypeError("an attempt that is not a number")
     return Lineage(run, attempt, pairs, tuple(superseded))
 
 

@@ -4,7 +4,7 @@
    proves that the shards tile every tensor. So names, links, renaming, matching and values work as for any checkpoint.
 2. `compare_live`, if asked for: scatter the runs to fingerprint (once), gather the fingerprints, then gather empty messages as a
    barrier. Rank 0 compares the replicas between the two gathers, as for a save.
-3. `LiveValues.share`: gather the values that are no tensors, broadcast them merged. They may change from one exchange to the
+3. `LiveValues.share`: gather the values that are not tensors, broadcast them merged. They may change from one exchange to the
    next; a rank sends its own again only if they changed.
 
 A source and a destination must not share memory, unless they are the same tensor (`find_overlaps`). Destinations may be written

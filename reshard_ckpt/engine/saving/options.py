@@ -76,8 +76,8 @@ class SaveOptions:
         for optimizer in self.more_held:
             if not isinstance(optimizer, Optimizer):
                 raise UsageError(
-                    f"hold: {optimizer!r} is no torch optimizer, so its steps cannot be held back; pass hold='caller', and wait "
-                    "for staged() before the state changes"
+                    f"hold: {optimizer!r} is not a torch optimizer, so its steps cannot be held back; pass hold='caller', and "
+                    "wait for staged() before the state changes"
                 )
         if self.staging == "eager" and self.hold != "optimizers":
             raise UsageError(f"hold={self.hold!r} is for staging='lazy': an eager save has copied all when async_save returns")

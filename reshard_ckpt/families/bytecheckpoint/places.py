@@ -60,7 +60,7 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
     left = iter(described)
     for size, pad in zip(sizes, padding, strict=True):
         if type(size) is not int or size < 0:
-            raise ValueError("a size that is no number of elements")
+            raise ValueError("a size that is not a number of elements")
         if not pad:
             fqn, shape = next(left)
             if not isinstance(fqn, str) or any(type(n) is not int or n < 0 for n in shape) or prod(shape) != size:

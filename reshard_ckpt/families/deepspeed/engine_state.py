@@ -304,7 +304,7 @@ class EngineState:
         Raises
         ------
         UnsupportedError
-            The saved values differ among the parameters of one group, or are no numbers where the optimizer has one.
+            The saved values differ among the parameters of one group, or are not numbers where the optimizer has one.
         """
         base = base_optimizer(self._engine)
         chosen = []

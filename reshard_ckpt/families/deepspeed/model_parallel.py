@@ -142,7 +142,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
                 segments += _segments(name, shape, held, piece)
         return Shard(shape, tuple(segments))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CorruptError(f"{name}: its affine_map is no map of AutoTP ({error!r}); use another checkpoint") from None
+        raise CorruptError(f"{name}: its affine_map is not a map of AutoTP ({error!r}); use another checkpoint") from None
 
 
 def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[FlatBox]:

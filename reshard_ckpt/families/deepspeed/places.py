@@ -327,7 +327,7 @@ def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
     """Return the shapes of the parameters in each flat group, by name."""
     found = model.content.get("param_shapes")
     if not isinstance(found, list | tuple | None):
-        raise CorruptError(f"{model.key}: its param_shapes are no list; use another copy")
+        raise CorruptError(f"{model.key}: its param_shapes are not a list; use another copy")
     return [shapes_of(shapes, model.key) for shapes in found or ()]
 
 

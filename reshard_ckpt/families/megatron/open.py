@@ -99,7 +99,7 @@ def _latest(storage: Storage) -> str | None:
         return None
     text = bytes(storage.read(LATEST_KEY, limit=MAX_SMALL_BYTES)).decode(errors="replace").strip()
     if text != "release" and not text.isdecimal():
-        raise CorruptError(f"{storage.url}: {LATEST_KEY} says {text!r:.80}, which is no iteration; pass the folder of one")
+        raise CorruptError(f"{storage.url}: {LATEST_KEY} says {text!r:.80}, which is not an iteration; pass the folder of one")
     return "release" if text == "release" else f"iter_{int(text):07d}"
 
 
@@ -321,7 +321,7 @@ def unflattened(saved: SavedTensor, shape: Ints, name: str) -> SavedTensor:
     fits = len(fragments) == len(shape) and all(f > 0 and size % f == 0 for size, f in zip(shape, fragments, strict=True))
     lengths = tuple(size // f for size, f in zip(shape, fragments, strict=True)) if fits else ()
     if not fits or prod(lengths) != numel or any(n != 1 for chunk in saved.chunks for n in chunk.lengths[:-1]):
-        raise CorruptError(f"{name}: is saved flat, in shape {saved.shape}, which is no way to cut its true shape {shape}")
+        raise CorruptError(f"{name}: is saved flat, in shape {saved.shape}, which is not a way to cut its true shape {shape}")
 
     def run(chunk: Chunk) -> Chunk:
         offsets = tuple(c * size for c, size in zip(chunk.offsets[:-1], lengths, strict=True))

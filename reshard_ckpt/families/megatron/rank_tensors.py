@@ -185,7 +185,7 @@ class RankTensors:
         if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
             raise CorruptError(
                 f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(map(str, dtypes))}, on {len(keys)} "
-                "layers and experts, which are no one tensor; files may be of several saves, so use another checkpoint"
+                "layers and experts, which are not one tensor; files may be of several saves, so use another checkpoint"
             )
         return dtypes.pop(), shapes.pop(), parts
 

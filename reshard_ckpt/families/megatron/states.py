@@ -80,7 +80,7 @@ class SavedTree:
         if self._node is None:  # not in the constructor: an error that is raised here is raised on all ranks
             self._node = lower_tree(self.tree, loading=False)
         if differing and self.replicas == "error":
-            raise LayoutError(_difference(differing, "correct the replica_id of what is no replica, or pass replicas='main'"))
+            raise LayoutError(_difference(differing, "correct the replica_id of distinct tensors, or pass replicas='main'"))
         builder = StateBuilder()
         for entry in entries_of(self._node):
             # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.

@@ -56,7 +56,7 @@ def read_integrity(storage: Storage) -> dict[str, bytes]:
         algorithm, files = listed["algorithm"], listed["files"]
         digests = {str(key): bytes.fromhex(digest) for key, digest in files.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{where}: is no list of digests ({error}); use another checkpoint") from None
+        raise CorruptError(f"{where}: is not a list of digests ({error}); use another checkpoint") from None
     if algorithm != "sha256":
         raise UnsupportedError(f"{where}: has digests of {algorithm!r:.40}; only sha256 is known")
     return digests

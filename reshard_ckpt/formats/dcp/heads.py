@@ -113,7 +113,7 @@ def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
             order = body
         at = begin + len(body) + (_DESCRIPTOR.size if size is None else 0)
     if view is None or not member.endswith(f"/data/{view.storage.key}"):
-        raise CorruptError(f"{name}: its bytes are no tensor that torch.save made; use another checkpoint")
+        raise CorruptError(f"{name}: its bytes are not a tensor that torch.save made; use another checkpoint")
     if order != b"little" and view.dtype.itemsize > 1:
         raise UnsupportedError(f"{name}: was saved on a big-endian machine; load it with torch there, and save it again")
     return begin, _head(view, begin, name)

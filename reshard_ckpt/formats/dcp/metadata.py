@@ -232,7 +232,7 @@ def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Found]]) -> dict[Ints | 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no dict")
+        raise ValueError(f"{what} is not a dict")
     return value
 
 
@@ -251,7 +251,7 @@ def _extent(info: Any) -> Extent:
     if not (isinstance(file, str) and type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
         raise ValueError("a _StorageInfo without a file, an offset and a length")
     if not isinstance(transforms, list | tuple) or len(transforms) > MAX_ARGUMENTS:
-        raise ValueError("a _StorageInfo whose transforms are no list")
+        raise ValueError("a _StorageInfo whose transforms are not a list")
     return Extent(file, offset, length, tuple(str(t)[:100] for t in transforms if isinstance(t, str)))
 
 

@@ -99,7 +99,7 @@ def test_timeline_that_cannot_be_written_is_a_warning_and_the_checkpoint_stands(
 def test_damaged_timeline_is_refused_and_the_checkpoint_loads(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
     next(tmp_path.rglob("timeline.msgpack")).write_bytes(b"{}")
-    with pytest.raises(CorruptError, match="timeline.msgpack: is no timeline"):
+    with pytest.raises(CorruptError, match="timeline.msgpack: is not a timeline"):
         checkpoint.timeline(tmp_path)
     assert checkpoint.verify(tmp_path).ok
     assert checkpoint.read(tmp_path)["w"].all()

@@ -156,14 +156,14 @@ def test_hostile_metadata_and_extra_state_run_nothing(copied: Path, capsys: pyte
     with pytest.raises(UnsupportedError, match=r"calls __builtin__.print, .* nothing was executed"):
         checkpoint.read(copied, ["extra_state"])
     extra.write_bytes(b"PK\x03\x04 no zip")
-    with pytest.raises(CorruptError, match=r"extra_state_rank_1.pt: is no whole zip, as torch.save writes it"):
+    with pytest.raises(CorruptError, match=r"extra_state_rank_1.pt: is not a whole zip, as torch.save writes it"):
         checkpoint.read(copied, ["extra_state"])
     marker = b"bytecheckpoint.checkpointer.meta_type"
     (copied / "model" / ".metadata").write_bytes(pickle.dumps([marker, Calls(print, "executed")]))
     with pytest.raises(UnsupportedError, match=r"names the global builtins.print"):
         checkpoint.catalog(copied)
     (copied / "model" / ".metadata").write_bytes(marker)
-    with pytest.raises(CorruptError, match=r"model/.metadata: no pickle of the expected kind"):
+    with pytest.raises(CorruptError, match=r"model/.metadata: not a pickle of the expected kind"):
         checkpoint.catalog(copied)
     assert "executed" not in capsys.readouterr().out
 

@@ -132,7 +132,7 @@ def test_a_run_is_opened_at_its_newest_iteration_and_says_where_it_looked(folder
     with pytest.raises(CheckpointNotFound, match="iter_0000008: is named by latest_checkpointed_iteration.txt"):
         checkpoint.catalog(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("eight")
-    with pytest.raises(CorruptError, match="says 'eight', which is no iteration"):
+    with pytest.raises(CorruptError, match="says 'eight', which is not an iteration"):
         checkpoint.catalog(tmp_path)
 
 

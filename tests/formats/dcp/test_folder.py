@@ -232,7 +232,7 @@ def test_paths_out_of_the_folder_are_refused(tmp_path, folder: Path):
     evil = data.replace(b"__0_0.distcp", b"../o.distcp_")
     assert evil != data
     (path / ".metadata").write_bytes(evil)
-    with pytest.raises(CorruptError, match="is no key of a checkpoint file"):
+    with pytest.raises(CorruptError, match="is not the key of a checkpoint file"):
         checkpoint.read(path)
 
 
