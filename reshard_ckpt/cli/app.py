@@ -146,16 +146,16 @@ def refuse_ranks(name: str) -> None:
         raise UsageError(f"{name} is the work of one process, and WORLD_SIZE is {size}; start it without torchrun, or unset that")
 
 
-def print_text(*things: str | Columns) -> None:
+def print_text(*items: str | Columns) -> None:
     """Print text and tables for people, on stdout."""
     if not _is_rank_0():
         return
     console = _Console()
-    for thing in things:
-        if isinstance(thing, Columns) and console.is_terminal and thing.is_drawn:
-            console.print(thing)
+    for item in items:
+        if isinstance(item, Columns) and console.is_terminal and item.is_drawn:
+            console.print(item)
         else:
-            sys.stdout.write(f"{visible(thing) if isinstance(thing, str) else thing.text()}\n")
+            sys.stdout.write(f"{visible(item) if isinstance(item, str) else item.text()}\n")
 
 
 def print_note(text: str, *, every_rank: bool = False) -> None:
@@ -175,21 +175,21 @@ def print_json(thing: Any) -> None:
         sys.stdout.write(text.translate(_JSON_CONTROLS) + "\n")
 
 
-def as_plain(thing: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Convert a value to types that JSON has; other values become the text of their ``repr``."""
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return {field.name: as_plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
-    if isinstance(thing, Mapping):
-        return {str(key): as_plain(value) for key, value in thing.items()}
-    if isinstance(thing, list | tuple | set | frozenset):
-        return [as_plain(value) for value in thing]
-    if isinstance(thing, bytes):
-        return thing.hex()
-    if isinstance(thing, float) and not math.isfinite(thing):
-        return "NaN" if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
-    if thing is None or isinstance(thing, bool | int | float | str):
-        return thing
-    return as_plain(thing.item()) if hasattr(thing, "item") and getattr(thing, "size", 0) == 1 else repr(thing)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return as_plain(value.item()) if hasattr(value, "item") and getattr(value, "size", 0) == 1 else repr(value)
 
 
 @contextmanager

@@ -107,16 +107,16 @@ class Columns:
     def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
         """Write a row as lines: the cells up to the name, and below them the other cells with their headings."""
         first = self._name_column + 1
-        said = (
+        parts = (
             cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False)
         )
-        yield from _wrapped(" ".join(said).strip(), room)
+        yield from _wrapped(" ".join(parts).strip(), room)
         lines = [""]
         for heading, cell in zip(self.headings[first:], row[first:], strict=True):
-            said_of_it = f"{heading} {cell}".strip() if cell else ""
-            if lines[-1] and cell_len(lines[-1]) + cell_len(said_of_it) + 4 > room:
+            part = f"{heading} {cell}".strip() if cell else ""
+            if lines[-1] and cell_len(lines[-1]) + cell_len(part) + 4 > room:
                 lines.append("")
-            lines[-1] = f"{lines[-1]}  {said_of_it}".strip()
+            lines[-1] = f"{lines[-1]}  {part}".strip()
         yield from (f"  {part}" for line in lines if line for part in _wrapped(line, room - 2))
 
     @property

@@ -87,15 +87,15 @@ def _rows(found: Sequence[HeldRun]) -> Iterator[list[str]]:
         alive = "alive" if run.is_alive else ""
         if not run.steps:
             yield [run.root, "", alive, size_text(run.num_bytes), "none", "", ""]
-        for one in run.steps:
-            age = "damaged" if one.saved_s is None else duration_text(max(now - one.saved_s, 0.0))
-            files = "" if one.saved_s is None else f"{one.files_here} of {one.files}"
+        for generation in run.steps:
+            age = "damaged" if generation.saved_s is None else duration_text(max(now - generation.saved_s, 0.0))
+            files = "" if generation.saved_s is None else f"{generation.files_here} of {generation.files}"
             yield [
                 run.root,
-                one.run[:8],
+                generation.run[:8],
                 alive,
                 size_text(run.num_bytes),
-                f"{one.step} (superseded)" if one.superseded else str(one.step),
+                f"{generation.step} (superseded)" if generation.superseded else str(generation.step),
                 age,
                 files,
             ]

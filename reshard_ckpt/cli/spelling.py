@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 _TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _VALUE = rf"True\b|False\b|None\b|-?\d[\d.e+-]*\d|-?\d|{_TEXT}|\[[^\]]*\]|\{{[^}}]*\}}"
-_SAID = re.compile(rf"(?<![\w.'\"-])([a-z_][a-z0-9_]*)=(?!=)({_VALUE})?")
+_MENTION = re.compile(rf"(?<![\w.'\"-])([a-z_][a-z0-9_]*)=(?!=)({_VALUE})?")
 _SAFE = re.compile(r"[\w@%+=:,./-]+")
 _ELSEWHERE = re.compile(r"(?:\w\([^)]*|\b(?:save|saved|load) with(?:out)? )$")
 
@@ -59,13 +59,13 @@ def spelled(message: str, options: Mapping[str, Typed]) -> str:
     --to dp=2,tp=4, --cast a=F32 --cast '*.b=…' or --no-verify
     """
 
-    def one(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        if name not in options or _ELSEWHERE.search(message[: found.start()]):
-            return found[0]
+    def as_typed(mention: re.Match[str]) -> str:
+        name, value = mention.groups()
+        if name not in options or _ELSEWHERE.search(message[: mention.start()]):
+            return mention[0]
         return _option(options[name], value)
 
-    return _SAID.sub(one, message)
+    return _MENTION.sub(as_typed, message)
 
 
 def _option(option: Typed, value: str | None) -> str:

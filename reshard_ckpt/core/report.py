@@ -245,13 +245,13 @@ def check_patterns(option: str, patterns: object) -> None:
         raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
 
 
-def plural(count: int, one: str, more: str | None = None) -> str:
+def plural(count: int, singular: str, plural_form: str | None = None) -> str:
     """Put a number before its noun.
 
     >>> plural(1, "file"), plural(1200, "file"), plural(2, "entry", "entries")
     ('1 file', '1,200 files', '2 entries')
     """
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
+    return f"{count:,} {singular if count == 1 else plural_form or singular + 's'}"
 
 
 def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:

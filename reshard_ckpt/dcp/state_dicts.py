@@ -102,6 +102,7 @@ def restore(value: Any, form: Any) -> Any:
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):
         if is_flattened(value):
+            # The form is nested, so flatten it first. Hyperparameters are plain values: take them as they were loaded.
             new = flattened(value, form)
             changes = {key: new[key] if key.startswith(f"{GROUPS}.") else restore(value[key], new[key]) for key in new}
         else:

@@ -167,6 +167,7 @@ def _placement_columns(placements: tuple[tuple[AxisPlacement, ...], ...]) -> dic
         "num_axes": [len(placement) for placement in placements],
         "axis": [axis.axis for axis in axes],
         "kind": [axis.kind for axis in axes],
+        # A dim or a turn is stored as its number + 1, because 0 stands for None.
         "dim": [0 if axis.dim is None else axis.dim + 1 for axis in axes],
         "num_coords": [len(axis.coords) for axis in axes],
         "coords": [c for axis in axes for c in axis.coords],

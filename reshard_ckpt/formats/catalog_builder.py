@@ -39,7 +39,7 @@ Numbers = I64 | int
 
 @dataclass(slots=True)
 class ForeignTensor:
-    """A tensor that was added: its number and its parts, without those that `CatalogBuilder.rows` added."""
+    """A tensor that was added: its number, and the parts that were added one by one, not as columns by `CatalogBuilder.rows`."""
 
     number: int
     name: str

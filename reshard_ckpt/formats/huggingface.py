@@ -117,6 +117,7 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, left_
         Entries of ``config.json`` to leave out.
     """
     own = {file.key for file in catalog.files}
+    # Only this library's own checkpoints have digests.
     if any(file.digests_key for file in catalog.files) or CONFIG not in (keys := top_level(source)):
         return
     for key in keys:

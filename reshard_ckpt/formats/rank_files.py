@@ -181,6 +181,7 @@ class RankFolder:
             return {}
         if (named := names_by_number(groups)) is not None:
             return dict(zip(named, unwrapped_keys(list(named.values())), strict=True))
+        # Otherwise numbers count the model's parameters in order, if there are as many, and each has the shape of its state.
         if sorted(numbers) != list(range(len(self._params))):
             return None
         for number, entry in state.items():

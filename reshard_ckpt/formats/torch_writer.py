@@ -129,7 +129,7 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
 
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, StreamedTensor]) -> dict[Any, Any]:
     """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules."""
-    optimizers = {one.name: one for one in _optimizers(catalog, values)}
+    optimizers = {member.name: member for member in _optimizers(catalog, values)}
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
@@ -149,10 +149,10 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
     having = {link.optimizer for link in links.values()}
-    for one in optimizers.values():
-        put(root, (*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
-        if one.name not in having:
-            put(root, (*one.above, STATE), {})
+    for member in optimizers.values():
+        put(root, (*member.above, GROUPS), member.numbered(values[groups_name(member.name)]))
+        if member.name not in having:
+            put(root, (*member.above, STATE), {})
     return root
 
 

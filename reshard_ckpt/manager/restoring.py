@@ -212,10 +212,10 @@ class Restoring:
         return found.least, found.generation
 
     def _pass_over(self, found: Mapping[str, PassedOver], passed: dict[str, PassedOver]) -> None:
-        for save_id, one in found.items():
-            passed[save_id] = one
+        for save_id, passed_over in found.items():
+            passed[save_id] = passed_over
             if self._is_first:
-                warnings.warn(f"passed over, as it cannot be loaded: {one.line}", stacklevel=5)
+                warnings.warn(f"passed over, as it cannot be loaded: {passed_over.line}", stacklevel=5)
 
     def begin_at(self, step: int, *, in_store: bool) -> None:
         """Record that the run goes on from a step: from the next save on, saves beyond that step no longer count."""

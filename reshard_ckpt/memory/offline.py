@@ -183,11 +183,11 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
     with open_storage(target) as storage:
         if is_persisted(storage, generation):
             return PersistReport(generation.step, target, 0, True, ())
-        catalog, here = generation.decoded_catalog(), files_here(path, generation)
-        own = [key for key in here if generation.holders[key][0] == node_id(folder)]
+        catalog, local = generation.decoded_catalog(), files_here(path, generation)
+        own = [key for key in local if generation.holders[key][0] == node_id(folder)]
         num_bytes = _write_absent(path, generation, own, storage, catalog)
         # The copies of other nodes' files come last: these nodes may have written their files meanwhile.
-        num_bytes += _write_absent(path, generation, here, storage, catalog)
+        num_bytes += _write_absent(path, generation, local, storage, catalog)
 
         def is_there(number: int) -> bool:
             """Tell whether the store has a file and its digests, which are written once the bytes of the file are durable."""
@@ -197,8 +197,8 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
                 return False
             return True
 
-        there = at_once(storage, *(partial(is_there, number) for number in range(len(catalog.files))))
-        absent = [file.key for file, found in zip(catalog.files, there, strict=True) if not found]
+        is_stored = at_once(storage, *(partial(is_there, number) for number in range(len(catalog.files))))
+        absent = [file.key for file, found in zip(catalog.files, is_stored, strict=True) if not found]
         if not absent:
             publish(storage, generation)
     missing = sorted({generation.holders[key][0] for key in absent})
@@ -227,14 +227,14 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation,
     found = find_generations(path)
     lineage = _lineage(path, storage)
     if lineage is not None:
-        found = [one for one in found if one.run == lineage.run and lineage.is_current(one.attempt, one.step)]
+        found = [held for held in found if held.run == lineage.run and lineage.is_current(held.attempt, held.step)]
     passed: list[str] = []
-    for one in reversed(found):
-        if step in (None, one.step):
-            if not one.is_damaged:
-                return one, tuple(passed)
-            passed.append(f"step {one.step} in memory: its catalog is damaged on this node")
-    steps = ", ".join(str(one.step) for one in found if not one.is_damaged) or "none"
+    for generation in reversed(found):
+        if step in (None, generation.step):
+            if not generation.is_damaged:
+                return generation, tuple(passed)
+            passed.append(f"step {generation.step} in memory: its catalog is damaged on this node")
+    steps = ", ".join(str(generation.step) for generation in found if not generation.is_damaged) or "none"
     raise CheckpointNotFound(
         "; ".join([f"{storage.url}: the memory of this node has no such checkpoint; the steps there: {steps}", *passed])
     )

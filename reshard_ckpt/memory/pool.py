@@ -223,11 +223,11 @@ class SlotPool:
         run. The slots of that generation go with the next call.
         """
         # This run's last, since attempts of two runs cannot be compared.
-        known = sorted(find_generations(self._folder), key=lambda one: one.run == self.run)
+        known = sorted(find_generations(self._folder), key=lambda generation: generation.run == self.run)
         if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
             return True
-        dead = [one for one in known[:-1] if one.save_id not in {*self._kept, *self._pinned}]
-        drop_generations(self._folder, [one.name for one in dead[:1]])
+        dead = [generation for generation in known[:-1] if generation.save_id not in {*self._kept, *self._pinned}]
+        drop_generations(self._folder, [generation.name for generation in dead[:1]])
         return bool(dead)
 
     def keep(self, generation: Generation, *, pin: bool) -> None:

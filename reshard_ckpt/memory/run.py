@@ -129,10 +129,10 @@ class MemoryRun:
             keep_copy(self._folder, self._lineage.current)
         with suppress(StorageError, OSError):  # generations that stay do not count, and are freed first
             kept = {generation.name for generation in self._known()[-self.options.generations :]}
-            mine = [
+            of_run = [
                 generation.name for generation in find_generations(self._folder) if generation.run == self._lineage.current.run
             ]
-            drop_generations(self._folder, [name for name in mine if name not in kept])
+            drop_generations(self._folder, [name for name in of_run if name not in kept])
 
     def _name_others(self) -> None:
         """Warn of generations that are not loaded: of an earlier run with this root, or of this run under another path."""

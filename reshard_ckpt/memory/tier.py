@@ -288,14 +288,14 @@ class Tier:
         """Forget the generations that a new one replaces, and the oldest; remove unused slots of dead processes."""
         if not self.topology.leads(self.rank):
             return
-        found = [one for one in find_generations(self.folder) if one.run == self.pool.run]
-        of_step = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
-        counted = [one for one in found if one not in of_step]
+        found = [held for held in find_generations(self.folder) if held.run == self.pool.run]
+        of_step = [held for held in found if held.step == generation.step and held.save_id != generation.save_id]
+        counted = [held for held in found if held not in of_step]
         old = [*of_step, *counted[: -self.pool.generations]]
-        drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
+        drop_generations(self.folder, [held.name for held in old if held.save_id not in self.pool.pinned])
         if self.pool.has_all():
             with node_lock(self.folder, self._timeout_s):
-                remove_dead_slots(self.folder, {one.save_id for one in find_generations(self.folder)}, self.pool.paths())
+                remove_dead_slots(self.folder, {held.save_id for held in find_generations(self.folder)}, self.pool.paths())
 
 
 def _aligned(num_bytes: int) -> int:

@@ -137,10 +137,10 @@ def rank_colour(rank: int) -> str:
     >>> rank_colour(0) == PALETTE[0], rank_colour(8)
     (True, '#59a3cd')
     """
-    shade, which = divmod(rank, len(PALETTE))
+    shade, index = divmod(rank, len(PALETTE))
     if shade < len(_SHADES):
         mixed, share = _SHADES[shade]
-        red, green, blue = ((1 - share) * of + share * mixed for of in to_rgb(PALETTE[which]))
+        red, green, blue = ((1 - share) * of + share * mixed for of in to_rgb(PALETTE[index]))
     else:
         red, green, blue = hsv_to_rgb((rank * 0.618034 % 1, (0.45, 0.8)[rank % 2], (0.95, 0.6)[rank // 2 % 2])).tolist()
     return to_hex((red, green, blue))

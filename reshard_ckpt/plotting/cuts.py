@@ -240,9 +240,9 @@ def _draw_table(axes: Axes, shown: Shown, shape: Ints, title: str, below: str) -
         set_ticks(axes, edges.tolist(), [f"{at:,}" for at in edges.tolist()], vertical=vertical)
     dims = []
     for arrow, first, last in (("↓", 0, table.row_dims), ("→", table.row_dims, len(shape))):
-        which = f"dim {first}" if last - first == 1 else f"dims {first}-{last - 1}"
+        dims_text = f"dim {first}" if last - first == 1 else f"dims {first}-{last - 1}"
         if last > first:
-            dims.append(f"{arrow} {which}: {' × '.join(f'{n:,}' for n in shape[first:last])}")
+            dims.append(f"{arrow} {dims_text}: {' × '.join(f'{n:,}' for n in shape[first:last])}")
     _title(axes, title, below, "   ".join(dims))
 
 

@@ -109,13 +109,13 @@ def known_class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def is_dtensor(thing: Any) -> TypeGuard[DTensor]:
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Tell whether a thing is a DTensor of torch's own class, or of a class derived from it.
 
     >>> is_dtensor(3)
     False
     """
-    return isinstance(thing, dtensor_class())
+    return isinstance(value, dtensor_class())
 
 
 _DTENSOR: Any = ()

@@ -62,6 +62,7 @@ def optimizer_rows(row: Entry) -> Iterator[Entry]:
                         f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
                     )
                 kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
+                # A tied parameter has several FQNs, and its state is listed under each of them.
                 for fqn in owner.fqns:
                     full = f"{above}.{fqn}.{key}"
                     link = StateLink(name, fqn, key, f"{owner.key}.{fqn}" if owner.key else None)

@@ -44,7 +44,7 @@ Numbers = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter: its FQNs, the key of the state that it is below, and the row with its layout.
+    """A parameter: its FQNs, the key of the state under which it is, and the row with its layout.
 
     If only its name is known, `param` and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
     """

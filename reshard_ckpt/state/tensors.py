@@ -237,6 +237,7 @@ def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str)
     A dim of one element stands for the whole dim of the outer tensor, and is the same on all ranks that share it.
     """
     shape = tuple(inner.shape)
+    # blocks: for each dim, how many elements of the outer tensor an inner element stands for; 0 for the whole dim
     fits = len(shape) == len(local_shape) and all(n and size % n == 0 for size, n in zip(local_shape, shape, strict=True))
     blocks = [0 if n == 1 else size // n for size, n in zip(local_shape, shape, strict=True)] if fits else []
     corners = [corner for box in layout.boxes for corner in (box.local_offsets, box.offsets, box.lengths)]

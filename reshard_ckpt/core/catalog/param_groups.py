@@ -180,11 +180,11 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     ]
 
 
-def differences(one: Group, other: Group) -> list[tuple[str, Any, Any]]:
+def differences(first: Group, second: Group) -> list[tuple[str, Any, Any]]:
     """List the hyperparameters that differ, with both values; a missing one counts as ``MISSING``."""
-    one, other = hyperparameters(one), hyperparameters(other)
-    keys = [*one, *(key for key in other if key not in one)]
-    pairs = ((key, one.get(key, MISSING), other.get(key, MISSING)) for key in keys)
+    first, second = hyperparameters(first), hyperparameters(second)
+    keys = [*first, *(key for key in second if key not in first)]
+    pairs = ((key, first.get(key, MISSING), second.get(key, MISSING)) for key in keys)
     return [(key, a, b) for key, a, b in pairs if comparable(a) != comparable(b)]
 
 

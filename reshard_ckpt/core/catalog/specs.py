@@ -167,9 +167,9 @@ def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
     pieces = [piece for of_one in distinct.values() for piece in of_one]
     # owner[i]: the spec of piece i of all; row[i]: its place in `pieces`
     count = np.array([len(of_one) for of_one in distinct.values()], np.int64)
-    which = np.array([number[id(spec.pieces)] for spec in specs], np.int64)
-    owner, step = ranges(count[which])
-    row = (np.cumsum(count) - count)[which][owner] + step
+    tuple_of = np.array([number[id(spec.pieces)] for spec in specs], np.int64)
+    owner, step = ranges(count[tuple_of])
+    row = (np.cumsum(count) - count)[tuple_of][owner] + step
     return PieceColumns(
         tensor=owner,
         offsets=pad_rows([p.offsets for p in pieces], width, 0)[row],

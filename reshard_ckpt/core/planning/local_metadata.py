@@ -150,7 +150,7 @@ def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64)
     bad = np.flatnonzero(~(within.all(axis=1) & run))
     if len(bad):
         spec, piece = [(spec, piece) for spec in specs for piece in spec.pieces][int(bad[0])]
-        which = f"offsets {piece.offsets}, lengths {piece.lengths}"
+        where = f"offsets {piece.offsets}, lengths {piece.lengths}"
         if within[bad[0]].all():
-            which = f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}"
-        raise LayoutError(f"{spec.name}: {which} reach outside global shape {spec.shape}; correct the declared offsets")
+            where = f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}"
+        raise LayoutError(f"{spec.name}: {where} reach outside global shape {spec.shape}; correct the declared offsets")

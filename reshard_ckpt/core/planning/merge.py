@@ -193,9 +193,9 @@ def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], own
 
 def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
     """Spell the dtype and shape of an entry, and the first rank that has its table."""
-    which = int(np.searchsorted(ids.first, entry, side="right")) - 1
-    table, i = job_metadata.tables[which], entry - int(ids.first[which])
-    rank = int(np.argmax(job_metadata.table == which))
+    table_number = int(np.searchsorted(ids.first, entry, side="right")) - 1
+    table, i = job_metadata.tables[table_number], entry - int(ids.first[table_number])
+    rank = int(np.argmax(job_metadata.table == table_number))
     width, ndim = table.shape.shape[1], int(table.ndim[i])
     shape = tuple(table.shape[i, width - ndim :].tolist())
     if table.kind[i] == TensorKind.BLOB:

@@ -135,6 +135,7 @@ def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "
     for i in _small(catalog):
         name, code, place = table.names[i], catalog.dtype(i), _place(catalog, i)
         beside = _scale_name(name, names) if code in QUANTIZED else None
+        # Only the name "…_scale_inv" says that weights are multiplied by the scale; for other names, the method must say it.
         applies = beside is not None and sizes is not None and (method in METHODS or beside == f"{name}{SCALE_INV}")
         scale = _applicable(catalog, i, str(beside), sizes or (), names) if applies else None
         if scale is not None:
@@ -160,7 +161,7 @@ def _scale_name(name: str, names: frozenset[str]) -> str | None:
     listed = [f"{name}{end}" for end in SCALES]
     if module is not None:
         listed += [f"{module}{own}" for own in BESIDE]
-    return next((each for each in listed if each in names), None)
+    return next((scale for scale in listed if scale in names), None)
 
 
 def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints], names: frozenset[str]) -> Scale | None:
@@ -190,6 +191,7 @@ def block_of(shape: Ints, scale: Ints, blocks: Iterable[Ints]) -> Ints | None:
         scale = (scale[0], 1)
     if len(scale) != len(shape):
         return None
+    # A scale may fit blocks of several sizes. Then nothing tells which of them was used.
     fits = set()
     if all(number in (1, length) for number, length in zip(scale, shape, strict=True)):
         fits.add(tuple(length if number == 1 else 1 for number, length in zip(scale, shape, strict=True)))

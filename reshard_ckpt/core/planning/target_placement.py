@@ -210,11 +210,11 @@ class _Placer:
 
     def _cut_stack(self, name: str, axis: str, dim: int, size: int) -> AxisPlacement:
         """Shard a dim of stacked layers or experts, or raise UsageError if the axis does not cut it evenly."""
-        num, what = self.saved.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
+        num, noun = self.saved.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
         boundaries = self.topology.boundaries if axis == PIPELINE else None
         if num % size or boundaries not in (None, tuple(num // size * stage for stage in range(1, size))):
             raise UsageError(
-                f"{name}: has {num} {what} stacked along dim {dim}, which {axis}={size} does not cut evenly"
+                f"{name}: has {num} {noun} stacked along dim {dim}, which {axis}={size} does not cut evenly"
                 f"{'' if boundaries is None else f' at stages={list(boundaries)}'}; pass another size, or a rule that "
                 f"replicates it: {{'{name}': {{'{axis}': 'replicate'}}}}"
             )

@@ -89,16 +89,16 @@ class Buffers:
         self._shared: SharedMemory | None = None
         self._shared_bytes = -1
 
-    def get(self, which: int, num_bytes: int) -> torch.Tensor:
+    def get(self, slot: int, num_bytes: int) -> torch.Tensor:
         """Return `num_bytes` of buffer number `which`, 1-D uint8."""
-        buffer = self._buffers.get(which)
+        buffer = self._buffers.get(slot)
         if buffer is None or buffer.numel() < num_bytes:
-            self._buffers.pop(which, None)
+            self._buffers.pop(slot, None)
             if self._device.type == "cpu" and num_bytes >= LARGE_BYTES:
                 buffer = allocate(num_bytes, pinned=False)
             else:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._buffers[which] = buffer
+            self._buffers[slot] = buffer
         return buffer[:num_bytes]
 
     def numbers(self, count: int) -> int:
@@ -232,14 +232,14 @@ class Rounds:
     def _allocate(self) -> None:
         """Allocate all messages before the first is sent: a rank that failed to allocate later would leave the others waiting."""
         for number in range(self._traffic.num_rounds):
-            for which, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
-                self._buffers.get(which, message.num_bytes)
+            for slot, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
+                self._buffers.get(slot, message.num_bytes)
 
     def _meet(self, number: int) -> Callable[[], bool]:
         """Start a message of heads alone. Return a function that waits for it, and returns whether all ranks go on."""
         nothing = [0] * self._exchange.size
         message = _Message(nothing, [True] * len(nothing))
-        out, data = (self._buffers.get(which, message.num_bytes) for which in _HEADS)
+        out, data = (self._buffers.get(slot, message.num_bytes) for slot in _HEADS)
         self._put_heads(number, out, message, nothing)
         arriving = self._exchange.start(out, message.sizes, data, message.sizes), data, message
 

@@ -165,11 +165,11 @@ def _read_scale(storage: Storage, catalog: Catalog, index: int, parts: Sequence[
 def multiply(scaled: Iterable[Scaled]) -> None:
     """Multiply the parts by their scales, in place."""
     with torch.no_grad():
-        for one in scaled:
-            tensor = one.part.target.tensor
-            numbers = one.numbers.to(tensor.device)
-            for box in one.part.boxes:
-                _multiply_box(region(tensor, box.base, box.lengths, box.strides), box.offsets, numbers, one)
+        for piece in scaled:
+            tensor = piece.part.target.tensor
+            numbers = piece.numbers.to(tensor.device)
+            for box in piece.part.boxes:
+                _multiply_box(region(tensor, box.base, box.lengths, box.strides), box.offsets, numbers, piece)
 
 
 def _multiply_box(values: torch.Tensor, offsets: Ints, numbers: torch.Tensor, scaled: Scaled) -> None:

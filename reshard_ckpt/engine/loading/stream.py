@@ -231,11 +231,11 @@ class RunReader:
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Return the buffer of the next window, grown to `size` bytes if need be."""
-        which = self._num_planned % AHEAD
+        slot = self._num_planned % AHEAD
         self._num_planned += 1
-        if self._buffers[which].numel() < size:
-            self._buffers[which] = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self._buffers[which]
+        if self._buffers[slot].numel() < size:
+            self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._buffers[slot]
 
     def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
         """Return an empty window, and in it a target for each run, of the run's dtype; they lie end to end, aligned."""

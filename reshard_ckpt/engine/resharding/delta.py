@@ -126,14 +126,14 @@ class DeltaMover(LiveMover):
         for number, of_round in enumerate(self._to):
             whole, runs = 0, 0
             for i in of_round[taker]:
-                same = self._same[i]
-                if same not in self._encoded:
-                    new = _raw(self._held.region(self._from, same), self._wire[same]).clone()
-                    old = self._snapshots.get(same)
-                    self._encoded[same] = b"" if old is None else encode_changes(old.numpy(), new.numpy())
-                    self._snapshots[same] = new
-                digest.update(self._snapshots[same].numpy().data)
-                whole, runs = whole + int(self._bytes[i]), runs + len(self._encoded[same])
+                first = self._same[i]
+                if first not in self._encoded:
+                    new = _raw(self._held.region(self._from, first), self._wire[first]).clone()
+                    old = self._snapshots.get(first)
+                    self._encoded[first] = b"" if old is None else encode_changes(old.numpy(), new.numpy())
+                    self._snapshots[first] = new
+                digest.update(self._snapshots[first].numpy().data)
+                whole, runs = whole + int(self._bytes[i]), runs + len(self._encoded[first])
             self._sizes_to[number, taker] = runs if is_known and runs < whole else whole
         self._digests[taker] = digest.digest()
         data: bytes = self._sizes_to[:, taker].astype("<i8").tobytes()

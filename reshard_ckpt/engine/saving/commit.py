@@ -156,8 +156,8 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
 
     def remove_files() -> None:
         with suppress(CheckpointError):  # the next save deletes the rest
-            which = f"{job.save_id}/rank{comm.rank:05d}-" if comm.rank else f"{job.save_id}/"
-            remove(storage, [key for key, _ in storage.list(job.save_id) if key.startswith(which)])
+            prefix = f"{job.save_id}/rank{comm.rank:05d}-" if comm.rank else f"{job.save_id}/"
+            remove(storage, [key for key, _ in storage.list(job.save_id) if key.startswith(prefix)])
 
     if comm.rank:
         comm.undo_unless_gathered(remove_files)

@@ -245,10 +245,10 @@ class SaveHandle:
         self.running.committed.add_done_callback(call)
 
 
-def joint_error(errors: Sequence[BaseException], which: str = "") -> CheckpointError:
+def joint_error(errors: Sequence[BaseException], note: str = "") -> CheckpointError:
     """Return one error that has the texts of the errors of several saves; `which` says in its text which saves they were."""
-    what = "the save" if len(errors) == 1 else f"{len(errors)} saves"
-    return CheckpointError(f"{what}{which} failed in the background: {'; '.join(map(str, errors))}")
+    saves = "the save" if len(errors) == 1 else f"{len(errors)} saves"
+    return CheckpointError(f"{saves}{note} failed in the background: {'; '.join(map(str, errors))}")
 
 
 class SaveQueue:

@@ -368,6 +368,7 @@ def lossy_tensors(tables: MergedTables, rows: Rows, tracker: Tracker) -> dict[st
     names, width = tables.names, tables.shape.shape[1]
     found: dict[str, str] = {}
     for i, (name, parameter, ndim) in enumerate(zip(names, tables.parameter.tolist(), tables.ndim.tolist(), strict=True)):
+        # The state of an optimizer has the rows of its parameter. Only the parameter itself may be in fewer bits.
         table = name if name in rows or parameter < 0 else names[parameter]
         if table in rows and ndim and tables.shape[i, width - ndim] == len(rows[table]):
             whole = PackedRows(

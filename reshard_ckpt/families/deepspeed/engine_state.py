@@ -72,8 +72,8 @@ def refuse_unsupported(engine: Any) -> None:
             "together with model parallelism": engine.mp_world_size > 1 or hasattr(engine, "stage_id") or is_auto,
             "by AutoEP": any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()),
         }
-        for how in (how for how, is_so in ways.items() if is_so):
-            raise UnsupportedError(f"this model's experts are divided among ranks {how}; that is not supported")
+        for way in (way for way, is_used in ways.items() if is_used):
+            raise UnsupportedError(f"this model's experts are divided among ranks {way}; that is not supported")
     if getattr(engine, "zenflow", False):
         raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
 
@@ -224,15 +224,15 @@ class EngineState:
                 yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
 
     def _apart(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield the parameters of each group, if they are not in flat tensors.
+        """Yield a list for each group, if parameters are not in flat tensors: pairs of a parameter and its owner.
 
-        Each stands beside the tensor that torch's optimizer has for it: itself, or its master weights.
+        The owner is the tensor that torch's optimizer updates: the parameter itself, or its master weights.
         """
         masters = getattr(self._optimizer, "fp32_groups", None)
         owners = masters or [group["params"] for group in base_optimizer(self._engine).param_groups]
         params = self._optimizer.fp16_groups if masters else owners
-        for group, of in zip(params, owners, strict=True):
-            yield list(zip(group, of, strict=True))
+        for group, owned in zip(params, owners, strict=True):
+            yield list(zip(group, owned, strict=True))
 
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
         """Yield the parameters without master weights."""

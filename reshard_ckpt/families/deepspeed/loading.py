@@ -238,12 +238,12 @@ def _hyperparameters(held: EngineState, saved: Any) -> list[dict[str, Any]]:
         return [{} for _ in names]
     # "moe" and "name" of a MoE group describe the ranks of the job that saved, so they are not loaded.
     saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
-    known = Groups(saved)
-    found = [known.select(fqns, name=f"group {i} of the optimizer") for i, fqns in enumerate(names)]
-    problems = [line for one in found for line in one.problems]
+    saved_groups = Groups(saved)
+    found = [saved_groups.select(fqns, name=f"group {i} of the optimizer") for i, fqns in enumerate(names)]
+    problems = [line for selection in found for line in selection.problems]
     if problems:
         raise MismatchError("\n".join(problems), problems)
-    return [{key: value for key, value in one.hyperparameters.items() if key not in SWITCHES} for one in found]
+    return [{key: value for key, value in selection.hyperparameters.items() if key not in SWITCHES} for selection in found]
 
 
 def _set_shared(chosen: Iterable[Shared]) -> None:

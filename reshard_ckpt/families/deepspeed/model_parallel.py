@@ -152,8 +152,8 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     strides = row_major_strides(shape)
     if not prod(lengths):
         return []
-    # same: the piece is a box of the whole tensor, and not strided in it. offsets: where that box begins.
-    same = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
+    # is_box: whether the piece is a box of the whole tensor, and not strided in it; offsets: where that box begins
+    is_box = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
     if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
         raise UnsupportedError(f"{name}: a piece of its affine_map is no box of the tensor; save with reshard_ckpt instead")
@@ -236,8 +236,8 @@ class Parallel:
             group = groups.get_tensor_model_parallel_group()
             self._rank = dist.get_rank(group=group)
             self._map = TensorParallel(info or {})
-            mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
-            self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", mine, process_group=group)
+            own_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
+            self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", own_shapes, process_group=group)
 
     def saves(self, fqn: str) -> bool:
         """Tell whether this rank saves its part of a parameter. For tied modules of a pipeline, the first stage does."""

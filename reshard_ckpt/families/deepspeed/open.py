@@ -190,8 +190,8 @@ class _Tag:
             file, state = self._optimizer_state(mp, dp)
             where = f"{self._where}: {file.key}"
             places = placed_groups(num_ranks_of(state), self._num_dp, dp) if self._experts else ()
-            mine = named_globally(params, places) if places else params
-            opened = open_state(mine, state, [place.rank for place in places] or dp, where)
+            named = named_globally(params, places) if places else params
+            opened = open_state(named, state, [place.rank for place in places] or dp, where)
             self._check_num_ranks(opened, file)
             for i, hyperparameters in enumerate(opened.param_groups):
                 self._builder.of_step(file.key, f"step of param_groups[{i}]", hyperparameters.get("step"))
@@ -227,13 +227,13 @@ class _Tag:
     def _candidates(self, model: TorchFile) -> list[FileTensor]:
         """List the tensors that may be parameters. In a pipeline, tensors that no earlier stage has had come first."""
         if self._layers:
-            found = sorted(self._layers.values(), key=lambda one: self._parts.has_home(one.fqn))
+            found = sorted(self._layers.values(), key=lambda tensor: self._parts.has_home(tensor.fqn))
         else:
             module = model.content["module"] or {}
             found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, PickledTensor)]
         # Buffers are never parameters. A second name would count one parameter twice.
-        skipped = {*self._buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
-        return [one for one in found if one.fqn not in skipped]
+        skipped = {*self._buffers, *(() if self._layers else self._aliases(model, {tensor.fqn: tensor.view for tensor in found}))}
+        return [tensor for tensor in found if tensor.fqn not in skipped]
 
     def _add_layers(self) -> None:
         """Add the tensors of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
@@ -316,10 +316,10 @@ class _Tag:
                         f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
                     )
                 # One run: elements [start, start + count) of parameter i lie at the begin of the fragment.
-                one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
+                run = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
                 only = Params.of({params.names[i]: params.shapes[i]})
                 names = FlatNames(self._builder, only, [shards[i]], MASTER, view.dtype)
-                add_runs(self._builder, file, names, view, one)
+                add_runs(self._builder, file, names, view, run)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
         """Map second names to first names: the pairs that rank 0 recorded, and tensors over the very same memory."""

@@ -60,17 +60,17 @@ def tied_names(layers: Mapping[str, FileTensor], builder: CatalogBuilder, storag
     """
     shapes = {name: one.shape for name, one in builder.tensors.items()}
     tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]
-    known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
+    owned = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
     found = {}
     for fqn, layer in layers.items():
         number, _, rest = fqn.partition(".")
         # The optimizer has the layer under its own name, so it is not tied.
-        if number in known:
+        if number in owned:
             continue
         alike = [name for name in tied if name.removeprefix(f"{MODEL}.{TIED}").partition(".")[2] == rest]
-        same = [name for name in alike if shapes[name] == layer.view.shape and _is_cast(builder, storage, layer, name)]
-        if len(same) == 1:
-            found[fqn] = same[0]
+        equal = [name for name in alike if shapes[name] == layer.view.shape and _is_cast(builder, storage, layer, name)]
+        if len(equal) == 1:
+            found[fqn] = equal[0]
     return found
 
 

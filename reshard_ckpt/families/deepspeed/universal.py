@@ -29,12 +29,12 @@ def add_universal(
     """
     where, common = state.builder.where, reader.open(UNIVERSAL_STATE)
     shapes = [(model, of_group) for model in models for of_group in shapes_in(model)]
-    known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
+    shape_of = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
     for (fqn, key), path in files.items():
-        if fqn in known:
-            _add_file(fqn, key, reader.open(path), known[fqn], state)
+        if fqn in shape_of:
+            _add_file(fqn, key, reader.open(path), shape_of[fqn], state)
     # Each parameter with a shape must have its master weights.
-    missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
+    missing = next((fqn for fqn in shape_of if (fqn, MASTER) not in files), None)
     if missing is not None:
         raise CorruptError(f"{where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")
     if not isinstance(common.content, dict):

@@ -96,18 +96,18 @@ def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor:
     number, at, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
     # box[r]: the number of the box of run r's parameter; -1 if that has several boxes, or none
     box = names.box[runs.param]
-    # plain_ones[r]: whether the parameter of run r is one box, so that the run is a row as it is
-    plain_ones = box >= 0
+    # is_one_box[r]: whether the parameter of run r is one box, so that the run is a row as it is
+    is_one_box = box >= 0
     builder.rows(
-        names.tensor[runs.param][plain_ones],
-        box[plain_ones],
-        runs.start[plain_ones],
-        runs.count[plain_ones],
+        names.tensor[runs.param][is_one_box],
+        box[is_one_box],
+        runs.start[is_one_box],
+        runs.count[is_one_box],
         number,
-        at + runs.at[plain_ones] * each,
+        at + runs.at[is_one_box] * each,
     )
-    others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
-    # The others have several boxes: cut each run where a box ends.
+    others = (column[~is_one_box].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
+    # The other runs are of parameters with several boxes: cut each run where a box ends.
     for param, start, count, place in zip(*others, strict=True):
         for segment in names.shards[param].segments:
             low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
@@ -152,11 +152,11 @@ KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
 
 
 def add_group(
-    builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, which: Any = None
+    builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, group_key: Any = None
 ) -> None:
-    """Add the flat tensors of one rank's group `which`; `names` caches the tensors' numbers, which are the same for all ranks."""
+    """Add the flat tensors of one rank's group; `names` caches their numbers, by the key of the group on all ranks."""
     for key, tensor in group.tensors.items():
-        at = which, key, tensor.dtype
+        at = group_key, key, tensor.dtype
         if at not in names:
             names[at] = FlatNames(builder, group.params, shards, key, at[2])
         add_runs(builder, file, names[at], tensor, group.runs)

@@ -71,8 +71,8 @@ def add_without_zero(
             return
     else:
         base, numbers = state.get("state"), numbers_of(state, where)
-        mine = [one for one in module if not parts.has_home(one.fqn)][: sum(map(len, numbers))] if in_order else module
-        if isinstance(base, dict) and (names := by_shapes(numbers, base, mine)) is not None:
+        candidates = [one for one in module if not parts.has_home(one.fqn)][: sum(map(len, numbers))] if in_order else module
+        if isinstance(base, dict) and (names := by_shapes(numbers, base, candidates)) is not None:
             _add_apart(mp, model, state, names, module, parts, adder)
             return
     adder.refuse(where)
@@ -90,25 +90,25 @@ def _add_apart(
     """Add to `adder` the saved state of an optimizer that has a tensor for each parameter, for model-parallel rank `mp`."""
     base = state.get("optimizer_state_dict", state)
     numbers = numbers_of(base, model.key)
-    # fqns: the name of each parameter by its number; mine: the part of each that this model-parallel rank holds
+    # fqns: the name of each parameter by its number; part_of: the part of each that this model-parallel rank holds, by name
     fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
     shapes = {one.fqn: one.view.shape for one in module}
     params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
-    mine = dict(zip(params.names, parts.shards(mp, params), strict=True))
+    part_of = dict(zip(params.names, parts.shards(mp, params), strict=True))
     for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
-        if mine[fqn].readable:
-            add_shard(adder.builder, model, parameter_name(fqn), master, mine[fqn])
+        if part_of[fqn].readable:
+            add_shard(adder.builder, model, parameter_name(fqn), master, part_of[fqn])
     # State in the shape of its parameter is a shard of the global state; any other is an entry for the whole parameter.
     for number, entries in base["state"].items():
         fqn = fqns[number]
-        for key, value in entries.items() if mine[fqn].readable else ():
+        for key, value in entries.items() if part_of[fqn].readable else ():
             if isinstance(value, PickledTensor) and value.shape == shapes[fqn]:
-                add_shard(adder.builder, model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                add_shard(adder.builder, model, state_link(fqn, key).name, value, part_of[fqn], state_link(fqn, key))
             else:
                 adder.entry(model, state_link(fqn, key), value)
     adder.groups(model, list(map(named_group, base["param_groups"], names)))
-    known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
-    values = {key: value for key, value in state.items() if key not in known}
+    read_above = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
+    values = {key: value for key, value in state.items() if key not in read_above}
     if values and mp == 0:
         adder.tree(model, (ROOT, OPTIMIZER), values)
 
@@ -129,25 +129,25 @@ def flat_groups(masters: Sequence[PickledTensor], file: TorchFile, module: Seque
         at, total = 0, prod(master.shape)
         names: dict[str, Ints] = {}
         while at < total:
-            one = next((c for c in unused if prod(c.view.shape) <= total - at and _is_cast(c, file, master, at)), None)
-            if one is None:
+            tensor = next((c for c in unused if prod(c.view.shape) <= total - at and _is_cast(c, file, master, at)), None)
+            if tensor is None:
                 return None
-            unused.remove(one)
-            names[one.fqn] = one.view.shape
-            at += prod(one.view.shape)
+            unused.remove(tensor)
+            names[tensor.fqn] = tensor.view.shape
+            at += prod(tensor.view.shape)
         found.append(Params.of(names))
     return found
 
 
-def _is_cast(one: FileTensor, file: TorchFile, master: PickledTensor, at: int) -> bool:
-    """Tell whether the master weights from element `at` on, cast to a tensor's dtype, equal the tensor at three places."""
-    view, size = one.view, prod(one.view.shape)
+def _is_cast(tensor: FileTensor, file: TorchFile, master: PickledTensor, at: int) -> bool:
+    """Tell whether the master weights from element `at` on, cast to the dtype of `tensor`, equal its elements at three places."""
+    view, size = tensor.view, prod(tensor.view.shape)
     if not size or not view.is_row_major:
         return False
     length = min(SAMPLE, size)
     for low in sorted({0, (size - length) // 2, size - length}):
         cast = file.elements(master, at + low, length).to(view.dtype)
-        if not torch.equal(cast.view(torch.uint8), one.file.elements(view, low, length).view(torch.uint8)):
+        if not torch.equal(cast.view(torch.uint8), tensor.file.elements(view, low, length).view(torch.uint8)):
             return False
     return True
 
@@ -159,11 +159,11 @@ def apart(masters: Sequence[Sequence[PickledTensor]], file: TorchFile, module: S
     for group in masters:
         names = []
         for master in group:
-            one = next((c for c in unused if c.view.shape == master.shape and _is_cast(c, file, master, 0)), None)
-            if one is None:
+            tensor = next((c for c in unused if c.view.shape == master.shape and _is_cast(c, file, master, 0)), None)
+            if tensor is None:
                 return None
-            unused.remove(one)
-            names.append(one.fqn)
+            unused.remove(tensor)
+            names.append(tensor.fqn)
         found.append(names)
     return found
 
@@ -194,7 +194,7 @@ def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module:
 
 
 def _shape_of(state: Any) -> Ints | None:
-    """Return the one shape that the tensors of a parameter's state have; None if they have several shapes, or none."""
+    """Return the shape of the tensors in a parameter's state, without scalars; None if shapes differ, or there is no tensor."""
     values = state.values() if isinstance(state, dict) else ()
     shapes = {value.shape for value in values if isinstance(value, PickledTensor) and value.shape}
     return shapes.pop() if len(shapes) == 1 else None

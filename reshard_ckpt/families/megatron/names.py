@@ -143,8 +143,8 @@ def has_keys(catalog: Catalog) -> bool:
 
 def noted(catalog: Catalog) -> dict[str, Any] | None:
     """Return the notes that the calls left in a checkpoint's metadata; None if other programs saved it."""
-    said = catalog.metadata.get(NAME) if isinstance(catalog.metadata, dict) else None
-    return said if isinstance(said, dict) else None
+    notes = catalog.metadata.get(NAME) if isinstance(catalog.metadata, dict) else None
+    return notes if isinstance(notes, dict) else None
 
 
 def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:

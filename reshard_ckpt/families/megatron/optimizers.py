@@ -74,15 +74,15 @@ def lower_tree(tree: Any, *, loading: bool) -> Node:
 
 def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], loading: bool) -> Node:
     chained = getattr(optimizer, "chained_optimizers", None)
-    parts = [one for one in ([optimizer] if chained is None else chained) if not getattr(one, "is_stub_optimizer", False)]
+    parts = [part for part in ([optimizer] if chained is None else chained) if not getattr(part, "is_stub_optimizer", False)]
     if not parts:
         return {}  # this rank trains nothing
-    if all(hasattr(one, "gbuf_ranges") for one in parts):
-        leaves_of = tuple(DistributedLeaf(one, parameters, loading) for one in parts)
+    if all(hasattr(part, "gbuf_ranges") for part in parts):
+        leaves_of = tuple(DistributedLeaf(part, parameters, loading) for part in parts)
         return leaves_of[0] if chained is None else ChainLeaf(leaves_of)
     if len(parts) == 1 and parts[0] is not optimizer:
         return _lower_optimizer(parts[0], tree, parameters, loading)
-    if any(getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False) for one in parts):
+    if any(getattr(getattr(part, "ddp_config", None), "use_megatron_fsdp", False) for part in parts):
         raise UnsupportedError(
             f"{type(optimizer).__name__}: an optimizer of Megatron-FSDP holds DTensors; save its state_dict() with "
             "reshard_ckpt.dcp.save"
@@ -244,14 +244,14 @@ def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, An
     The order of groups depends on which parameters a rank has. Newer versions of Megatron therefore find groups by their
     multipliers and flags (`_KIND`); 0.13 takes them by position.
     """
-    found = {_what_for(group): group for group in groups}
-    wanted = [_what_for(group) for group in own_groups]
-    told = len({*wanted}) == len(wanted) and all(one in found and None not in one for one in wanted)
-    return [found[one] for one in wanted] if told else groups
+    found = {_flags_of(group): group for group in groups}
+    wanted = [_flags_of(group) for group in own_groups]
+    are_distinct = len({*wanted}) == len(wanted) and all(flags in found and None not in flags for flags in wanted)
+    return [found[flags] for flags in wanted] if are_distinct else groups
 
 
-def _what_for(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the multipliers and flags that tell a group from others."""
+def _flags_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the multipliers and flags (`_KIND`) that tell a group from the others; None for each that it lacks."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
 
 

@@ -215,7 +215,7 @@ def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Int
         # The same storage; strides like those of the parameter in each dim that has more than one element; inside of its shape.
         if not shared or not parameter.is_contiguous() or data.ndim != len(shape):
             return None
-        if any(size > 1 and mine != own for size, mine, own in zip(data.shape, data.stride(), strides, strict=True)):
+        if any(size > 1 and stride != own for size, stride, own in zip(data.shape, data.stride(), strides, strict=True)):
             return None
         at = _coordinates(data.storage_offset() - parameter.storage_offset(), shape)
         if at is None or any(low + size > whole for low, size, whole in zip(at, data.shape, shape, strict=True)):

@@ -111,11 +111,11 @@ class RankTensors:
             if chunk.tp == 0:
                 self.extra.setdefault(key, held)
         elif _PACKED.fullmatch(name) or not isinstance(value, PickledTensor):
-            what = f"an object of {type(value).__name__}"
+            kind = f"an object of {type(value).__name__}"
             if _PACKED.fullmatch(name):
-                what = "the weights of several experts, in an order of its own"
+                kind = "the weights of several experts, in an order of its own"
             self.unreadable[name] = UnsupportedError(
-                f"{self.where}: {name} holds {what}, which is not read; load it with Megatron, and save it with --ckpt-format "
+                f"{self.where}: {name} holds {kind}, which is not read; load it with Megatron, and save it with --ckpt-format "
                 "torch_dist"
             )
         else:
@@ -193,10 +193,10 @@ class RankTensors:
         """Return the holders of a tensor, by tensor-parallel rank. Refuse a tensor that a rank lacks or that is not row-major."""
         found = self.held[key]
         absent = set(range(self.num_tp)) - found.keys()
-        one = next(iter(found.values()))[0]
+        example = next(iter(found.values()))[0]
         if absent:
             raise CorruptError(
-                f"{self.where}: {one.name} is in {one.chunk.file.key}, and not on tensor-parallel rank {min(absent)}"
+                f"{self.where}: {example.name} is in {example.chunk.file.key}, and not on tensor-parallel rank {min(absent)}"
             )
         for held in (held for ranks in found.values() for held in ranks):
             if not held.value.is_row_major:
@@ -253,10 +253,10 @@ class RankTensors:
                         f"reshard_ckpt.megatron.add_rule({first.name!r}, dim=…), or take the first with prove=False"
                     )
         if cut.dim is not None and len(by_rank) > 1 and by_rank[0][0].value.shape == by_rank[1][0].value.shape:
-            mine, theirs = self._samples(by_rank[0][0]), self._samples(by_rank[1][0])
-            each = by_rank[0][0].value.dtype.itemsize
+            of_first, of_second = self._samples(by_rank[0][0]), self._samples(by_rank[1][0])
+            itemsize = by_rank[0][0].value.dtype.itemsize
             # Shards whose samples repeat one element, such as zeros or ones, prove nothing: they may be equal by chance.
-            if mine == theirs and any(sample != sample[:each] * (len(sample) // each) for sample in mine):
+            if of_first == of_second and any(sample != sample[:itemsize] * (len(sample) // itemsize) for sample in of_first):
                 held = by_rank[0][0]
                 raise UnsupportedError(
                     f"{self.where}: {held.name} should be cut along dim {cut.dim}, and tensor-parallel ranks 0 and 1 have the "
@@ -277,7 +277,7 @@ def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> 
     first, dim = held[0].value.shape, cut.dim
     if dim is None:
         return first, [_part(held[0], 0, (0,) * len(first), first)]
-    shapes = [one.value.shape for one in held]
+    shapes = [shard.value.shape for shard in held]
     others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if any(len(shape) <= dim or shape[dim] % sections for shape in shapes) or len(others) > 1:
         raise CorruptError(
@@ -286,13 +286,13 @@ def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> 
             + f"; if they are cut in another way, say it with reshard_ckpt.megatron.add_rule({held[0].name!r}, dim=…)"
         )
     total, parts = sum(shape[dim] for shape in shapes), []
-    for rank, (one, shape) in enumerate(zip(held, shapes, strict=True)):
+    for rank, (shard, shape) in enumerate(zip(held, shapes, strict=True)):
         lengths = (*shape[:dim], shape[dim] // sections, *shape[dim + 1 :])
         # The global rows are ordered by section, then by rank; a shard is ordered by section.
         below = sum(other[dim] for other in shapes[:rank]) // sections
         for i in range(sections):
             offset = i * (total // sections) + below
-            parts.append(_part(one, i * prod(lengths), tuple(offset if d == dim else 0 for d in range(len(shape))), lengths))
+            parts.append(_part(shard, i * prod(lengths), tuple(offset if d == dim else 0 for d in range(len(shape))), lengths))
     return (*first[:dim], total, *first[dim + 1 :]), parts
 
 

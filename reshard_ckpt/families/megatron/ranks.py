@@ -177,14 +177,14 @@ def _add_values(values: MegatronValues, files: _Files, model: RankTensors, *, na
             values.builder.unreadable(f"{OPTIMIZER}.{name}", error)
         del common[OPTIMIZER]
     elif named and isinstance(optimizer, dict):
-        common[OPTIMIZER] = _said_named(optimizer)
+        common[OPTIMIZER] = _marked_reshardable(optimizer)
     values.add_common(common, first)
 
 
-def _said_named(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
     """Mark the common state of an optimizer, or of each one in a chain, as saved in whole tensors."""
     if any(isinstance(key, int) for key in optimizer):
-        return {key: _said_named(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
+        return {key: _marked_reshardable(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
     return {**optimizer, SHARDING: FULLY_RESHARDABLE}
 
 

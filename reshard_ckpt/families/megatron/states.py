@@ -105,11 +105,11 @@ class SavedTree:
             yield from common_values(common)
 
 
-def _difference(names: frozenset[str], what: str) -> str:
-    """Describe tensors whose replicas differ; the message ends with `what`, the consequence or the next step."""
+def _difference(names: frozenset[str], advice: str) -> str:
+    """Describe tensors whose replicas differ; the message ends with `advice`, the consequence or the next step."""
     first, *rest = sorted(names)
     others = f" and {len(rest)} other tensors" if rest else ""
-    return f"{first}{others}: replicas differ between ranks; {what}"
+    return f"{first}{others}: replicas differ between ranks; {advice}"
 
 
 _log = logging.getLogger(__name__)

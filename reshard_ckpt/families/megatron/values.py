@@ -126,6 +126,7 @@ def check_common_file(catalog: Catalog, folder: str) -> None:
 
     A save puts it in place before the catalog. If that save replaces a checkpoint and is killed in between, the old catalog is
     left with the new file.
+
     Raises
     ------
     CorruptError

@@ -108,8 +108,8 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
             )
         tensors[key] = catalog.index(name)
     objects = {of: value for name, value in values.items() if (of := object_key(name)) is not None}
-    for both in tensors.keys() & objects.keys():
-        raise NameCollisionError(f"{both}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
+    for key in tensors.keys() & objects.keys():
+        raise NameCollisionError(f"{key}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
     return FolderLayout(tensors, objects, {})
 
 
@@ -129,11 +129,11 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
         put(common, inner[entry.name], value, _ADVICE)
     mark_namespaces(common, catalog)
     if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
-        _say_reshardable(common)
+        _mark_reshardable(common)
     return common
 
 
-def _say_reshardable(common: dict[Any, Any]) -> None:
+def _mark_reshardable(common: dict[Any, Any]) -> None:
     """Mark the optimizer's state as whole tensors, under keys without the number of a chain; Megatron's training reads that."""
     optimizer = common.get(OPTIMIZER, {})
     about = common.get(CONTENT_METADATA)

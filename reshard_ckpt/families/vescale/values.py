@@ -91,8 +91,8 @@ class DistributedState:
         shape, offset = tuple(value.local_shape), tuple(value.global_offset)
         start, stop = 0, prod(shape)
         if value.dp_ranks_ranges:
-            mine = value.dp_ranks_ranges[dist.get_rank() if dist.is_initialized() else 0]
-            start, stop = mine.start, mine.end
+            own = value.dp_ranks_ranges[dist.get_rank() if dist.is_initialized() else 0]
+            start, stop = own.start, own.end
         held = value.local_tensor.detach()
         if held.numel() != stop - start:
             raise LayoutError(
@@ -109,11 +109,11 @@ class DistributedState:
         """Return the names of the parameters of each group that have a part on this rank."""
         optimizer, groups = self._optimizer, self._saved[GROUP_META]
         members: list[list[str]] = [[] for _ in groups]
-        known = {name for name, _ in self._parameters()}
+        local = {name for name, _ in self._parameters()}
         for param, (group, _) in optimizer.model_param_group_index_map.items():
             name = optimizer.param_to_name[param]
             name = name[1] if isinstance(name, tuple) else name
-            if name in known and group < len(members):
+            if name in local and group < len(members):
                 members[group].append(name)
         return members
 

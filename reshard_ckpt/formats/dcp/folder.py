@@ -95,11 +95,11 @@ class Merger:
 
     def _tensor(self, name: str, found: Sequence[SavedTensor]) -> SavedTensor:
         first = found[0]
-        if any((one.dtype, one.shape) != (first.dtype, first.shape) for one in found):
+        if any((tensor.dtype, tensor.shape) != (first.dtype, first.shape) for tensor in found):
             self._mark_unreadable(name, "has another shape or dtype on another rank")
             return first
         boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: hostile files could choose numbers that collide
-        for chunk in (chunk for one in found for chunk in one.chunks):
+        for chunk in (chunk for tensor in found for chunk in tensor.chunks):
             boxes.setdefault(f"{chunk.offsets}{chunk.lengths}{chunk.run}", []).append(chunk)
         if sum(chunks[0].num_elements for chunks in boxes.values()) > prod(first.shape):
             self._mark_unreadable(name, "has chunks that overlap")
