@@ -1,4 +1,4 @@
-"""Other packages whose functions this library's take the place of: importing a package when it is needed, and the replacement."""
+"""Replacing functions of other packages by functions of this library, and importing a package when it is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def needed(package: str, requirement: str) -> Iterator[None]:
 
 
 class Replaced:
-    """Functions of another package that this library's take the place of, from `install` to `uninstall`.
+    """The functions of another package that functions of this library replace, from `install` to `uninstall`.
 
     Parameters
     ----------
