@@ -227,7 +227,7 @@ def test_ranks_with_other_options_are_refused(tmp_path: Path) -> None:
                 tmp_path / "src", tmp_path / "dst", to="dcp" if rank else "safetensors", process_group=None
             )
         )
-    assert all(isinstance(error, UsageError) and "were given other options" in str(error) for error in outcomes)
+    assert all(isinstance(error, UsageError) and "were given different options" in str(error) for error in outcomes)
     assert not (tmp_path / "dst").exists()
 
 

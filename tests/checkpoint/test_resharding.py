@@ -394,7 +394,7 @@ def reshard_together(src: str, dst: str, read_alone: int) -> bytes:
         report = checkpoint.reshard(src, f"{dst}-cut", mesh={"tp": 2})
     assert written, "each process writes a part of one file"
     assert report.bytes_read <= read_alone + 4 * (1 << 18), "each row of the source is read by one process"
-    with pytest.raises(UsageError, match="were given other options"):
+    with pytest.raises(UsageError, match="were given different options"):
         checkpoint.reshard(src, f"{dst}-other", mesh={"dp": 2 + dist.get_rank() % 2})
     return encode_catalog(checkpoint.catalog(dst))
 

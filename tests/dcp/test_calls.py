@@ -617,7 +617,7 @@ def test_objects_that_are_no_plain_values_come_back_through_dcp_alone(tmp_path: 
     assert target["slice"] == state["slice"]
     assert target["big"] == state["big"]
     assert torch.equal(target["w"], torch.ones(2))
-    with pytest.raises(MismatchError, match=r"slice\.s: saved by DCP as an object.*ReshardReader"):
+    with pytest.raises(MismatchError, match=r"slice\.s: saved by DCP as a pickled object.*ReshardReader"):
         dcp.load({"slice": {"s": None}}, checkpoint_id=tmp_path)
 
 

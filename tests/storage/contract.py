@@ -333,7 +333,7 @@ class StorageContract:
         if key:  # "" is the root
             calls.append(lambda: storage.list(key))
         for call in calls:
-            with pytest.raises(CorruptError, match="is no key"):
+            with pytest.raises(CorruptError, match="is not the key"):
                 call()
         assert storage.list() == []
 

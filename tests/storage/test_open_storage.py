@@ -64,7 +64,7 @@ def test_a_url_that_became_a_path_says_so():
 def test_an_unknown_scheme_says_what_there_is():
     with pytest.raises(
         UsageError,
-        match=r"'hdfs://host/x': no store serves that; there are a folder, file:///folder, "
+        match=r"'hdfs://host/x': no store serves this scheme; there are a folder, file:///folder, "
         r"s3://bucket/prefix, gs://bucket/prefix, az://bucket/prefix and memory://name",
     ):
         open_storage("hdfs://host/x")

@@ -51,5 +51,5 @@ def test_runs_of_boxes_hold_what_was_flattened(cut: tuple[tuple[int, ...], tuple
 )
 def test_shapes_that_do_not_fit_are_refused(stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
     chunk = Chunk((0,) * len(stored), (*(1 for _ in stored[:-1]), stored[-1]), Extent("file", 0, 0))
-    with pytest.raises(CorruptError, match="no way to cut its true shape"):
+    with pytest.raises(CorruptError, match="not a way to cut its true shape"):
         unflattened(SavedTensor(torch.float32, stored, (chunk,)), shape, "x")
