@@ -211,13 +211,13 @@ def convert(
     StorageError
         The disk refused.
     """
-    writers = {one.name: one for one in known_formats() if one.write is not None}
+    writers = {written.name: written for written in known_formats() if written.write is not None}
     if to not in (*WRITTEN_HERE, *writers):
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, (*WRITTEN_HERE, *writers)))}")
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
     if optimizer is not None and optimizer not in forms:
-        known = {"dcp": OPTIMIZER_FORMS, **{one.name: tuple(one.forms) for one in writers.values() if one.forms}}
+        known = {"dcp": OPTIMIZER_FORMS, **{written.name: tuple(written.forms) for written in writers.values() if written.forms}}
         choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, of_one))}" for name, of_one in known.items())
         raise UsageError(
             f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; pass one of them, or leave it out"

@@ -107,9 +107,9 @@ class Links:
 
         def settle(left: int) -> None:
             while len(under_way) > left:
-                for rank, one in under_way.popleft():
+                for rank, request in under_way.popleft():
                     with self._named(rank):
-                        one.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
+                        request.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
 
         for at in range(0, longest, CHUNK_BYTES):
             settle(AHEAD - 1)

@@ -125,7 +125,7 @@ def value_of_first(comm: Comm, make: Callable[[], Any]) -> Any:
 
 def union(lists: list[list[Any]]) -> list[Any]:
     """Return the items of several lists, each once, in order of first occurrence: a `merge` for `merge_of_all`."""
-    return list(dict.fromkeys(item for one in lists for item in one))
+    return list(dict.fromkeys(item for items in lists for item in items))
 
 
 def _unpacked(data: bytes) -> Any:

@@ -305,7 +305,7 @@ def _check_replaceable(storage: Storage, src: str) -> None:
     if f"{real_src}/".startswith(f"{real_dst}/"):
         raise UsageError(f"{path}: is, or holds, the checkpoint to be read; write to another path")
     _refuse_referred(path)
-    marks = [key for one in known_formats() for key in one.root_marks]
+    marks = [key for candidate in known_formats() for key in candidate.root_marks]
     has = [os.path.isfile(os.path.join(path, key)) for key in marks] if is_local else [s is not None for s in storage.stat(marks)]
     if any(has):
         raise UsageError(

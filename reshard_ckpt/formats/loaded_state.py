@@ -49,7 +49,7 @@ def serve_state(
         Files of the store, by key. A tensor in row-major order that is a range of one is read from there instead.
     """
     files = mapped or {}
-    numbers = [builder.file(key, one.size) for key, one in files.items()]
+    numbers = [builder.file(key, file.size) for key, file in files.items()]
     kept: dict[Any, Any] = {}
     for path, leaf in (entry for key, child in state.items() for entry in flatten(child, _children, (key,))):
         with builder.reading(name_of(path)):

@@ -202,10 +202,10 @@ class RankFolder:
         except UnsupportedError as error:
             self.builder.unreadable(stem, error)
             return
-        if not any(isinstance(one, dict) for one in found) and are_equal(found):
+        if not any(isinstance(content, dict) for content in found) and are_equal(found):
             state = {stem: found[0]}
         else:
-            dicts = [one if isinstance(one, dict) else {"value": one} for one in found]
+            dicts = [content if isinstance(content, dict) else {"value": content} for content in found]
             state, _ = divided_by_rank(dicts, stem, max_depth=1, may_miss=True)
         self.storage = serve_state(self.builder, self.storage, state, stem)
 

@@ -102,10 +102,8 @@ def write_files(
     sizes = {file.key: file.size for file in files}
     kept = frozenset[str]() if notes is None else _keep_finished(comm, storage, files, sizes, notes)
     missing = [file for file in files if file.key not in kept]
-    mine = list(_share(missing, comm, by_file=not storage.hints.shares_files))
-    runs = [
-        part.run for file, parts in mine for part in (file.parts[i] for i in parts) if part.run is not None and part.num_bytes
-    ]
+    own = list(_share(missing, comm, by_file=not storage.hints.shares_files))
+    runs = [part.run for file, parts in own for part in (file.parts[i] for i in parts) if part.run is not None and part.num_bytes]
     stream = ByteStream(bytes_of(runs))
     sections: list[tuple[Section, dict[int, int]]] = []
     for file, parts in own:

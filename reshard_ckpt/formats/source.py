@@ -250,7 +250,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
         opened = identified_catalog(listed, found)
     except CheckpointNotFound as error:
         # The root of a run stands for its latest checkpoint, which may be one of this library.
-        tags = (one.latest(listed) for one in formats() if one.latest is not None)
+        tags = (candidate.latest(listed) for candidate in formats() if candidate.latest is not None)
         tag = next((tag for tag in tags if tag is not None), None)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
@@ -290,11 +290,11 @@ def _open_foreign(
     elif is_listed:
         folder = ListedStorage(folder, [key])
     with collector_paused():  # over a million new objects, it takes longer than making them, and finds no cycles
-        found = next((found for one in formats() if (found := _opened(one, folder, key)) is not None), None)
+        found = next((found for candidate in formats() if (found := _opened(candidate, folder, key)) is not None), None)
     if found is None:
         if describe_run(storage) is not None:
             raise not_native
-        tried = [f"{CATALOG_KEY} ({NATIVE})", *(f"{one.marks} ({one.name})" for one in formats())]
+        tried = [f"{CATALOG_KEY} ({NATIVE})", *(f"{candidate.marks} ({candidate.name})" for candidate in formats())]
         why = str(not_native)
         if os.path.exists(url) and not os.path.isdir(url):
             step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"

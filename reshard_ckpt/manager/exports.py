@@ -67,7 +67,7 @@ class Exports:
                 f"the model to export is unknown; save the model under the key {MODEL!r}"
             )
         self._key = MODEL if MODEL in found else next(iter(found))
-        model = next((one for one in _modules(found[self._key]) if hasattr(one, "config")), None)
+        model = next((module for module in _modules(found[self._key]) if hasattr(module, "config")), None)
         configs = {"config.json": "config", "generation_config.json": "generation_config"}
         written = {key: getattr(model, name, None) for key, name in configs.items()}
         self._documents = {

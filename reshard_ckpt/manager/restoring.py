@@ -249,4 +249,4 @@ def _may_keep(options: Mapping[str, Any]) -> bool:
 
 def _lines(in_memory: Mapping[str, PassedOver], in_store: Mapping[int, str] = MappingProxyType({})) -> tuple[str, ...]:
     """Return the lines of `LoadedStep.passed_over`. An older checkpoint has filled all tensors that a damaged one overwrote."""
-    return tuple(map(without_changes, (*(one.line for one in in_memory.values()), *in_store.values())))
+    return tuple(map(without_changes, (*(generation.line for generation in in_memory.values()), *in_store.values())))

@@ -114,7 +114,7 @@ class SlotPool:
 
     def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
         """Choose one of these slots to refill; None if one more slot may be added."""
-        held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)
+        held = next((slot for slot in slots if slot.save_id not in {*self._kept, *self._pinned}), None)
         if held is not None or len(slots) <= self.generations:
             return held
         # A generation that is on its way to the store occupies a slot, so the oldest of the others goes early.
@@ -126,7 +126,7 @@ class SlotPool:
     def _oldest(self, slots: list[HeldSlot]) -> HeldSlot | None:
         """Return the slot of the oldest generation that may go: not the newest, and not on its way to the store. Else None."""
         old = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
-        return next((one for save_id in old for one in slots if one.save_id == save_id), None)
+        return next((slot for save_id in old for slot in slots if slot.save_id == save_id), None)
 
     def given_up(self) -> list[str]:
         """Return the ids of kept saves that have lost a slot here since the last call. They are not whole any more."""
@@ -208,8 +208,8 @@ class SlotPool:
             with suppress(FileNotFoundError):  # its process has just removed it
                 found.append(os.lstat(path))
         # promised: bytes of slots that have their size, and not yet their memory
-        promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
-        free, taken, most = free_bytes(str(self._folder)) - promised, sum(one.st_size for one in found), self._options.max_bytes
+        promised = sum(max(stat.st_size - stat.st_blocks * 512, 0) for stat in found)
+        free, taken, most = free_bytes(str(self._folder)) - promised, sum(stat.st_size for stat in found), self._options.max_bytes
         if wanted > free:
             return f"{self._folder}: a slot takes {wanted:,} bytes, and {max(free, 0):,} of this node's memory are free"
         if most is not None and taken + wanted > most:
@@ -239,9 +239,9 @@ class SlotPool:
             save_id, step = generation.save_id, generation.step
             if pin:
                 self._pinned.add(save_id)
-            self._kept = [*(one for one in self._kept if self._places[one][1] != step), save_id][-self.generations :]
+            self._kept = [*(kept_id for kept_id in self._kept if self._places[kept_id][1] != step), save_id][-self.generations :]
             self._places[save_id] = generation.attempt, step
-            self._places = {one: self._places[one] for one in self._kept}
+            self._places = {kept_id: self._places[kept_id] for kept_id in self._kept}
 
     def keep_current(self, is_current: Callable[[int, int], bool]) -> None:
         """Let the slots of saves that no longer count be refilled; `is_current` takes an attempt and a step.
@@ -249,7 +249,7 @@ class SlotPool:
         Else they would count as some of the generations to keep, and older ones that do count would lose their slots.
         """
         with self._lock:
-            self._kept = [one for one in self._kept if is_current(*self._places[one])]
+            self._kept = [kept_id for kept_id in self._kept if is_current(*self._places[kept_id])]
 
     def pin(self, save_id: str) -> None:
         """Keep the slots of a save while it is written to the store."""
@@ -269,7 +269,7 @@ class SlotPool:
     def free(self, save_id: str) -> None:
         """Free the slots of a save that failed, or that was deleted."""
         with self._lock:
-            self._kept = [one for one in self._kept if one != save_id]
+            self._kept = [kept_id for kept_id in self._kept if kept_id != save_id]
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:

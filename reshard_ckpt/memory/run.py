@@ -182,7 +182,7 @@ class MemoryRun:
         return sorted({generation.step for generation in self._known()})
 
     def _known(self) -> list[Generation]:
-        return [one for one in find_generations(self._folder) if self._is_current(one) and not one.is_damaged]
+        return [held for held in find_generations(self._folder) if self._is_current(held) and not held.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
         """Return the catalogs of the generations that this node knows, by step."""
@@ -322,10 +322,10 @@ class MemoryRun:
 
     def _on_the_way(self) -> list[Generation]:
         """List the generations that are being written to the store, or wait for it."""
-        out, one = [], self._writing
-        while one is not None and not one.done():
-            out.append(one.generation)
-            one = one.before
+        out, writing = [], self._writing
+        while writing is not None and not writing.done():
+            out.append(writing.generation)
+            writing = writing.before
         return out
 
     def wait_for(self, step: int) -> None:
@@ -366,8 +366,8 @@ class MemoryRun:
                 self._persist(generation, path, open_session("persist", path, **self._session)).wait(None)
             return
         found = self.find(self._newest_stored)
-        for one in found.passed.values() if self._rank == 0 else ():
-            warnings.warn(f"passed over, as it cannot be written to the store: {one.line}", stacklevel=4)
+        for passed_over in found.passed.values() if self._rank == 0 else ():
+            warnings.warn(f"passed over, as it cannot be written to the store: {passed_over.line}", stacklevel=4)
         if found.generation is not None:
             self.persist_found(found.generation).wait(None)
 

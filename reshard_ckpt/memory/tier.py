@@ -141,7 +141,7 @@ class Tier:
         refused, short, fewest, gone = merge_of_all(job.comm, vote, merge)
         self.pool.agree(fewest, gone)
         if gone and self.topology.leads(self.rank):
-            drop_generations(self.folder, [one.name for one in find_generations(self.folder) if one.save_id in gone])
+            drop_generations(self.folder, [held.name for held in find_generations(self.folder) if held.save_id in gone])
         return refused, short
 
     def _warn_once(self, what: str, why: str) -> None:
@@ -261,7 +261,7 @@ class Tier:
         """Keep the file of a generation that is being loaded, if this node lacks it. The load does not depend on it."""
         if not self.topology.leads(self.rank):
             return
-        if not any(one.save_id == generation.save_id and not one.is_damaged for one in find_generations(self.folder)):
+        if not any(held.save_id == generation.save_id and not held.is_damaged for held in find_generations(self.folder)):
             try:
                 keep_generation(self.folder, generation)
             except StorageError as error:

@@ -73,6 +73,6 @@ def find_topology(comm: Comm, node: str, machine: str, copies: int) -> Topology:
         Number of other nodes that should hold a copy of each node's images.
     """
     # of_ranks[r]: ids of the node and the machine of rank r; nodes: the same pairs, each once, by the first rank of the node
-    of_ranks = [tuple(one) for one in merge_of_all(comm, (node, machine))]
+    of_ranks = [tuple(pair) for pair in merge_of_all(comm, (node, machine))]
     nodes = list(dict.fromkeys(of_ranks))
-    return Topology(tuple(nodes.index(one) for one in of_ranks), tuple(n for n, _ in nodes), tuple(m for _, m in nodes), copies)
+    return Topology(tuple(nodes.index(pair) for pair in of_ranks), tuple(n for n, _ in nodes), tuple(m for _, m in nodes), copies)

@@ -84,15 +84,15 @@ def lowered(tensor: Any) -> tuple[LocalShard | FlatShard, ...]:
     """Return the shards of a tensor of another framework's class; empty if no framework knows it."""
     if is_of_torch(tensor):
         return ()
-    return next((tuple(shards) for one in known_objects() if (shards := one.lower(tensor))), ())
+    return next((tuple(shards) for objects in known_objects() if (shards := objects.lower(tensor))), ())
 
 
 def recognized(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
     """Return a placement of another framework's class as this library has it; None if no framework knows it."""
     if is_of_torch(placement):
         return None
-    found = (one.recognize(axis, placement, shape) for one in known_objects())
-    return next((one for one in found if one is not None), None)
+    found = (objects.recognize(axis, placement, shape) for objects in known_objects())
+    return next((axis_placement for axis_placement in found if axis_placement is not None), None)
 
 
 def is_of_torch(value: Any) -> bool:
@@ -221,10 +221,10 @@ def recognize(
 
 
 def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
-    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if is_shard(one) and size > 1]
+    dims = [placement.dim for placement, size in zip(placements, mesh.shape, strict=True) if is_shard(placement) and size > 1]
     if len(set(dims)) < len(dims):
-        for one in known_objects():
-            one.check_mesh(mesh, placements, name)
+        for objects in known_objects():
+            objects.check_mesh(mesh, placements, name)
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
     try:

@@ -218,8 +218,8 @@ class FlatState:
             The parts of a flat parameter have different values where it can have only one.
         """
         for flat_key, parts in self._parts.items():
-            mine = [(part, self.entries.pop(id(part))) for part in parts if id(part) in self.entries]
-            if not mine:
+            of_parts = [(part, self.entries.pop(id(part))) for part in parts if id(part) in self.entries]
+            if not of_parts:
                 self._own.pop(flat_key, None)
                 continue
             entry = self._own.setdefault(flat_key, {})

@@ -176,7 +176,7 @@ def found_mesh(meshes: Iterable[DeviceMesh], group: RankSet, *, ddp_groups: Sequ
     """Return the mesh that the state shows, or None; `ddp_groups` are the ranks of each process group that DDP uses."""
     best: DeviceMesh | None = None
     sees_part = False
-    for mesh in dict.fromkeys(m for one in meshes for m in (one, root_mesh(one))):
+    for mesh in dict.fromkeys(m for found in meshes for m in (found, root_mesh(found))):
         if _ranks(mesh) == group.ranks:
             best = mesh if best is None or mesh.ndim > best.ndim else best
         else:

@@ -181,8 +181,8 @@ def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
     """Tell whether a tensor is the very memory of a parameter, also if that is empty."""
     if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
         return False
-    one, other = _local(tensor), _local(param)
-    return one.dtype == other.dtype and one.is_set_to(other)
+    first, second = _local(tensor), _local(param)
+    return first.dtype == second.dtype and first.is_set_to(second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class ZipRecords:
             raise self._damaged(str(error)) from error
         if any(member.filename.endswith("/constants.pkl") for member in members):
             raise UnsupportedError(f"{name}: is a TorchScript archive, which is code; save module.state_dict() of torch.jit.load")
-        packed = next((one for one in members if one.compress_type != zipfile.ZIP_STORED or one.flag_bits & _ENCRYPTED), None)
+        packed = next((m for m in members if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & _ENCRYPTED), None)
         if packed is not None:
             raise UnsupportedError(f"{name}: its {packed.filename!r:.80} is compressed; load and save it again with torch")
         inside = [member for member in members if "/" in member.filename]

@@ -100,9 +100,9 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
 
 def _check_same(merged: Group, group: Group, what: str, first: str, second: str) -> None:
     """Raise LayoutError if two groups differ in a hyperparameter."""
-    for key, one, other in differences(merged, group):
+    for key, value, other in differences(merged, group):
         raise LayoutError(
-            f"{what} has {key} {_short(one)} on {first} and {_short(other)} on {second}; give it the same hyperparameters "
+            f"{what} has {key} {_short(value)} on {first} and {_short(other)} on {second}; give it the same hyperparameters "
             "wherever it is held"
         )
 
@@ -152,10 +152,10 @@ class Groups:
         # The first saved group gives the hyperparameters; all others must agree with it.
         (first, first_fqn), *others = sources.items()
         conflicts = [
-            f"{name}: draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(one)} and "
+            f"{name}: draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(value)} and "
             f"{_short(other)}; split the target group, or save them equal"
             for at, fqn in others
-            for key, one, other in differences(self._saved[first], self._saved[at])
+            for key, value, other in differences(self._saved[first], self._saved[at])
             if key not in SWITCHES
         ]
         if target is not None:

@@ -192,8 +192,8 @@ def find_faults(
     same = ~is_new(runs.tensor, runs.box)[1:]
     gap = runs.start[1:] - (runs.start + runs.count)[:-1]
     clash = np.flatnonzero(same & (gap < 0))
-    clashing, one = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor is enough to report
-    for i in clash[one].tolist():
+    clashing, begin = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor is enough to report
+    for i in clash[begin].tolist():
         yield _overlap(boxes, runs.take([i, i + 1]))
     # Consecutive runs without a gap are joined; first and last are the first and the last run of each joined one.
     new = np.append(True, ~(same & (gap == 0))) if len(runs.row) else np.zeros(0, bool)

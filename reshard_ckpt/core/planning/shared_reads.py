@@ -77,7 +77,7 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Messages:
     found: list[tuple[int, int, int]] = []  # of each message: its row, the owner, the round
     for low, num in zip(begins[count > 1].tolist(), count[count > 1].tolist(), strict=True):
         rows = range(low, low + num)
-        owner = min((ranks[row] for row in rows), key=lambda one: (loads[one], one))
+        owner = min((ranks[row] for row in rows), key=lambda candidate: (loads[candidate], candidate))
         loads[owner] += max(reads[row] for row in rows)
         found += [(row, owner, rounds.next(owner, ranks[row], sizes[row])) for row in rows if ranks[row] != owner]
     row, owners, numbers = np.array(found, np.int64).reshape(-1, 3).T

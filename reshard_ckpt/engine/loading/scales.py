@@ -138,9 +138,9 @@ class Dequantizer:
             if part.boxes:
                 by_scale.setdefault(part.scale.index, []).append(part)
         return [
-            one
+            scaled
             for index, of_scale in by_scale.items()
-            for one in _read_scale(self.storage, self.catalog, index, of_scale, self.verify)
+            for scaled in _read_scale(self.storage, self.catalog, index, of_scale, self.verify)
         ]
 
 

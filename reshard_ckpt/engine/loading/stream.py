@@ -225,8 +225,8 @@ class RunReader:
                 if part is not None:
                     owner[id(target)] = number
                     parts.append(part)
-        for one in self._dequantizer.read(parts):
-            scaled[owner[id(one.part.target)]].append(one)
+        for piece in self._dequantizer.read(parts):
+            scaled[owner[id(piece.part.target)]].append(piece)
         return scaled
 
     def _buffer(self, size: int) -> torch.Tensor:

@@ -98,7 +98,7 @@ def vote(
     }
 
     def merge(votes: list[Any]) -> dict[str, Any]:
-        _refuse_unequal_options([one["options"] for one in votes])
+        _refuse_unequal_options([of_rank["options"] for of_rank in votes])
         return _merge(catalog, votes, wanted.prefixes)
 
     result = merge_of_all(comm, own_vote, merge)

@@ -259,8 +259,8 @@ class LiveValues:
         for entry in (entry for entry in table if entry.name in prefixes or entry.name.startswith(below)):
             if entry.kind is ValueKind.PER_RANK:
                 data = self._per_rank[old_names.get(entry.name, entry.name)]
-                lost = frozenset(rank for rank, one in enumerate(data) if one is None)
-                out[entry.name] = per_rank([None if one is None else decode_value(one, name=entry.name) for one in data], lost)
+                lost = frozenset(rank for rank, blob in enumerate(data) if blob is None)
+                out[entry.name] = per_rank([None if blob is None else decode_value(blob, name=entry.name) for blob in data], lost)
             else:
                 assert entry.data is not None
                 out[entry.name] = decode_value(entry.data, name=entry.name)

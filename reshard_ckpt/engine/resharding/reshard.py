@@ -129,7 +129,7 @@ def keep_finished(
     left = {key for layout in layouts for key in (layout.key, digests_key(layout.key)) if key in there}
     if not left:
         return ()
-    whole = [one for one in layouts if there.get(one.key) == one.num_bytes and digests_key(one.key) in there]
+    whole = [layout for layout in layouts if there.get(layout.key) == layout.num_bytes and digests_key(layout.key) in there]
     finished = []
     for i in share((layout.num_bytes for layout in whole), comm.rank, comm.size):
         # A finished file begins with the header of its layout, and its blocks match its digests.
@@ -385,9 +385,9 @@ def commit(
     # is checked last before the catalog: a job that lost it may have had its files deleted.
     def published(parts: list[Any]) -> int:
         layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
-        files = {file.key: file for file in (*done.kept, *(WrittenFile(*one) for part in parts for one in part[0]))}
+        files = {file.key: file for file in (*done.kept, *(WrittenFile(*columns) for part in parts for columns in part[0]))}
         sections: dict[str, list[Section]] = {}
-        for section in (Section(*one) for part in parts for one in part[1]):
+        for section in (Section(*columns) for part in parts for columns in part[1]):
             sections.setdefault(section.key, []).append(section)
         sizes = {layout.key: layout.num_bytes for of_rank in layouts for layout in of_rank}
         joined = [_joined(target, key, sizes[key], of_file, read_back) for key, of_file in sections.items()]

@@ -124,7 +124,7 @@ def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
     inside = [posixpath.normpath(f"{base}/{key}").removeprefix(f"{holder}/") for key in file.keys]
     if holder == new:
         return replace(file, key=inside[0], digests_key=inside[1], checkpoint="")
-    key, digests_key = (f"../{holder}/{one}" for one in inside)
+    key, digests_key = (f"../{holder}/{path}" for path in inside)
     return replace(file, key=key, digests_key=digests_key, checkpoint=f"../{holder}")
 
 

@@ -155,8 +155,8 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     # is_box: whether the piece is a box of the whole tensor, and not strided in it; offsets: where that box begins
     is_box = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
-    if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
-        raise UnsupportedError(f"{name}: a piece of its affine_map is no box of the tensor; save with reshard_ckpt instead")
+    if not is_box or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
+        raise UnsupportedError(f"{name}: a piece of its affine_map is not a box of the tensor; save with reshard_ckpt instead")
     last = dest + sum((n - 1) * s for n, s in zip(lengths, dest_strides, strict=True))
     if dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
         raise UnsupportedError(f"{name}: a piece of its affine_map lies beyond the shard; save with reshard_ckpt instead")

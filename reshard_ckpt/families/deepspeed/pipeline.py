@@ -58,7 +58,7 @@ def tied_names(layers: Mapping[str, FileTensor], builder: CatalogBuilder, storag
     -------
     The name of the tied module's tensor, by the name that begins with the layer's number.
     """
-    shapes = {name: one.shape for name, one in builder.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in builder.tensors.items()}
     tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]
     owned = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
     found = {}

@@ -142,8 +142,8 @@ class FlatNames:
             link = None if key == MASTER else state_link(fqn, key)
             name = parameter_name(fqn) if link is None else link.name
             numbers.append(builder.tensor(name, dtype, shard.shape, link=link, again=True) if shard.readable else -1)
-            one = shard.segments[0] if len(shard.segments) == 1 else None
-            boxes.append(-1 if one is None else builder.box(one.offsets, one.lengths))
+            segment = shard.segments[0] if len(shard.segments) == 1 else None
+            boxes.append(-1 if segment is None else builder.box(segment.offsets, segment.lengths))
         self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
 
 

@@ -92,7 +92,7 @@ def _add_apart(
     numbers = numbers_of(base, model.key)
     # fqns: the name of each parameter by its number; part_of: the part of each that this model-parallel rank holds, by name
     fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
-    shapes = {one.fqn: one.view.shape for one in module}
+    shapes = {tensor.fqn: tensor.view.shape for tensor in module}
     params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
     part_of = dict(zip(params.names, parts.shards(mp, params), strict=True))
     for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
@@ -182,8 +182,8 @@ def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module:
     if len(shapes) != sum(map(len, groups)):
         return None
     by_shape: dict[Ints, list[str]] = {}
-    for one in module:
-        by_shape.setdefault(one.view.shape, []).append(one.fqn)
+    for tensor in module:
+        by_shape.setdefault(tensor.view.shape, []).append(tensor.fqn)
     # wanted[s]: number of parameters of shape s; homes[s]: number of groups that have parameters of shape s
     wanted = Counter(shapes.values())
     homes = Counter(shape for group in groups for shape in {shapes[number] for number in group})

@@ -67,7 +67,7 @@ def _judge(version: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:
-        tested = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        tested = " to ".join(".".join(map(str, bound)) for bound in (FIRST, LAST))
         warnings.warn(
             f"megatron-core {version}: the calls of reshard_ckpt.megatron have been run with {tested} only; load a checkpoint "
             "into a job of another layout once, and compare, before relying on it",

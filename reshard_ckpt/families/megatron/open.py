@@ -253,7 +253,7 @@ def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
     kept = {}
     for key, value in optimizer.items():
         of_parameters = list(value.values()) if key == "param_state" and isinstance(value, dict) else [None]
-        if all(isinstance(one, dict) and one.keys() <= {"step"} for one in of_parameters):
+        if all(isinstance(state, dict) and state.keys() <= {"step"} for state in of_parameters):
             continue
         kept[key] = _without_step(value) if isinstance(key, int) and isinstance(value, dict) else value
     return kept

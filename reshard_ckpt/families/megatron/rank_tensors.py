@@ -180,7 +180,7 @@ class RankTensors:
             shapes.add((*counts, *shape))
             dtypes |= {held.value.dtype for ranks in by_rank for held in ranks}
             parts += [Part((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
-            homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
+            homes = {same[0].chunk.number: frozenset((held.chunk.number, held.chunk.index) for held in same) for same in replicas}
             self.homes |= {(part.file, part.offset): homes[part.file] for part in found}
         if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
             raise CorruptError(
@@ -345,5 +345,5 @@ def _numbered_layers(held: Mapping[Key, Any], totals: Mapping[str, int], args: M
     return {
         layers
         for layers, total in totals.items()
-        if len(found[layers]) < total or any(one != found[layers][0] for one in found[layers].values())
+        if len(found[layers]) < total or any(content != found[layers][0] for content in found[layers].values())
     }

@@ -184,7 +184,7 @@ def _add_values(values: MegatronValues, files: _Files, model: RankTensors, *, na
 def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
     """Mark the common state of an optimizer, or of each one in a chain, as saved in whole tensors."""
     if any(isinstance(key, int) for key in optimizer):
-        return {key: _marked_reshardable(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
+        return {key: _marked_reshardable(part) if isinstance(part, dict) else part for key, part in optimizer.items()}
     return {**optimizer, SHARDING: FULLY_RESHARDABLE}
 
 
@@ -192,7 +192,7 @@ def _is_positional(optimizer: Any) -> bool:
     """Return whether an optimizer's state dict holds state by position of the parameters. Distributed optimizers' does not."""
     if not isinstance(optimizer, dict):
         return False
-    inner = [one for key, one in optimizer.items() if isinstance(key, int) or key == OPTIMIZER]
+    inner = [part for key, part in optimizer.items() if isinstance(key, int) or key == OPTIMIZER]
     return "fp32_from_fp16_params" in optimizer or bool(optimizer.get("state")) or any(map(_is_positional, inner))
 
 
@@ -232,7 +232,7 @@ def _is_of_stages(state: Any, num_stages: int) -> bool:
     """
     buffers = {key: kinds for key, kinds in state.items() if type(key) is int} if isinstance(state, dict) else {}
     kinds = [list(kinds) for kinds in buffers.values() if isinstance(kinds, dict)]
-    return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(one == kinds[0] for one in kinds)
+    return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(kind == kinds[0] for kind in kinds)
 
 
 def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:

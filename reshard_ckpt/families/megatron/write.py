@@ -118,7 +118,7 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
     listed = paths_of_values(catalog)
     # A list whose elements have names of their own becomes a dict of its indices.
-    paths = {one.name: tuple(int(key) if isinstance(key, Index) else key for key in listed[one.name]) for one in entries}
+    paths = {entry.name: tuple(int(key) if isinstance(key, Index) else key for key in listed[entry.name]) for entry in entries}
     inner = inner_paths(catalog, paths)
     common: dict[Any, Any] = {}
     for entry in entries:
@@ -144,8 +144,8 @@ def _mark_reshardable(common: dict[Any, Any]) -> None:
         content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, _WITHOUT_CHAIN: True}
     if isinstance(optimizer, dict) and any(isinstance(key, int) for key in optimizer):
         content[_WITHOUT_CHAIN] = True
-    for one in distributed:
-        one[SHARDING] = FULLY_RESHARDABLE
+    for part in distributed:
+        part[SHARDING] = FULLY_RESHARDABLE
     if content:
         common[CONTENT_METADATA] = content
 
@@ -158,5 +158,5 @@ def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
     """
     if not isinstance(optimizer, dict):
         return
-    chain = [one for key, one in optimizer.items() if isinstance(key, int) and isinstance(one, dict)] or [optimizer]
-    yield from (one for one in chain if SHARDING in one or not one)
+    chain = [part for key, part in optimizer.items() if isinstance(key, int) and isinstance(part, dict)] or [optimizer]
+    yield from (part for part in chain if SHARDING in part or not part)

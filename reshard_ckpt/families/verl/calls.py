@@ -52,7 +52,7 @@ def save_checkpoint(
     only_adapters = self.should_save_lora_only and self._has_lora()
     left_out = [name for name in _names(self.model) if not _is_adapter(name)] if only_adapters else []
     checkpoint.save(local_path, _state(self, contents), exclude=left_out)
-    self.checkpoint_save_contents = [one for one in contents if one not in ("model", "optimizer", "extra")]
+    self.checkpoint_save_contents = [content for content in contents if content not in ("model", "optimizer", "extra")]
     try:
         _REPLACED.stock["save_checkpoint"](self, local_path, hdfs_path, global_step, max_ckpt_to_keep)
     finally:

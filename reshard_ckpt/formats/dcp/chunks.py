@@ -250,7 +250,7 @@ class _PartFinder:
             raise CorruptError(f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors")
         header = parse_header(read_range(self._storage, extent.file, extent.offset, wanted), name=name)
         placed = zip(header.members, header.offsets, strict=True)
-        layouts = {one.name: raw_layout(TORCH_DTYPES[one.dtype], one.shape, at) for one, at in placed}
+        layouts = {tensor.name: raw_layout(TORCH_DTYPES[tensor.dtype], tensor.shape, at) for tensor, at in placed}
         if max((layout.end for layout in layouts.values()), default=0) > size:
             raise CorruptError(f"{name}: {extent.file} is shorter than its safetensors header says; use another checkpoint")
         return layouts

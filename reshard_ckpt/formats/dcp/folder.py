@@ -131,5 +131,5 @@ class Merger:
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
     """Yield each name with the entries of the ranks that have it, in the order of ranks."""
-    for name in dict.fromkeys(name for one in ranks for name in one):
-        yield name, [one[name] for one in ranks if name in one]
+    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
+        yield name, [of_rank[name] for of_rank in ranks if name in of_rank]
