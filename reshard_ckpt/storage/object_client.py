@@ -102,11 +102,11 @@ _OF_OBSTORE = {
            "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_TOKEN", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_USE_EMULATOR",
            "AZURE_SKIP_SIGNATURE", "AZURE_STORAGE_SKIP_SIGNATURE"),
 }  # fmt: skip
-"""Variables of the environment by which obstore finds credentials. With one of them set, it is left alone."""
+"""Variables of the environment by which obstore finds credentials. If any of them is set, boto3 is not asked for credentials."""
 
 
 _ASK_AGAIN = timedelta(minutes=5)
-"""How long credentials of boto3 are used. It returns none that end within ten minutes, and obstore does not see when they end."""
+"""How long obstore uses credentials of boto3. They last for at least ten minutes more, and obstore does not see when they end."""
 
 
 def _credentials(scheme: str) -> Any:

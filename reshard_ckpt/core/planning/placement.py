@@ -77,7 +77,7 @@ def derive(
     # placements.
     of_tensor, first = group_ids(np.stack([declared_number, *(numbers for _, numbers in shown)], axis=1))
     placements = []
-    # The declared placement of an axis wins over the one that the pieces show.
+    # The declared placement of an axis wins over the placement that the pieces show.
     for t in first.tolist():
         by_axis = {p.axis: p for p in declared[t]}
         found = (spelled[numbers[t]] for spelled, numbers in shown)

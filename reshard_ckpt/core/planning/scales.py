@@ -35,7 +35,7 @@ BESIDE = ("SCB", "scale", "scales", "scale_weight", "qscale_weight")
 """Names of scales in the module of a quantized ``weight``: of bitsandbytes, of DeepSeek's and Mistral's own files, and others."""
 
 OTHER_PARTS = ("_scale_2", "_zero_point", "_g_idx")
-"""Ends of the names of tensors without which the scale is not all that a weight is multiplied by."""
+"""Ends of the names of tensors that change how a weight is dequantized, beside its scale."""
 
 PRE_QUANT = "pre_quant_scale"
 """The name, in the module of a ``weight``, of a scale of its inputs that was divided out of the weight."""

@@ -102,7 +102,7 @@ def count_up(tensors: Iterable[torch.Tensor]) -> None:
     written = list(tensors)
     try:
         torch.autograd.graph.increment_version(written)
-    except (TypeError, RuntimeError):  # this release of torch takes one tensor at a time, and none that has no version
+    except (TypeError, RuntimeError):  # this release of torch takes one tensor at a time, and refuses tensors without a version
         for tensor in written:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
