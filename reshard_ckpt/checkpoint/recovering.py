@@ -285,7 +285,7 @@ class Recovery:
         for spec in filter(None, parts):
             self._lost_names[spec.name] = spec.name in live and bool(live.tensor(spec.name).shards)
         own = {name for name, value in values.items() if isinstance(value, PerRankValues) and comm.rank not in value.lost}
-        if not is_exact:  # take the survivors' values, and from an older step only those that the survivors lack
+        if not is_exact:  # the survivors' values count; values that no survivor has come from an older step
             own |= {name for name, value in values.items() if not isinstance(value, PerRankValues)}
 
         def wanted(saved_values: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int,
     """
     ranks = [new for group in groups for new in group]
     own = {ranks[i] for i in share((num_bytes[new] for new in ranks), rank, num)}
-    own = [[new for new in group if new in own] for group in groups]
-    return [group[i : i + MAX_FILES] for group in own for i in range(0, len(group), MAX_FILES)]
+    own_groups = [[new for new in group if new in own] for group in groups]
+    return [group[i : i + MAX_FILES] for group in own_groups for i in range(0, len(group), MAX_FILES)]
 
 
 def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
