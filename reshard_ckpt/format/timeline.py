@@ -153,5 +153,5 @@ def _times(value: Any, dtype: str) -> list[float]:
     """Return the finite times that `value` holds: one number, or the bytes of many."""
     times = np.frombuffer(value, dtype) if dtype else np.array([value], np.float64) if type(value) is float else None
     if times is None or not np.isfinite(times).all() or (times < 0).any():
-        raise TypeError(f"{value!r:.80} is no time")
+        raise TypeError(f"{value!r:.80} is not a time")
     return [float(time) for time in times]

@@ -14,7 +14,7 @@ Scores = NDArray[Any]
 
 
 class Policy(Protocol):
-    """The memory of a policy for one table: made of its number of rows, the fraction to save, and this rank's part."""
+    """The scores of one table under a policy. Made from its number of rows, the fraction to save, and this rank's part of it."""
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None: ...
 
@@ -43,9 +43,9 @@ class Touched:
         # rows write into the last byte, which stands for no row. Nothing here waits for a device.
         byte, bit = rows >> 3, rows & 7
         spare = torch.full_like(byte, self._num_bytes)
-        for one in range(8):
-            at = torch.where(bit == one, byte, spare)
-            self._bits[at] = self._bits[at] | (1 << one)
+        for position in range(8):
+            at = torch.where(bit == position, byte, spare)
+            self._bits[at] = self._bits[at] | (1 << position)
 
     def add_where(self, is_touched: torch.Tensor) -> None:
         """Note the rows for which `is_touched`, 1-D bool, is True, without waiting for its device."""
