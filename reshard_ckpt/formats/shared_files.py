@@ -135,8 +135,8 @@ def _share(files: Sequence[NewFile], comm: Comm, *, by_file: bool) -> Iterator[t
     """Yield the files that this process writes, each with the numbers of its parts."""
     units = [(file, number) for file in files for number in range(1 if by_file else len(file.parts))]
     sizes = (file.offsets[-1] if by_file else file.parts[number].size for file, number in units)
-    mine = [units[i] for i in share(sizes, comm.rank, comm.size)]
-    for _, group in groupby(mine, key=lambda unit: id(unit[0])):
+    own = [units[i] for i in share(sizes, comm.rank, comm.size)]
+    for _, group in groupby(own, key=lambda unit: id(unit[0])):
         (file, first), *rest = group
         last = len(file.parts) if by_file else (rest[-1][1] if rest else first) + 1
         yield file, range(first, last)
@@ -191,18 +191,18 @@ def _keep_finished(
     comm: Comm, storage: Storage, files: Sequence[NewFile], sizes: dict[str, int], notes: Storage
 ) -> frozenset[str]:
     """Return the keys of files that an earlier attempt finished, and have rank 0 delete all other files. Collective."""
-    there = dict(storage.list())
-    left = [file for file in files if there.get(file.key) == sizes[file.key]]
-    mine = [left[i] for i in share((sizes[file.key] for file in left), comm.rank, comm.size)]
+    size_of = dict(storage.list())
+    whole = [file for file in files if size_of.get(file.key) == sizes[file.key]]
+    own = [whole[i] for i in share((sizes[file.key] for file in whole), comm.rank, comm.size)]
     finished = [
         file.key
-        for file in mine
+        for file in own
         if finished_digests(storage, file.key, sizes[file.key], file.parts[0].before, notes, _digests_key(file)) is not None
     ]
 
     def without_others(of_ranks: list[Any]) -> list[str]:
         kept = [key for of_rank in of_ranks for key in of_rank]
-        storage.delete(there.keys() - set(kept))
+        storage.delete(size_of.keys() - set(kept))
         return kept
 
     return frozenset(merge_of_all(comm, finished, without_others))

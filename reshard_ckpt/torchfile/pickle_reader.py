@@ -54,7 +54,7 @@ class StandInObject:
         self.state: Any = None
 
     def take(self, items: list[Any]) -> None:
-        """Note that the object has items of its own, as one of a subclass of dict or list has; they are not read."""
+        """Note that the object has items, because its class derives from dict or list. The items are not read."""
         self.state = Opaque(self.kind.name)
 
 
@@ -253,7 +253,7 @@ class _Machine:
 
 
 def _opaque(kind: Any) -> Opaque:
-    """Return what stands for an object that a class makes in a way that is not followed."""
+    """Return an `Opaque` for an object that the reader does not make: its class has no `make`, or gets arguments."""
     if not isinstance(kind, StandInClass | Opaque):
         raise ValueError(f"calls {_shown(kind)}")
     return Opaque(kind.name)

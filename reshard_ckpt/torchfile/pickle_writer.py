@@ -24,7 +24,7 @@ class Global:
 class FunctionCall:
     """The result of a function or class that the reader calls with these arguments, puts items into, and gives a state.
 
-    Without `items` nothing is put into it. If `state` is None, it gets none; else as its ``__setstate__`` takes it.
+    If `items` is empty, no item is put in. If `state` is None, no state is given; else ``__setstate__`` takes the state.
     """
 
     function: Global

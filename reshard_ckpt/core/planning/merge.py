@@ -80,10 +80,10 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, M
     # entry[i]: the place of row i's tensor among the entries of all tables end to end; tensor[i]: the merged tensor.
     entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
     tensor, replication = ids.value[entry], _concatenate(job_metadata, "replication")[entry]
-    # mine: the rows of blobs of ranks' own, whose shape is that of their box.
-    mine = np.flatnonzero(tensor < 0)
-    tensor[mine] = ids.own[-1 - tensor[mine], job_metadata.rank[mine]]
-    tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
+    # own_row: the rows of blobs that each rank has for itself. The shape of such a blob is that of its box.
+    own_row = np.flatnonzero(tensor < 0)
+    tensor[own_row] = ids.own[-1 - tensor[own_row], job_metadata.rank[own_row]]
+    tables.shape[tensor[own_row]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[own_row]]
     empty_tensor = (tables.shape == 0).any(axis=1)
     # A piece without elements is dropped, unless its tensor is empty: then one such piece must represent it.
     keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | empty_tensor[tensor])
@@ -115,15 +115,15 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     """Merge the distinct tables by name; returns the merged table, and the merged index of each entry."""
     entries = [name for table in job_metadata.tables for name in table.names]
     first = np.cumsum([0] + [len(table.names) for table in job_metadata.tables])
-    # number: the names of blobs of ranks' own. Such a blob becomes a tensor for each rank, named after the rank.
+    # number: by name, a number for the blobs that each rank has for itself: one tensor for each rank, named after the rank.
     own = np.flatnonzero(_concatenate(job_metadata, "own"))
     number = {name: n for n, name in enumerate(dict.fromkeys(entries[i] for i in own.tolist()))}
     # holds[n, r]: rank r has a blob of its own with name n.
     holds = np.zeros((len(number), job_metadata.num_ranks), bool)
     for i, table in zip(own.tolist(), (np.searchsorted(first, own, side="right") - 1).tolist(), strict=True):
         holds[number[entries[i]], job_metadata.table == table] = True
-    known = list(number)
-    own_names = [blob_name(known[n], rank) for n, rank in np.argwhere(holds).tolist()]
+    blob_names = list(number)
+    own_names = [blob_name(blob_names[n], rank) for n, rank in np.argwhere(holds).tolist()]
     value = np.zeros(len(entries), np.int64)
     value[own] = [-1 - number[entries[i]] for i in own.tolist()]
     names = sorted({entries[i] for i in np.flatnonzero(value == 0).tolist()}.union(own_names))
@@ -132,7 +132,7 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     of_rank = np.full(holds.shape, -1, np.int64)
     of_rank[holds] = [index[name] for name in own_names]
     ids = _Ids(value, first, of_rank)
-    return _fill(job_metadata, ids, tuple(names), dict(zip(known, of_rank, strict=True))), ids
+    return _fill(job_metadata, ids, tuple(names), dict(zip(blob_names, of_rank, strict=True))), ids
 
 
 def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:

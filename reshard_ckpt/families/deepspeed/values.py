@@ -40,7 +40,10 @@ OWN = "deepspeed."
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Take dicts, objects of DeepSpeed, and lists that hold tensors apart. A step into a list is a tuple of the index."""
+    """Return the children of a dict, of an object of DeepSpeed, or of a list that holds tensors; None for any other value.
+
+    Each child comes with its key; in a list, the key is a tuple of the index.
+    """
     attributes = attributes_of(node) if str(class_of(node)).startswith(OWN) else None
     node = node if attributes is None else attributes
     if isinstance(node, Mapping) and node and all(isinstance(key, str) for key in node):
