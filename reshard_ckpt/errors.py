@@ -136,5 +136,5 @@ def _combined(kind: type[CheckpointError], others: tuple[type[BaseException], ..
         "__str__": CheckpointError.__str__,  # that of torch's CheckpointException shows only failures
         "__reduce__": lambda self: (rebuilt, (kind, others, self.args, vars(self))),
     }
-    known = _COMBINED.get((kind, *others))
-    return known or _COMBINED.setdefault((kind, *others), type(kind.__name__, (kind, *others), members))
+    cached = _COMBINED.get((kind, *others))
+    return cached or _COMBINED.setdefault((kind, *others), type(kind.__name__, (kind, *others), members))

@@ -88,10 +88,10 @@ def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: boo
         raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
 
-def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str, instead: str = "") -> None:
-    """Raise UsageError if a file's suffix is not a known one; `what` names the picture, `instead` is other advice."""
-    if file.suffix not in known:
-        raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so{instead and ','}{instead}")
+def check_suffix(file: pathlib.Path, suffixes: tuple[str, ...], noun: str, instead: str = "") -> None:
+    """Raise UsageError if a file has none of these suffixes; `noun` names the picture, `instead` is other advice."""
+    if file.suffix not in suffixes:
+        raise UsageError(f"{file}: {noun} is written as {' or '.join(suffixes)}; name the output so{instead and ','}{instead}")
 
 
 def _report(path: Path) -> bytes:

@@ -65,10 +65,10 @@ def top_level_keys(saved: Catalog) -> str:
     return ", ".join([*map(repr, found[:8]), *(["…"] if len(found) > 8 else [])]) or "nothing"
 
 
-def matching(known: Sequence[str], name: str) -> list[str]:
+def matching(names: Sequence[str], name: str) -> list[str]:
     """List the names equal to this one or below it; if there are no such names, use it as a pattern."""
-    below = [other for other in known if other == name or other.startswith(f"{name}.")]
-    return below or [other for other in known if fnmatchcase(other, name)]
+    below = [other for other in names if other == name or other.startswith(f"{name}.")]
+    return below or [other for other in names if fnmatchcase(other, name)]
 
 
 def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames:

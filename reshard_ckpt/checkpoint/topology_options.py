@@ -133,18 +133,18 @@ def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], 
 
 
 def _check_old_names(catalog: Catalog, rename: Mapping[str, str]) -> None:
-    known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
-    known |= {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
+    saved_names = {*catalog.names, *catalog.value_names, *catalog.unreadable}
+    saved_names |= {".".join(parts[:i]) for parts in (name.split(".") for name in saved_names) for i in range(1, len(parts))}
     # A name may also be that of a parameter in an optimizer's groups, even if that parameter has no state.
     optimizers = tuple(state_name(optimizer) for name in catalog.value_names if (optimizer := optimizer_of(name)) is not None)
     for old in rename:
-        if old not in known and not old.startswith(optimizers):
+        if old not in saved_names and not old.startswith(optimizers):
             raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
     """List the axes that the saved mesh lacks and that divide nothing, so that all ranks along them hold the same."""
-    known = set() if saved.mesh is None else set(saved.mesh.axes)
+    saved_axes = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
     several = [axis for axis, size in mesh.by_axis.items() if size > 1]
-    return tuple(axis for axis in several if axis not in known and axis not in dividing)
+    return tuple(axis for axis in several if axis not in saved_axes and axis not in dividing)

@@ -134,11 +134,11 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
             f"this process was forked from rank {dist.get_rank()} of the job and cannot speak for it; do this in the "
             "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
         )
-    if (known := _GROUPS.get(group)) is None:
+    if (cached := _GROUPS.get(group)) is None:
         with held(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
-            if (known := _GROUPS.get(group)) is None:
-                known = _GROUPS[group] = _make_group(group, timeout_s)
-    return known
+            if (cached := _GROUPS.get(group)) is None:
+                cached = _GROUPS[group] = _make_group(group, timeout_s)
+    return cached
 
 
 def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:

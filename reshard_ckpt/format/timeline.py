@@ -37,8 +37,8 @@ def encode_steps(steps: Iterable[tuple[str, str, float, float, int]], began_s: f
     before = 0
     for name, thread, start_s, end_s, num_bytes in sorted(steps, key=lambda step: step[2]):
         start, end = (max(round((at - began_s) * _SECOND), 0) for at in (start_s, end_s))
-        known = name if name in STEP_NAMES else "other"
-        code = STEP_NAMES.index(known) * len(STEP_THREADS) + STEP_THREADS.index(thread)
+        label = name if name in STEP_NAMES else "other"
+        code = STEP_NAMES.index(label) * len(STEP_THREADS) + STEP_THREADS.index(thread)
         numbers += (code, start - before, max(end - start, 0), num_bytes)
         before = max(start, end)
     packed: bytes = msgpack.packb(numbers)

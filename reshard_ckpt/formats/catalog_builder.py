@@ -121,10 +121,10 @@ class CatalogBuilder:
             A file before it has another number: files of two saves are mixed.
         """
         if isinstance(step, int | float):
-            other, known = self._steps.setdefault(count, (key, step))
-            if step != known:
+            other, other_step = self._steps.setdefault(count, (key, step))
+            if step != other_step:
                 raise CorruptError(
-                    f"{self.where}: {count} is {known} in {other} and {step} in {key}, so files of two saves are mixed; use "
+                    f"{self.where}: {count} is {other_step} in {other} and {step} in {key}, so files of two saves are mixed; use "
                     "another checkpoint"
                 )
 
@@ -163,19 +163,19 @@ class CatalogBuilder:
             The catalog has no such dtype.
         """
         code = dtype if isinstance(dtype, str) else dtype_code(dtype, name)
-        known = self.tensors.get(name)
-        if known is None:
-            known = self.tensors[name] = ForeignTensor(self._num_tensors, name, code, shape, link)
+        existing = self.tensors.get(name)
+        if existing is None:
+            existing = self.tensors[name] = ForeignTensor(self._num_tensors, name, code, shape, link)
             self._num_tensors += 1
         elif not again:
             raise _named_twice(name, self.where)
-        elif (known.dtype, known.shape) != (code, shape):
+        elif (existing.dtype, existing.shape) != (code, shape):
             raise CorruptError(
-                f"{self.where}: {name} is {known.dtype} of shape {known.shape} in one file and {code} of shape {shape} in "
+                f"{self.where}: {name} is {existing.dtype} of shape {existing.shape} in one file and {code} of shape {shape} in "
                 "another; files of several saves may be mixed, so use another checkpoint"
             )
-        known.parts += (part for part in parts if part.num_elements)
-        return known.number
+        existing.parts += (part for part in parts if part.num_elements)
+        return existing.number
 
     def piece(
         self,
@@ -369,8 +369,8 @@ def _named_twice(name: str, where: str) -> NameCollisionError:
 def linked(catalog: Catalog) -> Catalog:
     """Add the links that follow from the names of a catalog; links that the catalog has stay as they are."""
     table, values = catalog.tensors_table, catalog.values_table
-    known = catalog.links()
-    found = links_from_names((*catalog.names, *catalog.value_names), listed_parameters(values)) | known
+    links = catalog.links()
+    found = links_from_names((*catalog.names, *catalog.value_names), listed_parameters(values)) | links
     tensors = {name: i for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR}
     columns = link_columns(table.names, [found.get(name) if name in tensors else None for name in table.names], tensors)
     linked_values = tuple(

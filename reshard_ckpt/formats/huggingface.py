@@ -76,14 +76,14 @@ def top_level(storage: Storage) -> list[str]:
 
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
     """Check that all numbered parts are there: without an index, only the files' names show that one is missing."""
-    known = set(files)
+    present = set(files)
     # Files of ranks are not checked: torch's writer leaves out the numbers of files to which a rank has nothing to add.
     matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
     for match in {(match["stem"], match["parts"]): match for match in matches}.values():
         digits, num = len(match["part"]), int(match["parts"])
         for part in range(1, min(num, len(files) + 1) + 1):
             key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{suffix}"
-            if key not in known:
+            if key not in present:
                 missing = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
                 raise CorruptError(f"{missing}; copy the rest of it, or open one file by itself")
 

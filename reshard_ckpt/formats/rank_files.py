@@ -301,8 +301,8 @@ def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
     else:
         shapes = list(layout.get("shape") or layout.get("sizes") or [None])
     sizes: list[Any] = [prod(map(int, shape)) if isinstance(shape, tuple) else shape for shape in shapes]
-    known = [size for size in sizes if type(size) is int and 0 < size < 1 << 24]
-    return tuple(known) if len(known) == len(sizes) else None
+    valid = [size for size in sizes if type(size) is int and 0 < size < 1 << 24]
+    return tuple(valid) if len(valid) == len(sizes) else None
 
 
 def _placement(made: Any) -> Any:

@@ -57,5 +57,5 @@ class Retention:
     def ranked(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
         """Sort the steps that have a metric, best first. Of equal metrics the newer step comes first."""
         sign = -1.0 if self.best == "max" else 1.0
-        known = [step for step in steps if not math.isnan(metrics.get(step, math.nan))]
-        return sorted(known, key=lambda step: (sign * metrics[step], -step))
+        with_metric = [step for step in steps if not math.isnan(metrics.get(step, math.nan))]
+        return sorted(with_metric, key=lambda step: (sign * metrics[step], -step))

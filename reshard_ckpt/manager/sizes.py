@@ -167,8 +167,8 @@ def sizes(
 
 def _item_bytes(option: str, wanted: str | torch.dtype) -> int:
     """Return the bytes of one element of a dtype that is given as torch's, by torch's name, or by the format's code."""
-    for code, known in TORCH_DTYPES.items():
-        if wanted == known or str(wanted) in (code, str(known).removeprefix("torch.")):
-            return known.itemsize
-    names = ", ".join(sorted(str(known).removeprefix("torch.") for known in TORCH_DTYPES.values()))
+    for code, dtype in TORCH_DTYPES.items():
+        if wanted == dtype or str(wanted) in (code, str(dtype).removeprefix("torch.")):
+            return dtype.itemsize
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES.values()))
     raise UsageError(f"{option}={wanted!r}: not a dtype that can be saved; pass one of {names}")

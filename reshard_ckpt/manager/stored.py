@@ -313,9 +313,9 @@ class StoredSteps:
                 self._storage.read_into(f"{info.folder}/{CATALOG_KEY}", 0, [memoryview(found)])
             return bytes(found)
 
-        known = list(self._infos.items())
-        heads = at_once(self._storage, *(partial(head, info) for _, info in known))
-        for (step, info), now in zip(known, heads, strict=True):
+        infos = list(self._infos.items())
+        heads = at_once(self._storage, *(partial(head, info) for _, info in infos))
+        for (step, info), now in zip(infos, heads, strict=True):
             if now != info.head:
                 self._infos.pop(step, None)
 

@@ -183,9 +183,9 @@ class SlotPool:
     def _adopted(self, num_bytes: int) -> Slot | None:
         """Return a large enough slot that a dead process left and whose save is not in a generation; None if there is none."""
         with node_lock(self._folder, self._timeout_s):
-            known = {generation.save_id for generation in find_generations(self._folder)}
+            save_ids = {generation.save_id for generation in find_generations(self._folder)}
             for slot in dead_slots(self._folder, self.paths()):
-                is_free = saved_in(slot) not in known
+                is_free = saved_in(slot) not in save_ids
                 if is_free and slot.num_bytes >= num_bytes:
                     return slot.reserve()
                 slot.close(remove=is_free)  # free but too small: left half made, or of a smaller save
@@ -223,10 +223,10 @@ class SlotPool:
         run. The slots of that generation go with the next call.
         """
         # This run's last, since attempts of two runs cannot be compared.
-        known = sorted(find_generations(self._folder), key=lambda generation: generation.run == self.run)
-        if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
+        generations = sorted(find_generations(self._folder), key=lambda generation: generation.run == self.run)
+        if remove_dead_slots(self._folder, {generation.save_id for generation in generations}, self.paths()):
             return True
-        dead = [generation for generation in known[:-1] if generation.save_id not in {*self._kept, *self._pinned}]
+        dead = [generation for generation in generations[:-1] if generation.save_id not in {*self._kept, *self._pinned}]
         drop_generations(self._folder, [generation.name for generation in dead[:1]])
         return bool(dead)
 

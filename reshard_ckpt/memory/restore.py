@@ -111,8 +111,8 @@ def find_newest(
         Verify every block in memory. Otherwise only the headers of slots are read; the load then verifies the blocks.
     """
     leads, ids = topology.leads(comm.rank), {*topology.ids}
-    known = {g.save_id: g for g in find_generations(folder)}
-    candidates = [g for g in known.values() if wanted(g) and g.save_id not in excluded]
+    by_save_id = {g.save_id: g for g in find_generations(folder)}
+    candidates = [g for g in by_save_id.values() if wanted(g) and g.save_id not in excluded]
     listed = [
         (*g.order, -1 if g.is_damaged else len(g.holders), files_here(folder, g) if leads else [], _lost(g, ids))
         for g in candidates
@@ -123,7 +123,7 @@ def find_newest(
         if proposal.line:
             passed[proposal.save_id] = PassedOver(proposal.line, proposal.is_damaged)
             continue
-        generation, owners = _shared(comm, known.get(proposal.save_id), proposal.sender), proposal.owners
+        generation, owners = _shared(comm, by_save_id.get(proposal.save_id), proposal.sender), proposal.owners
         damage, owners = _verified(comm, folder, topology, generation) if verify else ("", owners)
         if not damage:
             return Found(Restorable(generation, owners), passed, least)

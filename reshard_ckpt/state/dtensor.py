@@ -130,8 +130,8 @@ def dtensor_class() -> Any:
 
 def is_shard(placement: Any, *, exactly: bool = False) -> TypeGuard[Shard]:
     """Tell whether a placement is a ``Shard``, or of a class derived from it unless `exactly`."""
-    known = known_class("torch.distributed.tensor", "Shard")
-    return type(placement) is known if exactly else isinstance(placement, known)
+    shard_class = known_class("torch.distributed.tensor", "Shard")
+    return type(placement) is shard_class if exactly else isinstance(placement, shard_class)
 
 
 def placement_of(kind: str, dim: Any, split_factor: Any) -> Placement | None:
@@ -176,8 +176,8 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
         layout = _layout_on(mesh, tuple(placements), tuple(shape), local_shape, name)
     if len(_KNOWN) >= _MAX_KNOWN:
         _KNOWN.clear()
-    known = _KNOWN.setdefault((id(mesh), id(placements)), _Known(mesh, placements))
-    known.layouts[shape, local_shape] = layout
+    cached = _KNOWN.setdefault((id(mesh), id(placements)), _Known(mesh, placements))
+    cached.layouts[shape, local_shape] = layout
     return layout
 
 

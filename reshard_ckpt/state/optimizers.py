@@ -229,11 +229,11 @@ class OptimizersTarget:
                 selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
                 problems += selection.problems
                 self._selections.append((view, group, selection))
-        known = {self.groups_name, *self.values}
+        taken = {self.groups_name, *self.values}
         problems += [
             f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}"
             for name, value in values.items()
-            if name not in known and not is_nothing(value) and not (groups and self._of_other_rank(name))
+            if name not in taken and not is_nothing(value) and not (groups and self._of_other_rank(name))
         ]
         return problems
 

@@ -117,19 +117,19 @@ class Owners:
             # A tensor of torch's own class is no Parameter, and to ask takes longer than all else here.
             if not (param.requires_grad or (type(param) is not torch.Tensor and isinstance(param, torch.nn.Parameter))):
                 self._others.append(owner)
-            elif (known := self._by_id.setdefault(id(param), owner)).key == key and fqn not in known.fqns:
-                self._by_id[id(param)] = replace(known, fqns=(*known.fqns, fqn))
+            elif (first_owner := self._by_id.setdefault(id(param), owner)).key == key and fqn not in first_owner.fqns:
+                self._by_id[id(param)] = replace(first_owner, fqns=(*first_owner.fqns, fqn))
 
     def all_of(self, param: torch.Tensor) -> tuple[Owner, ...]:
         """Find the owner of a parameter, or the owners of the parts of a flat parameter; empty if the state holds none."""
         if id(param) in self._inside:
             return tuple(self._inside[id(param)].values())
-        known = self._by_id.get(id(param))
-        if known is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
+        owner = self._by_id.get(id(param))
+        if owner is None and (found := [o for o in self._by_place.get(_place(param), ()) if _is_memory_of(o.param, param)]):
             first = found[0]
             fqns = dict.fromkeys(fqn for other in found if other.key == first.key for fqn in other.fqns)
-            known = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
-        return () if known is None else (known,)
+            owner = self._by_id[id(param)] = replace(first, param=param, fqns=tuple(fqns))
+        return () if owner is None else (owner,)
 
     def named(self, param_name: str) -> Owner:
         """Find the owner of a parameter that is known by its name."""
@@ -292,10 +292,10 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
                 "after some training steps: save or load after those"
             )
     outer = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
-    known = {id(param): _owners_of(param, owners, name, i) for i, param in outer}
-    groups = [(group, tuple(o for param in group["params"] for o in known[id(param)])) for group in optimizer.param_groups]
+    owners_of = {id(param): _owners_of(param, owners, name, i) for i, param in outer}
+    groups = [(group, tuple(o for param in group["params"] for o in owners_of[id(param)])) for group in optimizer.param_groups]
     _check_distinct(name, groups)
-    held = [(param, owner, group) for group in inner.param_groups for param in group["params"] for owner in known[id(param)]]
+    held = [(param, owner, group) for group in inner.param_groups for param in group["params"] for owner in owners_of[id(param)]]
     return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, *_slots(held, inner.state))
 
 

@@ -67,8 +67,8 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     >>> register_placement("blocks_of_4", recognize=recognize, cut=cut, flattens=True)
     """
     new = _Registered(name, recognize, cut, flattens)
-    known = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
-    if not (isinstance(known, _Registered) and known.is_as(new)):
+    registered = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
+    if not (isinstance(registered, _Registered) and registered.is_as(new)):
         add_kind(new.kind())
 
 

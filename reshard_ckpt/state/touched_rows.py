@@ -435,7 +435,7 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     except Exception:
         return False
     for lookup in ([0, 1], [0]):
-        known = [tried.detach().clone(), *(v.clone() for v in new.state[tried].values() if _has_rows(v))]
+        before = [tried.detach().clone(), *(v.clone() for v in new.state[tried].values() if _has_rows(v))]
         for is_sparse in (False, True):
             gradient = torch.zeros(2, 2)
             gradient[lookup] = 1
@@ -446,7 +446,7 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
             except RuntimeError:  # SparseAdam takes sparse gradients only
                 continue
     held = [tried.detach(), *(v for v in new.state[tried].values() if _has_rows(v))]
-    return any(not torch.equal(old[1], now[1]) for old, now in zip(known, held, strict=True))
+    return any(not torch.equal(old[1], now[1]) for old, now in zip(before, held, strict=True))
 
 
 def _has_rows(value: Any) -> bool:

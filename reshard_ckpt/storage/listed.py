@@ -73,8 +73,8 @@ class ListedStorage(FollowedStorage):
 
     def read(self, key: str, limit: int) -> bytes:
         # Once a file was missing, others will be: then the files are listed.
-        known = self._sizes is not None or None in self._documents.values()
-        if key not in self._documents and not (known and key not in self._files()):
+        is_known = self._sizes is not None or None in self._documents.values()
+        if key not in self._documents and not (is_known and key not in self._files()):
             try:
                 data = self._own.read(key, limit)
             except MissingKey:

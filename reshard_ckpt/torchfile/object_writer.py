@@ -71,8 +71,8 @@ def laid_out(described: bytes, storages: Sequence[bytes | StreamedTensor]) -> Re
 def directory_of(records: Records, crcs: Iterable[int]) -> bytes:
     """Return the end of a file, given the CRC-32 of each tensor whose bytes the caller writes, in order."""
     streamed = iter(crcs)
-    known = [zlib.crc32(data) if isinstance(data, bytes) else next(streamed) for _, data in records]
-    return directory([record for record, _ in records], known)
+    all_crcs = [zlib.crc32(data) if isinstance(data, bytes) else next(streamed) for _, data in records]
+    return directory([record for record, _ in records], all_crcs)
 
 
 def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | StreamedTensor]]:

@@ -272,10 +272,10 @@ class Catalog:
 
     def found(self, names: Sequence[str]) -> list[tuple[int, str, Ints] | None]:
         """Return the index, the dtype and the global shape of each of these tensors; None for a name that no tensor has."""
-        table, known = self.tensors_table, self._index
-        if not known:
+        table, index_of = self.tensors_table, self._index
+        if not index_of:
             return [None] * len(names)
-        indices = [known.get(name, -1) for name in names]
+        indices = [index_of.get(name, -1) for name in names]
         at = np.array(indices, np.int64)
         width = table.shape.shape[1]
         # For a name that no tensor has, the columns hold the last tensor's, which are not used.

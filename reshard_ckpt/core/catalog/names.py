@@ -120,11 +120,11 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
     found: dict[str, StateLink] = {}
     others: dict[str, list[StateLink]] = {}
     for name in names:
-        # known: all ways to divide the name that give a listed parameter.
+        # ways: all ways to divide the name; fitting: those whose FQN the groups list
         ways = list(_ways(name))
-        known = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
-        link = _only([way for way in known if "." not in way.key]) or _only(known)
-        if link is None and not known:
+        fitting = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
+        link = _only([way for way in fitting if "." not in way.key]) or _only(fitting)
+        if link is None and not fitting:
             # The groups do not list the parameter, so the last part is the key, and the FQN stands before its dot.
             plain = [StateLink(optimizer, *rest.rpartition(".")[::2]) for optimizer, rest in ways if "." in rest]
             link = _only([way for way in plain if way.optimizer in listed])

@@ -59,8 +59,8 @@ class PackedRows(NamedTuple):
 
     def is_sound(self) -> bool:
         """Whether these are numbers that a writer can have written; for tables that come from a file."""
-        known = self.dtype in PACKABLE and self.bits in BITS
-        return known and self.begin >= 0 and self.num > 0 and self.width > 0 and self.packed_row_bytes < self.row_bytes
+        is_packable = self.dtype in PACKABLE and self.bits in BITS
+        return is_packable and self.begin >= 0 and self.num > 0 and self.width > 0 and self.packed_row_bytes < self.row_bytes
 
 
 def packed_size(size: int, packed: Sequence[PackedRows]) -> int:

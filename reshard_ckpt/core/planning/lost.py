@@ -27,14 +27,14 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
 
     Tensors are matched by name, and have the shape that they have in the catalog.
     """
-    known = [i for i, spec in enumerate(specs) if spec.name in catalog]
-    source = np.array([catalog.index(specs[i].name) for i in known], np.int64)
-    chosen = [specs[i] for i in known]
+    saved = [i for i, spec in enumerate(specs) if spec.name in catalog]
+    source = np.array([catalog.index(specs[i].name) for i in saved], np.int64)
+    chosen = [specs[i] for i in saved]
     wanted = piece_columns(chosen)
     # covered: the number of elements that the catalog has of each piece of the chosen specs, in order.
     covered = iter(plan_load(catalog, source, wanted, _WHOLE_WINDOW).covered.tolist())
     out: list[TensorSpec | None] = [spec if any(piece.count for piece in spec.pieces) else None for spec in specs]
-    for i in known:
+    for i in saved:
         left: list[Piece] = []
         for piece in specs[i].pieces:
             count = next(covered)

@@ -151,5 +151,5 @@ def _writers(catalog: Catalog) -> I64 | None:
 def _understood(catalog: Catalog, index: int) -> Placement:
     """Return a tensor's axis placements that this version knows; a newer one may have written others."""
     ndim = int(catalog.tensors_table.ndim[index])
-    known = (p for p in catalog.placement(index) or () if p.kind in KINDS)
-    return tuple(p for p in known if (p.kind != "shard" if p.dim is None else p.dim < ndim))
+    understood = (p for p in catalog.placement(index) or () if p.kind in KINDS)
+    return tuple(p for p in understood if (p.kind != "shard" if p.dim is None else p.dim < ndim))

@@ -196,8 +196,8 @@ class _NewNames:
         links = dict(self._links)
         changed = {new for name, new in self._new.items() if new != name}
         if not changed.issubset(links):
-            known = {optimizer: fqns for name, fqns in groups.items() if (optimizer := optimizer_of(name)) is not None}
-            links |= {n: link for n, link in links_from_names(self._new.values(), known).items() if n in changed - links.keys()}
+            fqns_of = {optimizer: fqns for name, fqns in groups.items() if (optimizer := optimizer_of(name)) is not None}
+            links |= {n: link for n, link in links_from_names(self._new.values(), fqns_of).items() if n in changed - links.keys()}
         # State that was keyed by number gets its parameter by its new name.
         unknown = {link.fqn for name, link in links.items() if link.parameter is None and name in changed}
         found = find_parameters(unknown, (name for name in self._new.values() if name not in links))

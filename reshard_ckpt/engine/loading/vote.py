@@ -236,8 +236,8 @@ def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named:
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
     """Return a line for each of these values that is not saved."""
-    known = set(catalog.value_names)
-    absent = [name for name in names if name not in known]
+    saved = set(catalog.value_names)
+    absent = [name for name in names if name not in saved]
     blobs = set(catalog.tensors_table.names) if absent else set()
     return [f"{name}: {_OPAQUE if opaque_name(name) in blobs else MISSING}" for name in absent]
 

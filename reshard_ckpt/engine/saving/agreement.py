@@ -243,8 +243,8 @@ class Leader:
     def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
         """Return one part of every rank's metadata, by rank. Of ranks with equal digests, the lowest sent the bytes for all."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
-        known = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
-        return [known[state[at]] for state in self._states]
+        message_of = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
+        return [message_of[state[at]] for state in self._states]
 
     def take_parts(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
         """Take the parts that ranks sent; make a plan unless one was kept, check ``metadata=``, and merge the values.

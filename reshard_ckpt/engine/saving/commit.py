@@ -113,14 +113,14 @@ def chunks_of(job: SaveJob) -> Iterator[Chunks]:
     UsageError
         No thread can be started to copy from the device in.
     """
-    rank, known = job.comm.rank, job.fingerprints
+    rank, fingerprints = job.comm.rank, job.fingerprints
     if job.base is not None:
         job = without_unchanged(job)
     if job.local_shards.device_to_pin is None:
-        if known is None:
+        if fingerprints is None:
             with job.recorder.step("compare"):
-                known = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
-        yield chunks_in_place(job.local_shards, job.assignment, rank, known, unchanged=job.unchanged)
+                fingerprints = all_fingerprints(job.local_shards, job.assignment.checks, job.shift)
+        yield chunks_in_place(job.local_shards, job.assignment, rank, fingerprints, unchanged=job.unchanged)
         return
     layouts = lay_out(job.local_shards, job.assignment, rank)
     copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))

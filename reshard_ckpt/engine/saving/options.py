@@ -105,9 +105,9 @@ def sample_shift(save_id: str) -> int:
     return xxhash.xxh32_intdigest(save_id.encode())
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, known))}")
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ class StagedCopy:
         local_shards, items = self.staging.copied_items(job.local_shards)
         copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
         rest = without_unchanged(copied)
-        known = self.fingerprints.taken
-        yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, known, unchanged=rest.unchanged)
+        taken = self.fingerprints.taken
+        yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, taken, unchanged=rest.unchanged)
 
     def close(self) -> None:
         """Wait until no device writes into the ring or into the sums any more."""

@@ -111,8 +111,8 @@ def _is_checkpoint(storage: Storage, tag: str) -> bool:
     if not tag or tag.startswith(("/", ".")) or "\\" in tag or "//" in tag:
         return False
     try:
-        known = (f"{tag}/{CATALOG_KEY}", f"{tag}/{UNIVERSAL_STATE}", f"{tag}/mp_rank_00_model_states.pt")
-        return any(storage.size(key) is not None for key in known) or any(map(_is_ours, _names_in(storage, tag)))
+        marks = (f"{tag}/{CATALOG_KEY}", f"{tag}/{UNIVERSAL_STATE}", f"{tag}/mp_rank_00_model_states.pt")
+        return any(storage.size(key) is not None for key in marks) or any(map(_is_ours, _names_in(storage, tag)))
     except CheckpointError:
         return False  # the file has other content than the name of a folder
 

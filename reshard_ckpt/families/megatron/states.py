@@ -143,8 +143,8 @@ def check_strategy(name: str, strategy: Any) -> None:
     """
     if strategy is None or (isinstance(strategy, tuple) and strategy[:1] in (("torch_dist",), ("torch",))):
         return
-    known = ("TorchDist", "TorchCommon", "FullyParallel")
-    if any(kind.__name__.startswith(known) and kind.__module__.startswith("megatron.") for kind in type(strategy).__mro__):
+    replaced = ("TorchDist", "TorchCommon", "FullyParallel")
+    if any(kind.__name__.startswith(replaced) and kind.__module__.startswith("megatron.") for kind in type(strategy).__mro__):
         return
     raise UnsupportedError(
         f"{name}={strategy!r}: only Megatron's strategies for torch_dist are replaced; leave it out, or call "

@@ -269,10 +269,10 @@ def _tensor(
         _check_inside(fqn, shape, offsets, lengths)
         if 0 in lengths:
             continue
-        known = found.get(offsets)
-        if known is not None and known.lengths != lengths:
-            raise ValueError(f"{fqn} has two chunks at {offsets}, of sizes {known.lengths} and {lengths}")
-        if known is None:
+        earlier = found.get(offsets)
+        if earlier is not None and earlier.lengths != lengths:
+            raise ValueError(f"{fqn} has two chunks at {offsets}, of sizes {earlier.lengths} and {lengths}")
+        if earlier is None:
             head = None if heads is None else heads[offsets]
             if heads is not None and not isinstance(head, bytes):
                 raise ValueError(f"{fqn} has a chunk at {offsets} without a description")
