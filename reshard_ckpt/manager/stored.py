@@ -260,7 +260,7 @@ class StoredSteps:
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:
         others = [other for other in steps if other != step]
-        needed = self._info(step).referred
+        referred = self._info(step).referred
 
         def needed(but: str = "") -> frozenset[str]:
             found = self._needed(others, but)
@@ -274,14 +274,14 @@ class StoredSteps:
         self._check_lease()
         removed = all(
             # With a grace, only the catalog goes now.
-            remove_step(self._storage, folder, partial(needed, folder), keep_files=self._grace_s > 0, needs=mine)
+            remove_step(self._storage, folder, partial(needed, folder), keep_files=self._grace_s > 0, needs=referred)
             for folder in folders
         )
         if removed:
             self._infos.pop(step, None)
-            # mine: files that it alone needed, in folders of steps that were removed or saved anew before
-            if mine and not self._grace_s:
-                self._storage.delete(mine - needed())
+            # referred: files that this step alone needed, in folders of steps that were removed or saved anew before
+            if referred and not self._grace_s:
+                self._storage.delete(referred - needed())
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:

@@ -262,7 +262,7 @@ def needed_keys(folder: str, catalog: Catalog) -> Iterable[str]:
         yield from (posixpath.normpath(f"{folder}/{key}") for key in file.keys)
 
 
-def needed_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
+def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
     """Map the keys, from the root, of files that the catalogs in folders of the root need, to the name of one such folder.
 
     Folders that this user may not read are passed over.
@@ -291,7 +291,7 @@ def needed_by_folders(root: Storage, but: Callable[[str], bool], *, pass_damaged
                 raise
         return {}
 
-    found = at_once(root, *(partial(needed_by, folder) for folder in root.folders() if not but(folder)))
+    found = at_once(root, *(partial(needed_by, folder) for folder in root.folders() if not left_out(folder)))
     return {key: folder for by_folder in found for key, folder in by_folder.items()}
 
 
