@@ -224,3 +224,12 @@ def test_the_face_of_checkpoint_imports_a_function_when_it_is_used():
         "[getattr(checkpoint, name) for name in checkpoint.__all__]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_face_of_checkpoint_imports_the_modules_of_saves_if_torch_is_there():
+    program = (
+        "import sys, torch; from reshard_ckpt import checkpoint; "
+        "assert 'reshard_ckpt.checkpoint.saving' in sys.modules; "
+        "assert 'reshard_ckpt.manager' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ _MODULES = {
     ".resharding": "ReshardReport reshard",
     ".saving": "async_save prepare save",
 }
-"""The names of each module. A module is imported when one of its names is used first: all of them take 0.6 s beside torch."""
+"""The names of each module. A module is imported when one of its names is used first: all of them take 0.6 s beside torch.
+
+The modules of saves come at once, if torch is there already: see the end."""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -113,3 +116,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    # A program that has torch most likely trains. Its first save, for which training waits, need not import these modules then.
+    importlib.import_module(".saving", __name__)
