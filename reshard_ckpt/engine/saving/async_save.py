@@ -64,9 +64,10 @@ class SaveThread:
         self._save, self._session, self._job, self._copy, self._target = save, session, job, copy, target
         self._staging = copy.staging
         self._stages = False
+        self._may_go = threading.Event()
 
     def start(self) -> None:
-        """Start the thread. It writes and commits in the session, leaves the session, and gives the ring back.
+        """Start the thread. Once it may `go`, it writes and commits in the session, leaves it, and gives the ring back.
 
         Raises
         ------
@@ -84,15 +85,19 @@ class SaveThread:
                     f"no thread to save in can be started ({error}): call checkpoint.save, which needs none"
                 ) from error
 
+    def go(self) -> None:
+        """Let the threads begin. They would take the interpreter and the processor from the caller that is held up."""
+        self._may_go.set()
+
     def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:
-        """Run `fill`, here or in a thread; after it the state may change. An error in it fails the save.
+        """Run `fill`, here or in a thread that may `go`; after it the state may change. An error in it fails the save.
 
         An interrupt (Ctrl-C) in it, if it runs here, is raised as well.
         """
         self._stages = True
         if in_background:
             with suppress(RuntimeError):  # if no thread can be started, `fill` runs here
-                self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._stage(fill)))
+                self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._may_go.wait() and self._stage(fill)))
                 return
         error = self._stage(fill)
         if error is not None and not isinstance(error, Exception):
@@ -106,12 +111,14 @@ class SaveThread:
 
     def give_up(self, error: BaseException) -> None:
         """Fail the save, and wait until it is over."""
+        self.go()
         self._staging.fail(error)
         if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it
             self._save.finish_staging()
         self._save.wait()
 
     def _run(self) -> None:
+        self._may_go.wait()
         recorder = self._job.recorder
         outcome: SaveReport | BaseException
         try:
@@ -183,10 +190,13 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
             guard.release()
         raise
     try:
+        if copy.staging.copy_streams or not copy.staging.holds_all:
+            thread.go()  # a device copies by itself, and a ring that streams must be drained meanwhile
         if guard is None:
             thread.stage(copy.fill, in_background=job.options.caller_holds)
         else:
             _stage_lazily(thread, save, copy, guard, guarded.tensors)
+        thread.go()
     except BaseException as error:  # Ctrl-C, which may come at any moment
         thread.give_up(error)
         raise
@@ -200,9 +210,12 @@ def _stage_lazily(
     """Copy the tensors that a forward pass may change (buffers, averaged weights) here, and those of `guarded` in a thread."""
     copy_streams = copy.staging.copy_streams
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded}
+    # others: the ids of tensors that forward may change
+    tensors = copy.staging.tensors
+    others = {id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() not in addresses}
 
     def is_guarded(tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in addresses
+        return id(tensor) not in others
 
     def let_steps_through() -> None:
         queued = copy_streams.record()
@@ -220,7 +233,8 @@ def _stage_lazily(
     # An interrupt during the first copy must reach the caller, but only after the thread has closed the guard.
     interrupt: BaseException | None = None
     try:
-        copy.fill(lambda tensor: not is_guarded(tensor), last=False)
+        if others:
+            copy.fill(lambda tensor: id(tensor) in others, last=False)
     except BaseException as error:
         copy.staging.fail(error)
         interrupt = None if isinstance(error, Exception) else error

@@ -103,7 +103,9 @@ class Staging:
         self._item_at = [
             at + offset for layout, at in zip(layouts, self._begin, strict=True) for offset in member_offsets(layout).tolist()
         ]
-        self.copy_streams = CopyStreams(local.tensor for _, local in local_shards.rows)
+        self.tensors = [local.tensor for _, local in local_shards.rows]
+        """The tensors of all rows, also of rows that other ranks write."""
+        self.copy_streams = CopyStreams(self.tensors)
         # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
         self._step = self._capacity if self.holds_all else STEP_BYTES
         self._batch_bytes = BATCH_BYTES if self.holds_all else STEP_BYTES

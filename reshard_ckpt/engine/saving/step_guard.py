@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
-from ..common.tensor_bytes import Mark, has_streams
+from ..common.tensor_bytes import Mark, has_streams, region
 
 _HELD: dict[int, StepGuard] = {}
 """``_HELD[id(optimizer)]``: the guard that holds this optimizer. A guard keeps its optimizers alive, so no `id` is reused."""
@@ -143,11 +144,11 @@ class ChangeDetector:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
+        # Step counters are always among the samples: a step may change no other sampled value.
+        self._scalars = _spread([tensor for tensor in self._tensors if not tensor.ndim], MAX_SCALARS)
         sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
         self._is_whole = sum(tensor.nbytes for tensor in sizeable) <= WHOLE_BYTES
-        scalars = [tensor for tensor in self._tensors if not tensor.ndim]
-        # Step counters are always among the samples: a step may change no other sampled value.
-        self._sampled = [*_spread(sizeable, len(sizeable) if self._is_whole else MAX_SAMPLED), *_spread(scalars, MAX_SCALARS)]
+        self._sampled = sizeable if self._is_whole else _spread(sizeable, MAX_SAMPLED)
         self._before = self.look()
 
     def look(self) -> Snapshot:
@@ -170,19 +171,28 @@ class ChangeDetector:
     def _sample(self) -> list[torch.Tensor]:
         """Return `SAMPLE_ELEMENTS` elements from the middle of each sampled tensor, or all of them, as bytes.
 
-        There is one tensor of bytes for each device and dtype.
+        There is one tensor of bytes for each device and dtype, and one for the scalars of each.
         """
-        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        scalars: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        parts: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         with torch.no_grad():
+            for tensor in self._scalars:
+                scalars[tensor.device, tensor.dtype].append(tensor)
             for tensor in self._sampled:
-                # The middle row of the last dim, and in it the middle elements.
-                *outer, last = tensor.shape or (1,)
-                low = max((last - SAMPLE_ELEMENTS) // 2, 0)
-                where: tuple[int | slice, ...] = (*(size // 2 for size in outer), slice(low, low + SAMPLE_ELEMENTS))
-                part = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
-                part = part.reshape(-1) if self._is_whole else part[where]
-                parts.setdefault((tensor.device, tensor.dtype), []).append(part.contiguous().view(torch.uint8))
-            return [torch.cat(of_kind) for of_kind in parts.values()]
+                part = tensor.reshape(-1) if self._is_whole else _middle(tensor)
+                parts[tensor.device, tensor.dtype].append(part.contiguous().view(torch.uint8))
+            # A stack of scalars is one call for all of them.
+            stacked = [torch.stack(of_kind).view(torch.uint8) for of_kind in scalars.values()]
+            return stacked + [torch.cat(of_kind) for of_kind in parts.values()]
+
+
+def _middle(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the middle elements of the middle row of the last dim, as a view."""
+    *outer, last = tensor.shape
+    low = max((last - SAMPLE_ELEMENTS) // 2, 0)
+    *strides, step = tensor.stride()
+    base = low * step + sum([size // 2 * stride for size, stride in zip(outer, strides, strict=True)])
+    return region(tensor, base, (min(SAMPLE_ELEMENTS, last),), (step,))
 
 
 def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor]:
