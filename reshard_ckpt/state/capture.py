@@ -8,7 +8,7 @@ verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,23 +18,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import find_parameters
-from ..core.catalog.param_groups import merge
-from ..core.catalog.specs import Mesh, ValueSpec
+from ..core.catalog.names import GROUPS, STATE, find_parameters, groups_name
+from ..core.catalog.param_groups import merge, named_group
+from ..core.catalog.specs import Mesh, StateLink, ValueSpec
 from ..core.planning.match import matches
-from ..core.trees import name_of
+from ..core.report import type_in_words
+from ..core.trees import leaves, name_of
 from ..engine.common.tensor_bytes import LocalTensor, count_up
+from ..errors import UnsupportedError
 from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer, Steps, link_in_dict, saved_path
 from .dtensor import dtensor_class
 from .entries import Entry, Kind
+from .kept import KNOWN, Known, look, members_of
 from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
-from .optimizers import OptimizersTarget, optimizer_rows
-from .parameters import optimizer_parameters
+from .optimizers import OptimizersTarget
+from .parameters import OptimizerView, Owner, optimizer_parameters
 from .targets import Prefixes, Router, TreeTarget, ValueOrigin, ValueTarget
-from .tensors import find_memory
+from .tensors import find_memory, is_tensor_like
 from .walk import Tree, is_stateful, state_of, steps, walk
 
 
@@ -128,12 +131,22 @@ def capture(
     """
     group = group_of(process_group)
     declared = None if mesh is None else declared_mesh(mesh, group)
-    opened = open_state(state)
-    found = declared or found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
+    trees, ddp_groups = walk_state(state)
+    seen = look(trees)
+    key = None if seen is None else (seen.facts, group, declared, ddp_groups, list(exclude))
+    known = KNOWN.find(key)
+    unnamed: Sequence[str] = ()
+    warnings: tuple[str, ...] = ()
+    if known is not None:
+        known.keep_values(trees)
+        found, unused = known.mesh, list(known.unused)
+    else:
+        opened = open_trees(trees, ddp_groups)
+        unnamed, warnings = opened.unnamed, opened.warnings
+        found, unused = declared or found_mesh(opened.meshes, group, ddp_groups=ddp_groups), list(exclude)
     out = Describer(found)
-    unused = list(exclude)
     with torch.no_grad():  # once for all tensors: for each of them it would take longer than the description
-        saved = [(Steps(tree.path, tree.root), _saved_rows(tree, opened.unnamed)) for tree in opened.trees]
+        saved = [(Steps(tree.path, tree.root), _saved_rows(tree, unnamed)) for tree in trees]
         _complete_links([row for _, rows in saved for row in rows])
         for keys_of, rows in saved:
             if exclude:
@@ -143,7 +156,18 @@ def capture(
                 rows = [row for row in rows if row.name not in left_out]
             find_memory(rows)
             out.add(rows, keys_of)
-    return Captured(tuple(out.tensors), tuple(out.values), found, opened.warnings, tuple(unused))
+        if known is not None and seen is not None:
+            return Captured(known.tensors(seen), known.in_order(out.values), found, unused=known.unused)
+    if seen is not None and not warnings:
+        # at[i]: index of tensor i in `seen.tensors`; -1 if `look` has not seen it, and then the state cannot be kept
+        index = {id(tensor): i for i, tensor in enumerate(seen.tensors)}
+        at = [index.get(id(row.value), -1) for row in out.sources]
+        if -1 not in at:
+            specs, values = tuple(spec for spec, _ in out.tensors), tuple(value.name for value in out.values)
+            views = [row.value for tree in trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
+            members = [list(map(members_of, row)) for row in views]
+            KNOWN.keep(key, Known(seen.places, specs, at, values, members, found, tuple(unused)))
+    return Captured(tuple(out.tensors), tuple(out.values), found, warnings, tuple(unused))
 
 
 def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
@@ -157,15 +181,63 @@ def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
             rows.append(row)
         elif row.kind is Kind.MODULES:
             for state in row.value:
-                rows += state.rows
+                rows += state.opened.rows
         elif row.kind is Kind.OPTIMIZERS:
-            rows += optimizer_rows(row)
+            rows += _optimizer_rows(row)
         elif row.kind is Kind.GROUPS:
             rows.append(replace(row, value=merge([(row.name, saved_groups(row.value))], name=row.name)))
         elif row.kind is Kind.PER_RANK or row.kind is Kind.WHOLE:
             value = row.value.value
             rows.append(replace(row, value=state_of(value) if is_stateful(value) else value))
     return rows
+
+
+def _optimizer_rows(row: Entry) -> Iterator[Entry]:
+    """Yield the state of each parameter on this rank, and the groups of all optimizers of one row.
+
+    State with the shape of the parameter's local tensor has the parameter's layout. A 0-dim tensor is whole everywhere. A tensor
+    of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown. Groups have FQNs in place
+    of parameters, by which they are merged over ranks.
+
+    Raises
+    ------
+    UnsupportedError
+        A key of the state is not a plain name, or the place of a tensor is unknown.
+    """
+    name, path = row.name, row.path
+    views: Sequence[OptimizerView] = row.value
+    above = f"{name}.{STATE}" if name else STATE
+    for view in views:
+        for slot, entry in view.entries():
+            owner = slot.owner
+            for key, value in entry.items():
+                if not isinstance(key, str) or "." in key:
+                    raise UnsupportedError(
+                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
+                    )
+                kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
+                # A tied parameter has several FQNs, and its state is listed under each of them.
+                for fqn in owner.fqns:
+                    full = f"{above}.{fqn}.{key}"
+                    link = StateLink(name, fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
+                    if kind is Kind.VALUE:
+                        _check_value(value, owner, full)
+                    yield Entry(full, (*path, STATE, fqn, key), kind, value, name, link, owner=owner)
+    groups = groups_name(name)
+    named = [
+        (view.name, [named_group(group, (fqn for owner in owners for fqn in owner.fqns)) for group, owners in view.groups])
+        for view in views
+    ]
+    yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
+
+
+def _check_value(value: Any, owner: Owner, name: str) -> None:
+    """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
+    if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
+        raise UnsupportedError(
+            f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
+            "place; hold its tensors as entries of their own"
+        )
 
 
 def _complete_links(rows: Sequence[Entry]) -> None:
@@ -209,8 +281,8 @@ class OpenedState:
         return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
 
 
-def open_state(state: Mapping[Any, Any]) -> OpenedState:
-    """Open the modules, optimizers and objects of a state into rows.
+def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
+    """Return the trees of a state, and the ranks of each process group over which DDP replicates a module.
 
     Raises
     ------
@@ -219,10 +291,14 @@ def open_state(state: Mapping[Any, Any]) -> OpenedState:
     """
     trees = walk(state)
     states = [state for tree in trees for row in tree.rows if row.kind is Kind.MODULES for state in row.value]
-    unnamed, left_out = optimizer_parameters(trees)
-    modules = [module for state in states for module in state.children]
+    modules = [module for state in states for module in state.children.values()]
     groups = {module.process_group for module in modules if isinstance(module, DistributedDataParallel)}
-    ddp_groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    return trees, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def open_trees(trees: Sequence[Tree], ddp_groups: tuple[tuple[int, ...], ...]) -> OpenedState:
+    """Open the modules and optimizers in the trees of a state; errors are those of `walk_state`."""
+    unnamed, left_out = optimizer_parameters(trees)
     return OpenedState(trees, _meshes(trees), ddp_groups, unnamed, (*map(_warning, unnamed), *left_out))
 
 
@@ -245,7 +321,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     UsageError
         The state cannot be loaded into; the class and the message say why.
     """
-    opened = open_state(state)
+    opened = open_trees(*walk_state(state))
     paths = {v.name: decode_steps(v.path) for v in catalog.values_table}
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
@@ -263,7 +339,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 wanted.append(row)
             elif row.kind is Kind.MODULES:
                 parts.append(ModulesTarget(row.name, row.value))
-                wanted += [entry for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR]
+                wanted += [entry for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR]
             elif row.kind is Kind.OPTIMIZERS:
                 target = OptimizersTarget(row.name, row.value, catalog, links)
                 parts.append(target)
@@ -292,7 +368,9 @@ def _meshes(trees: Sequence[Tree]) -> tuple[DeviceMesh, ...]:
     """Return the distinct meshes of all DTensors."""
     rows = [row for tree in trees for row in tree.rows]
     states = [state for row in rows if row.kind is Kind.MODULES for state in row.value]
-    values = [entry.value for state in states for entry in state.rows] + [row.value for row in rows if row.kind is Kind.TENSOR]
+    values = [entry.value for state in states for entry in state.opened.rows] + [
+        row.value for row in rows if row.kind is Kind.TENSOR
+    ]
     found = _meshes_of(values)
     if not found:  # it may be an optimizer alone
         views = [view for row in rows if row.kind is Kind.OPTIMIZERS for view in row.value]

@@ -201,6 +201,8 @@ class Describer:
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.tensors: list[LocalTensor] = []
+        self.sources: list[Entry] = []
+        """The row of each tensor."""
         self.values: list[ValueSpec] = []
         self._mesh = mesh
         self._rows: dict[str, Entry] = {}
@@ -248,6 +250,7 @@ class Describer:
                 )
                 specs[name] = part, spec
             self.tensors.append(LocalTensor(spec, memory))
+            self.sources.append(row)
 
     def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
         """Make the part of a tensor's spec that equal tensors share."""

@@ -398,3 +398,10 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an asynchronous collective's result
     return local if wait is None else wait()
+
+
+def local_tensors(tensors: Sequence[Any]) -> list[Any]:
+    """Return the local tensor of each DTensor as it is, and each other object itself."""
+    dtensor = dtensor_class()
+    # Private, as in `local_tensor`. Without it the DTensor stands for itself.
+    return [getattr(tensor, "_local_tensor", tensor) if type(tensor) is dtensor else tensor for tensor in tensors]

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,33 +37,115 @@ EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleRows:
+    """The state of a module as rows.
+
+    Attributes
+    ----------
+    rows
+        Its tensors and values, under the names that they have without its wrappers.
+    takers
+        For each value by name: its key in `ModuleState.raw`, and the module whose ``set_extra_state`` takes it back. The module
+        is None if a hook has put the value into the state dict.
+    is_own
+        Whether all of its tensors are the module's own, so that a write into them changes the module.
+    """
+
+    rows: tuple[Entry, ...]
+    takers: Mapping[str, tuple[str, nn.Module | None]]
+    is_own: bool
+
+
 class ModuleState:
-    """A module that has been read.
+    """A module at a path of the state, whose name there is `name`, and the state dict that it has just given.
 
     Attributes
     ----------
     raw
         Its state dict as torch gives it.
-    rows
-        Its tensors and values, under the names that they have without its wrappers.
-    takers
-        For each value by name: its key in `raw`, and the module whose ``set_extra_state`` takes it back. The module is None if a
-        hook has put the value into the state dict.
-    is_own
-        Whether all of its tensors are the module's own, so that a write into them changes the module.
     children
-        The module and all modules in it.
+        The module and all modules in it, by name.
     flat
         Its parts that FSDP1 wraps, if there are any.
+
+    Raises
+    ------
+    UnsupportedError
+        FSDP1 flattened a parameter in an unknown way.
     """
 
-    module: nn.Module
-    raw: dict[str, Any]
-    rows: tuple[Entry, ...]
-    takers: Mapping[str, tuple[str, nn.Module | None]]
-    is_own: bool
-    children: Sequence[nn.Module]
-    flat: FlatModule | None = None
+    def __init__(self, module: nn.Module, name: str, path: Path) -> None:
+        self.module, self.name, self._path = module, name, path
+        self.children = dict(module.named_modules())
+        fsdp1 = _fsdp1_class()
+        units = [child for child in self.children.values() if isinstance(child, fsdp1)] if fsdp1 else []
+        self.flat = FlatModule(units, name) if units else None
+        with nullcontext() if self.flat is None else self.flat.without_hooks():
+            self.raw: dict[str, Any] = dict(module.state_dict(keep_vars=True) if _keeps_vars(module) else module.state_dict())
+
+    @cached_property
+    def opened(self) -> ModuleRows:
+        """The rows, once something asks for them: a save that knows the module from the save before does not.
+
+        Raises
+        ------
+        UnsupportedError
+            It is on the meta device.
+        NameCollisionError
+            Two keys have one clean name.
+        """
+        module, name, path, raw, flat = self.module, self.name, self._path, self.raw, self.flat
+        _refuse_meta(module, raw, name)
+        # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
+        own: set[int] = set()
+        for child in self.children.values():
+            for of in (child._parameters, child._buffers, vars(child)):
+                own.update(map(id, of.values()))
+        rows: list[Entry] = []
+        takers: dict[str, tuple[str, nn.Module | None]] = {}
+        seen: dict[str, str] = {}
+        is_own = True
+        # places[above]: the module that a key leads to without its last step; None for a wrapper: a last step may lead through it
+        places: dict[str, ModulePlace | None] = {}
+        for key, value in raw.items() if flat is None else flat.entries(raw):
+            above, dot, last = key.rpartition(".")
+            if above not in places:
+                place = locate(module, above) if dot else ModulePlace("", module, False, _is_fsdp(module))
+                places[above] = place if _inner_name(place.owner) is None else None
+            known = places[above]
+            if known is None or last in known.owner._modules:
+                at = locate(module, key)
+                fqn = at.fqn
+            else:
+                at, fqn = known, f"{known.fqn}.{last}" if known.fqn else last
+            if seen.setdefault(fqn, key) != key:
+                raise NameCollisionError(f"{name}.{fqn}: both {seen[fqn]} and {key} of the module have this name; rename one")
+            if flat is not None:
+                value = flat.saved_form(at.owner, last, value)
+            full, below = f"{name}.{fqn}", (*path, fqn)
+            if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
+                is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
+                how = _replication(value, at)
+                if is_plain_tensor(value):  # nearly all are; the other function enters more
+                    rows.append(Entry(full, below, Kind.TENSOR, value, name, replication=how))
+                    continue
+                for at_name, at_path, part in named_parts(value, full, below):
+                    rows.append(Entry(at_name, at_path, Kind.TENSOR, part, name, replication=how))
+            else:
+                takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
+                rows.append(Entry(full, below, Kind.VALUE, value, name))
+        return ModuleRows(tuple(rows), takers, is_own)
+
+
+def _keeps_vars(module: nn.Module) -> bool:
+    """Tell whether the module's ``state_dict`` takes torch's arguments; a class may have one of its own."""
+    if type(module).state_dict is nn.Module.state_dict and "state_dict" not in vars(module):
+        return True  # `inspect` takes a tenth of a millisecond
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,68 +156,6 @@ class ModulePlace:
     owner: nn.Module
     under_ddp: bool
     under_fsdp: bool
-
-
-def read_module(module: nn.Module, name: str, path: Path) -> ModuleState:
-    """Read the state of the module at a path of the state, whose name is `name`.
-
-    Raises
-    ------
-    UnsupportedError
-        It is on the meta device, or FSDP1 flattened a parameter in an unknown way.
-    NameCollisionError
-        Two keys have one clean name.
-    """
-    children = list(module.modules())
-    units = [child for child in children if _is_fsdp1(child)]
-    flat = FlatModule(units, name) if units else None
-    try:
-        inspect.signature(module.state_dict).bind(keep_vars=True)
-        keeps_vars = True
-    except TypeError:  # a class's own `state_dict`, without torch's arguments
-        keeps_vars = False
-    with nullcontext() if flat is None else flat.without_hooks():
-        raw = dict(module.state_dict(keep_vars=True) if keeps_vars else module.state_dict())
-    _refuse_meta(module, raw, name)
-    # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
-    own: set[int] = set()
-    for child in children:
-        for of in (child._parameters, child._buffers, vars(child)):
-            own.update(map(id, of.values()))
-    rows: list[Entry] = []
-    takers: dict[str, tuple[str, nn.Module | None]] = {}
-    seen: dict[str, str] = {}
-    is_own = True
-    # places[above]: the module that a key leads to without its last step; None for a wrapper, which a last step may lead through
-    places: dict[str, ModulePlace | None] = {}
-    for key, value in raw.items() if flat is None else flat.entries(raw):
-        above, dot, last = key.rpartition(".")
-        if above not in places:
-            place = locate(module, above) if dot else ModulePlace("", module, False, _is_fsdp(module))
-            places[above] = place if _inner_name(place.owner) is None else None
-        known = places[above]
-        if known is None or last in known.owner._modules:
-            at = locate(module, key)
-            fqn = at.fqn
-        else:
-            at, fqn = known, f"{known.fqn}.{last}" if known.fqn else last
-        if seen.setdefault(fqn, key) != key:
-            raise NameCollisionError(f"{name}.{fqn}: both {seen[fqn]} and {key} of the module have this name; rename one")
-        if flat is not None:
-            value = flat.saved_form(at.owner, last, value)
-        full, below = f"{name}.{fqn}", (*path, fqn)
-        if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
-            is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
-            how = _replication(value, at)
-            if is_plain_tensor(value):  # nearly all are; the other function enters more
-                rows.append(Entry(full, below, Kind.TENSOR, value, name, replication=how))
-                continue
-            for at_name, at_path, part in named_parts(value, full, below):
-                rows.append(Entry(at_name, at_path, Kind.TENSOR, part, name, replication=how))
-        else:
-            takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
-            rows.append(Entry(full, below, Kind.VALUE, value, name))
-    return ModuleState(module, raw, tuple(rows), takers, is_own, children, flat)
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
@@ -222,9 +243,9 @@ class ModulesTarget:
     def __init__(self, name: str, states: Sequence[ModuleState]) -> None:
         self.name = name
         self._states = states
-        self._wanted = {name: None for state in states for name in state.takers}
+        self._wanted = {name: None for state in states for name in state.opened.takers}
         self.values = tuple(self._wanted)
-        self._here = {row.name.rpartition(".")[0] for state in states for row in state.rows if row.kind is Kind.TENSOR}
+        self._here = {row.name.rpartition(".")[0] for state in states for row in state.opened.rows if row.kind is Kind.TENSOR}
 
     def takes(self, name: str) -> bool:
         return True
@@ -239,15 +260,15 @@ class ModulesTarget:
             f"{self.name}: a hook of its state_dict() gives tensors that are not its own, and FSDP1 takes no state dict of "
             "parts; remove the hook while you load"
             for state in self._states
-            if state.flat is not None and not state.is_own
+            if state.flat is not None and not state.opened.is_own
         ]
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         for state in self._states:
             if state.flat is not None:
                 state.flat.finish()
-            loaded = [(*taker, values[name]) for name, taker in state.takers.items() if name in values]
-            if state.flat is not None or (state.is_own and all(owner is not None for _, owner, _ in loaded)):
+            loaded = [(*taker, values[name]) for name, taker in state.opened.takers.items() if name in values]
+            if state.flat is not None or (state.opened.is_own and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
                     assert owner is not None
                     owner.set_extra_state(value)
@@ -263,10 +284,10 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple | dict) and not value)
 
 
-def _is_fsdp1(module: nn.Module) -> bool:
-    return isinstance(module, known_class("torch.distributed.fsdp", "FullyShardedDataParallel"))
+def _fsdp1_class() -> Any:
+    return known_class("torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
 def _is_fsdp(module: nn.Module) -> bool:
     """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
-    return _is_fsdp1(module) or isinstance(module, known_class("torch.distributed.fsdp", "FSDPModule"))
+    return isinstance(module, (_fsdp1_class(), known_class("torch.distributed.fsdp", "FSDPModule")))

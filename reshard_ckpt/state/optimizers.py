@@ -1,12 +1,6 @@
-"""The state of optimizers as rows, by the FQN of their parameters: for a save, and for a load into them.
+"""Loading the state of optimizers, by the FQN of their parameters (`OptimizersTarget`), and the optimizers that can be held back.
 
-*Saved*: `optimizer_rows`.
-
-1. State with the shape of the parameter's local tensor has the parameter's layout. A 0-dim tensor is whole everywhere. A tensor
-   of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown.
-2. Groups are written with FQNs in place of parameters, and are merged over ranks by them.
-
-*Loaded*: `OptimizersTarget`. The optimizer may never have stepped.
+The optimizer may never have stepped.
 
 1. For each parameter, the links of the catalog say which state it has. State that the optimizer holds is loaded in place; the
    rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.
@@ -26,64 +20,18 @@ import torch
 from torch.optim import Optimizer
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import GROUPS, STATE, groups_name
-from ..core.catalog.param_groups import Groups, Selection, are_groups, merge, named_group
+from ..core.catalog.names import groups_name
+from ..core.catalog.param_groups import Groups, Selection, are_groups
 from ..core.catalog.specs import Ints, StateLink
 from ..core.planning.match import LEAVES_OUT
-from ..core.report import type_in_words
 from ..core.trees import leaves, map_tree
-from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
-from .dtensor import is_dtensor
+from .dtensor import dtensor_class, local_tensor
 from .entries import Entry, Kind
 from .modules import is_nothing
 from .parameters import OptimizerView, Owner, ParamSlot
 from .tensors import is_tensor_like
 from .walk import optimizers_of
-
-
-def optimizer_rows(row: Entry) -> Iterator[Entry]:
-    """Yield the state of each parameter on this rank, and the groups of all optimizers of one row.
-
-    Raises
-    ------
-    UnsupportedError
-        A key of the state is not a plain name, or the place of a tensor is unknown.
-    """
-    name, path = row.name, row.path
-    views: Sequence[OptimizerView] = row.value
-    above = f"{name}.{STATE}" if name else STATE
-    for view in views:
-        for slot, entry in view.entries():
-            owner = slot.owner
-            for key, value in entry.items():
-                if not isinstance(key, str) or "." in key:
-                    raise UnsupportedError(
-                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
-                    )
-                kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
-                # A tied parameter has several FQNs, and its state is listed under each of them.
-                for fqn in owner.fqns:
-                    full = f"{above}.{fqn}.{key}"
-                    link = StateLink(name, fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
-                    if kind is Kind.VALUE:
-                        _check_value(value, owner, full)
-                    yield Entry(full, (*path, STATE, fqn, key), kind, value, name, link, owner=owner)
-    groups = groups_name(name)
-    named = [
-        (view.name, [named_group(group, (fqn for owner in owners for fqn in owner.fqns)) for group, owners in view.groups])
-        for view in views
-    ]
-    yield Entry(groups, (*path, GROUPS), Kind.GROUPS, merge(named, name=groups), name)
-
-
-def _check_value(value: Any, owner: Owner, name: str) -> None:
-    """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
-    if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
-        raise UnsupportedError(
-            f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
-            "place; hold its tensors as entries of their own"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +254,8 @@ def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
     optimizers = list({id(optimizer): optimizer for optimizer in optimizers_in(state)}.values())
     held = [optimizer for optimizer in optimizers if can_be_held(optimizer)]
     others = [optimizer for optimizer in optimizers if not can_be_held(optimizer)]
-    shared = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
-    return held, [tensor for tensor in owned_tensors(held) if tensor.untyped_storage().data_ptr() not in shared]
+    owned, shared = owned_tensors(held), {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
+    return held, [tensor for tensor in owned if tensor.untyped_storage().data_ptr() not in shared] if shared else owned
 
 
 def can_be_held(optimizer: Optimizer) -> bool:
@@ -321,6 +269,6 @@ def owned_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return the local tensors of the parameters and of the state of optimizers."""
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
-    with torch.no_grad():  # else `to_local` records each tensor for autograd
-        found = [t.to_local() if is_dtensor(t) else t for t in tensors if isinstance(t, torch.Tensor)]
+    dtensor = dtensor_class()
+    found = [local_tensor(t) if isinstance(t, dtensor) else t for t in tensors if isinstance(t, torch.Tensor)]
     return list({id(tensor): tensor for tensor in found}.values())

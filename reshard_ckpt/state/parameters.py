@@ -228,7 +228,7 @@ def _owner_rows(rows: Sequence[Entry]) -> Iterator[tuple[str, Entry]]:
     """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
     for row in rows:
         if row.kind is Kind.MODULES:
-            yield from ((row.name, entry) for state in row.value for entry in state.rows if entry.kind is Kind.TENSOR)
+            yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
     for row in rows:
         if row.kind is Kind.TENSOR and len(row.path) > 1:
             yield str(row.path[0]), row

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
-_TORCH_CLASSES = (torch.Tensor, torch.nn.Parameter)
+TORCH_CLASSES = (torch.Tensor, torch.nn.Parameter)
 """Classes that leave torch's dispatch alone, and have no layout of their own."""
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -60,7 +60,7 @@ def is_plain_tensor(value: Any) -> bool:
     """Tell whether a tensor cannot say which part it is, as nearly all tensors are, or is torch's DTensor around such a one."""
     if type(value) is dtensor_class():
         value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
-    return type(value) in _TORCH_CLASSES and not value.__dict__
+    return type(value) in TORCH_CLASSES and not value.__dict__
 
 
 def find_memory(rows: Iterable[Entry], *, writes: bool = False) -> None:
@@ -98,7 +98,7 @@ def local_memory(
         value = _single_part(value, name)
     tensor: Any = value
     layout: Layout | None = None
-    if type(value) not in _TORCH_CLASSES:
+    if type(value) not in TORCH_CLASSES:
         if isinstance(value, LocalShard | FlatShard):
             tensor, layout = value.tensor, value.layout
         elif is_dtensor(value):
@@ -116,7 +116,7 @@ def local_memory(
 def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool = False) -> torch.Tensor:
     """Return the tensor without autograd, once it is known to be plain strided memory; with `writes`, to be writable too."""
     is_plain = (
-        type(tensor) in _TORCH_CLASSES
+        type(tensor) in TORCH_CLASSES
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_neg())
         and not (tensor.dtype.is_complex and tensor.is_conj())

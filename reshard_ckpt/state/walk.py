@@ -30,7 +30,7 @@ from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .describe import Index, Unwrapped
 from .entries import Entry, Kind
-from .modules import read_module
+from .modules import ModuleState
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .shards import PerRank, Shards, Value
 from .tensors import is_plain_tensor, is_tensor_like, named_parts
@@ -123,7 +123,7 @@ def walk(state: Mapping[Any, Any]) -> list[Tree]:
         # the sharded parameters that its optimizer knows.
         for row in tree.rows:
             if row.kind is Kind.MODULES:
-                row.value = tuple(read_module(module, row.name, row.path) for module in row.value)
+                row.value = tuple(ModuleState(module, row.name, row.path) for module in row.value)
         trees += [_tree_of(row, steps_of) for row in tree.rows if row.kind is Kind.OBJECT]
     _check_names(trees)
     return trees

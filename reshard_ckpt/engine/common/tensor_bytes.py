@@ -49,8 +49,7 @@ class LocalTensor(NamedTuple):
     memory: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPiece:
+class LocalPiece(NamedTuple):
     """A piece, and the local tensor whose memory holds it."""
 
     tensor: torch.Tensor

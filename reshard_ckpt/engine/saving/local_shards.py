@@ -9,9 +9,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ import torch
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import Mesh, StateLink, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
+from ...core.memo import Memo
 from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ...core.planning.merge import OWN_VALUES, MergedTables
 from ...core.report import summarize
@@ -27,52 +27,6 @@ from ...format.shard_file import opaque_name
 from ...format.values import decode_value, encode_value
 from ..common.tensor_bytes import Blob, LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
 from .messages import RunColumns
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class Memo(Generic[Key, Value]):
-    """The values of the last `limit` keys. Thread-safe.
-
-    >>> memo = Memo(2)
-    >>> [memo.get(key, lambda: key * 10) for key in (1, 2, 1)]
-    [10, 20, 10]
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._items: tuple[tuple[Key, Value], ...] = ()
-
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of an equal key; if there is none, make the value and keep it."""
-        found = self._find(key)
-        if found is not None:
-            return found[0]
-        value = make()
-        self.keep(key, value)
-        return value
-
-    def find(self, key: Key) -> Value | None:
-        """Return the value of an equal key, or None."""
-        found = self._find(key)
-        return None if found is None else found[0]
-
-    def keep(self, key: Key, value: Value) -> None:
-        """Keep a value. It replaces the value of an equal key, or else the least recently used one."""
-        others = [item for item in self._items if item[0] != key]
-        self._items = ((key, value), *others[: self._limit - 1])
-
-    def _find(self, key: Key) -> tuple[Value] | None:
-        # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
-        items = self._items
-        for i, (known, value) in enumerate(items):
-            if known == key:
-                if i:
-                    self._items = (items[i], *items[:i], *items[i + 1 :])
-                return (value,)
-        return None
-
 
 INLINE_BYTES = 4096
 """Encoded plain values above this size become blobs, which are kept in the shard files."""

@@ -22,6 +22,7 @@ from ...core.catalog.packed import PackedRows, packed_size
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.columns import ColumnTable, columns_of
 from ...core.geometry.runs import I64, pad_left, ranges
+from ...core.memo import Memo
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
 from ...format.files import digests_key
@@ -240,10 +241,14 @@ def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
-    """Encode the metadata of a rank as its three parts."""
-    return EncodedMetadata(
-        _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), encode_values(local_metadata.values)
-    )
+    """Encode the metadata of a rank as its three parts. The bytes of the last two tables of tensors and rows are kept."""
+    tensors, rows = local_metadata.tensors, local_metadata.rows
+    # By identity, and with the tables themselves, so that no others get their ids.
+    *_, parts = _ENCODED.get((id(tensors), id(rows)), lambda: (tensors, rows, (_encode_tensors(tensors), _encode_rows(rows))))
+    return EncodedMetadata(*parts, encode_values(local_metadata.values))
+
+
+_ENCODED: Memo[tuple[int, int], tuple[TensorColumns, RowColumns, tuple[bytes, bytes]]] = Memo(2)
 
 
 def _encode_tensors(tensors: TensorColumns) -> bytes:

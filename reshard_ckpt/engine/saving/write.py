@@ -25,6 +25,7 @@ from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import ITEM_BYTES
 from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64
+from ...core.memo import Memo
 from ...errors import StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
@@ -33,7 +34,7 @@ from ..common.packed_files import Packer
 from ..common.progress import Recorder, Tally
 from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
-from .local_shards import LocalShards, Memo
+from .local_shards import LocalShards
 from .messages import Assignment, Receipt, StoredRuns, WrittenFile
 from .unchanged import Unchanged
 
@@ -49,18 +50,17 @@ HEADER_BYTES = 48 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One file to be written: its key, members and header, and the range of the assignment's items that it holds."""
+    """One file to be written: its key, members and header, and the range of the assignment's items that it holds.
+
+    `num_bytes` is the size of the file; of one with packed rows, that of the plain file.
+    """
 
     key: str
     items: slice
     members: tuple[Member, ...]
     header: bytes
+    num_bytes: int
     packed: tuple[PackedRows, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file in bytes; of one with packed rows, that of the plain file."""
-        return len(self.header) + sum([member.num_bytes for member in self.members])
 
 
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
@@ -119,7 +119,8 @@ def lay_out_members(
 
 def _file_layout(key: str, members: Sequence[Member], items: slice, alignment: int) -> FileLayout:
     chosen = tuple(members[items])
-    return FileLayout(key, items, chosen, header(chosen, HEADER_METADATA, alignment))
+    head = header(chosen, HEADER_METADATA, alignment)
+    return FileLayout(key, items, chosen, head, len(head) + sum(member.num_bytes for member in chosen))
 
 
 def _packed(file: FileLayout, bits: Sequence[int]) -> tuple[PackedRows, ...]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from reshard_ckpt.core.memo import Memo
 from reshard_ckpt.engine.saving import agreement, local_shards, write
-from reshard_ckpt.engine.saving.local_shards import Memo
-from reshard_ckpt.state import describe, dtensor, layouts
+from reshard_ckpt.state import describe, dtensor, kept, layouts
 from reshard_ckpt.storage import open_storage
 from tests.tries import examples
 
@@ -65,6 +65,7 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
 def forget() -> None:
     dtensor._KNOWN.clear()
     describe._KNOWN.clear()
+    kept.KNOWN.forget()
     layouts.whole.cache_clear()
     agreement.PLANS.__init__()  # type: ignore[misc]
     local_shards._LOCAL_METADATA = Memo(2)

@@ -1,0 +1,174 @@
+"""Descriptions of the last states that were saved, so that the next save of such a state need not make them anew.
+
+A training loop saves the same objects again and again. To name each tensor and to find its layout takes twice as long as to show
+that nothing has changed from which its description follows:
+
+1. `look` lists these facts of a state that has been walked: paths; classes and names of modules, and keys of their state dicts;
+   keys of the state of optimizers; which tensors are one object, or begin at one address; and of each tensor the class, shape,
+   strides, dtype, device, mesh and placements.
+2. Equal facts give equal specs, so the specs are kept by the facts. The memory of the tensors is found anew in each save, and
+   values are encoded anew, such as the hyperparameters of optimizers.
+3. Neither facts nor specs hold a tensor, a module or an optimizer, so nothing of a job lives longer than without them.
+
+A state with anything else is described anew in each save: extra state of modules, modules of FSDP1, shards that are declared,
+tensors of other classes or with attributes, optimizers that hold others or have values in their state, and state dicts by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
+from ..core.memo import Memo
+from ..engine.common.tensor_bytes import LocalTensor
+from .dtensor import dtensor_class, local_tensors
+from .entries import Kind
+from .modules import EXTRA_STATE
+from .parameters import OptimizerView, Owner
+from .tensors import TORCH_CLASSES
+from .walk import Tree, optimizers_of
+
+MAX_TENSORS = 1 << 16
+"""Larger states are not kept: the facts of a tensor take about a kilobyte."""
+
+_LOOKS: Callable[[torch.Tensor], Any] = attrgetter("shape", "dtype", "device")
+_PLACES: Callable[[torch.Tensor], Any] = attrgetter("device_mesh", "placements", "shape")
+
+Members = Sequence[tuple[str, Sequence[tuple[Owner, ...]]]]
+"""Each optimizer of a row: its name, and one owner with all FQNs of each group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The facts of a state, its tensors, and the local memory of each.
+
+    The facts have ids of meshes and placements. `places` holds these, so that no other object gets an id of theirs.
+    """
+
+    facts: list[Any]
+    places: list[Any]
+    tensors: list[torch.Tensor]
+    memories: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The description of a state.
+
+    Attributes
+    ----------
+    specs, at
+        The specs of tensors, and for each the index of its memory in `Seen.memories`.
+    values
+        The names of the values, in order.
+    members
+        For each row of optimizers.
+    unused
+        The patterns of ``exclude`` that match no name.
+    """
+
+    places: list[Any]
+    specs: Sequence[TensorSpec]
+    at: Sequence[int]
+    values: Sequence[str]
+    members: Sequence[Members]
+    mesh: Mesh | None
+    unused: tuple[str, ...]
+
+    def tensors(self, seen: Seen) -> tuple[LocalTensor, ...]:
+        """Return the tensors with their memory of now, without autograd."""
+        memories = list(map(torch.Tensor.detach, seen.memories))
+        return tuple([LocalTensor(spec, memories[i]) for spec, i in zip(self.specs, self.at, strict=True)])
+
+    def keep_values(self, trees: Sequence[Tree]) -> None:
+        """Take the rows of tensors and modules out of the trees. Rows of optimizers become views of their groups alone."""
+        members = iter(self.members)
+        for tree in trees:
+            tree.rows = [row for row in tree.rows if row.kind is not Kind.TENSOR and row.kind is not Kind.MODULES]
+            for row in tree.rows:
+                if row.kind is Kind.OPTIMIZERS:
+                    each = zip(row.value, next(members), strict=True)
+                    row.value = tuple(_groups_alone(optimizer, name, owners) for optimizer, (name, owners) in each)
+
+    def in_order(self, values: Iterable[ValueSpec]) -> tuple[ValueSpec, ...]:
+        """Return the values in the order in which the first description had them."""
+        by_name = {value.name: value for value in values}
+        return tuple([by_name[name] for name in self.values])
+
+
+def _groups_alone(optimizer: Any, name: str, owners: Sequence[tuple[Owner, ...]]) -> OptimizerView:
+    return OptimizerView(name, list(zip(optimizer.param_groups, owners, strict=True)), (), ())
+
+
+def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
+    """Return an optimizer's part of `Known.members`, which holds no tensor."""
+    return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
+
+
+KNOWN: Memo[Any, Known] = Memo(2)
+"""The descriptions of the last two states: enough for a job that saves its model and its whole state by turns."""
+
+
+def look(trees: Sequence[Tree]) -> Seen | None:
+    """Return the facts of a state; None if its description may follow from more than these."""
+    facts: list[Any] = []
+    tensors: list[Any] = []
+    # others: parameters and keys of optimizers, which must be among the tensors
+    others: list[Any] = []
+    rows = [row for tree in trees for row in tree.rows]
+    for row in rows:
+        facts.append((row.kind, row.name, row.path))
+        if row.kind is Kind.NUMBERED:
+            return None
+        if row.kind is Kind.TENSOR:
+            tensors.append(row.value)
+            facts.append(isinstance(row.value, nn.Parameter))
+        for state in row.value if row.kind is Kind.MODULES else ():
+            if state.flat is not None or any(key.endswith(EXTRA_STATE) for key in state.raw):
+                return None
+            tensors += state.raw.values()
+            facts += (*state.raw, [isinstance(value, nn.Parameter) for value in state.raw.values()])
+            facts += [(at, type(inner), *inner._parameters, *inner._buffers) for at, inner in state.children.items()]
+        for optimizer in row.value if row.kind is Kind.OPTIMIZERS else ():
+            entries = optimizer.state.values()
+            plain = all(type(entry) is dict for entry in entries) and not hasattr(optimizer, "consolidate_state_dict")
+            if not plain or any(inner is not optimizer for inner in optimizers_of(optimizer)):
+                return None
+            facts += [[len(group["params"]) for group in optimizer.param_groups], *map(tuple, entries)]
+            others += [param for group in optimizer.param_groups for param in group["params"]]
+            others += optimizer.state
+            tensors += [value for entry in entries for value in entry.values()]
+    if len(tensors) > MAX_TENSORS or not {*map(id, others)} <= {*map(id, tensors)}:
+        return None
+    dtensor = dtensor_class()
+    kinds = list(map(type, tensors))
+    memories = local_tensors(tensors)
+    if not {*kinds} <= {*TORCH_CLASSES, dtensor} or not {*map(type, memories)} <= {*TORCH_CLASSES} or any(map(vars, memories)):
+        return None
+    try:
+        looks, strides = list(map(_LOOKS, memories)), list(map(torch.Tensor.stride, memories))
+        addresses = list(map(torch.Tensor.data_ptr, memories))
+    except RuntimeError:  # memory that is not strided, or none at all
+        return None
+    if any(map(torch.Tensor.is_neg, memories)) or any(dtype.is_complex for dtype in {dtype for _, dtype, *_ in looks}):
+        return None
+    places = list(map(_PLACES, [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind is dtensor]))
+    facts += (kinds, looks, strides, [(id(mesh), id(placements), shape) for mesh, placements, shape in places])
+    facts += ([tensor.requires_grad for tensor in tensors], _first_like(map(id, (*tensors, *others))), _first_like(addresses))
+    return Seen(facts, places, tensors, memories)
+
+
+def _first_like(numbers: Iterable[int]) -> list[int]:
+    """Return for each number the index of the first equal one.
+
+    >>> _first_like([7, 5, 7])
+    [0, 1, 0]
+    """
+    first: dict[int, int] = {}
+    return [first.setdefault(number, i) for i, number in enumerate(numbers)]
