@@ -167,6 +167,7 @@ class Run:
             self._async_save("eager", staging="eager")
             self._async_save("eager, replicas sampled", staging="eager", replicas="sample")
             self._async_save("lazy, call", staging="lazy")
+            self._async_save("lazy, caller holds", staging="lazy", hold="caller")
             self._async_save("lazy, until staged", staging="lazy", until_staged=True)
             for mode in ("thread", "process"):
                 self._dcp_async(peer, mode)

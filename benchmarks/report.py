@@ -132,6 +132,8 @@ def _stall_figures(result: Result) -> Iterator[Figure]:
     yield from ratio("eager into new memory ÷ memcpy, untouched", "eager, new memory", "memcpy, untouched", 1.3)
     yield from ratio("eager after prepare ÷ steady eager", "eager, prepared", "eager", 1.3)
     yield from ratio("lazy call ÷ memcpy", "lazy, call", "memcpy", 0.1)
+    if "lazy, caller holds" in samples:  # figures of before 2026-11-27 lack it
+        yield from ratio("lazy call with hold='caller' ÷ memcpy", "lazy, caller holds", "memcpy", 0.05)
     yield from ratio("eager stall ÷ that with replicas sampled", "eager", "eager, replicas sampled")
     yield from ratio("lazy until staged ÷ memcpy", "lazy, until staged", "memcpy")
     for mode in ("thread", "process"):
