@@ -110,7 +110,7 @@ class Table:
         """Read a field other than a column; its type must be exactly `kind`."""
         value = self.fields.get(field)
         if type(value) is not kind:
-            raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'no ' + kind.__name__}")
+            raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'not a ' + kind.__name__}")
         return value
 
     def ints(self, field: str, count: int | None = None) -> I64:

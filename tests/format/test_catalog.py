@@ -319,7 +319,7 @@ def test_names_that_are_no_text_cannot_be_written():
         ("values", {"inline": ["u1", 3, b"\x02\0\0"]}, "neither 0 nor 1"),
         ("rows", {"start": ["u1", 1, b"\0"]}, "rows.start has 1 entries, not 6|rows.start has 1 entries, not 7"),
         ("rows", {"start": ["u8", 7, b"\xff" * 8]}, "over 2⁶³ - 1|entries"),
-        ("files", {"key": [2, ["u1", 2, b"\1\1"], b"\xff\xff"]}, "no UTF-8"),
+        ("files", {"key": [2, ["u1", 2, b"\1\1"], b"\xff\xff"]}, "not UTF-8"),
         ("files", {"key": [2, ["u4", 1, (70_000).to_bytes(4, "little")], b"a" * 70_000]}, "over the 65536"),
         ("info", {"mesh": 5}, "info.mesh is not a dict"),
         ("info", {"mesh": {"axes": [1], "sizes": [1]}}, "names and sizes"),
