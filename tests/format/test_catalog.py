@@ -323,7 +323,7 @@ def test_names_that_are_no_text_cannot_be_written():
         ("files", {"key": [2, ["u4", 1, (70_000).to_bytes(4, "little")], b"a" * 70_000]}, "over the 65536"),
         ("info", {"mesh": 5}, "info.mesh is not a dict"),
         ("info", {"mesh": {"axes": [1], "sizes": [1]}}, "names and sizes"),
-        ("info", {"created_s": 5}, "created_s is no float"),
+        ("info", {"created_s": 5}, "created_s is not a float"),
     ],
 )
 def test_fields_that_cannot_be_are_named(section: str, fields: dict[str, Any], message: str):
