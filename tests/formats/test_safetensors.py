@@ -227,11 +227,11 @@ def index(weight_map: Any) -> bytes:
 
 
 INDICES: dict[str, tuple[bytes, str]] = {
-    "above": (index({"w": "../w.safetensors"}), "no key of a checkpoint file"),
-    "absolute": (index({"w": "/etc/passwd"}), "no key of a checkpoint file"),
-    "backslash": (index({"w": "..\\w.safetensors"}), "no key of a checkpoint file"),
-    "empty name": (index({"w": ""}), "no key of a checkpoint file"),
-    "nul": (index({"w": "w\0.safetensors"}), "no key of a checkpoint file"),
+    "above": (index({"w": "../w.safetensors"}), "not the key of a checkpoint file"),
+    "absolute": (index({"w": "/etc/passwd"}), "not the key of a checkpoint file"),
+    "backslash": (index({"w": "..\\w.safetensors"}), "not the key of a checkpoint file"),
+    "empty name": (index({"w": ""}), "not the key of a checkpoint file"),
+    "nul": (index({"w": "w\0.safetensors"}), "not the key of a checkpoint file"),
     "a number": (index({"w": 3}), "no weight_map"),
     "a list": (index(["w"]), "no weight_map"),
     "none": (b"{}", "no weight_map"),
