@@ -11,7 +11,7 @@ import pytest
 from tests.warm_python import warm_python
 
 BUDGETS = {
-    "save": {"functions": 440, "frames": 772, "files": 51},
+    "save": {"functions": 442, "frames": 775, "files": 50},
     "load": {"functions": 338, "frames": 583, "files": 45},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500

@@ -171,7 +171,7 @@ class Recovery:
             self._refuse_to_mix(saved_step)
         if step is None or saved_step is None:
             why = "nothing tells their step (pass step=)" if step is None else f"there is no checkpoint of their step {step}"
-            return self._go_back(f"no survivor holds {summarize(lost, f'and {why}')}")
+            return self._go_back(f"no survivor holds parts of the state: {summarize(lost, why)}")
         return self._fill_up(step, saved_step, job)
 
     def _saved_step(self, step: int | None) -> int | None:

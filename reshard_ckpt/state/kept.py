@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
-from ..core.memo import Memo
 from ..engine.common.tensor_bytes import LocalTensor
 from .dtensor import dtensor_class, local_tensors
 from .entries import Kind
@@ -111,8 +110,27 @@ def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
     return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
 
 
-KNOWN: Memo[Any, Known] = Memo(2)
-"""The descriptions of the last two states: enough for a job that saves its model and its whole state by turns."""
+class LastStates:
+    """The descriptions of the last two states: enough for a job that saves its model and its whole state by turns."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop both."""
+        self._items: tuple[tuple[Any, Known], ...] = ()
+
+    def find(self, key: Any) -> Known | None:
+        """Return the description of a state with these facts, or None."""
+        return next((known for other, known in self._items if other == key), None)
+
+    def keep(self, key: Any, known: Known) -> None:
+        """Keep a description in place of the older one."""
+        self._items = ((key, known), *self._items[:1])
+
+
+KNOWN = LastStates()
+"""The descriptions that this process keeps."""
 
 
 def look(trees: Sequence[Tree]) -> Seen | None:

@@ -419,7 +419,7 @@ def test_replicas_that_are_lost_together_come_from_memory_then_the_store_then_an
             assert (is_right, step, report.step, own) == (True, at, at, rank)
             used = {source for source, num in report.bytes_from.items() if num}
             assert used == ({tier} if at == 4 else {"self", "rank", tier})
-        assert "there is no checkpoint of step 5" in older[0].went_back
+        assert "there is no checkpoint of their step 5" in older[0].went_back
         assert memory[0].went_back == store[0].went_back == ""
 
 

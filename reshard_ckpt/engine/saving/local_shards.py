@@ -18,7 +18,6 @@ import torch
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import Mesh, StateLink, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
-from ...core.memo import Memo
 from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ...core.planning.merge import OWN_VALUES, MergedTables
 from ...core.report import summarize
@@ -26,7 +25,7 @@ from ...errors import LayoutError
 from ...format.shard_file import opaque_name
 from ...format.values import decode_value, encode_value
 from ..common.tensor_bytes import Blob, LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
-from .messages import RunColumns
+from .messages import Memo, RunColumns
 
 INLINE_BYTES = 4096
 """Encoded plain values above this size become blobs, which are kept in the shard files."""
