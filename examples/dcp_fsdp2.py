@@ -89,6 +89,7 @@ def main(path: str) -> None:
         model.load_state_dict({name.removeprefix("app.model."): tensor for name, tensor in whole.items()})
         assert checkpoint.verify(path).ok
         print(f"{Path(path).name}: saved, loaded, saved in the background, and loaded from torch's own folder, bit for bit")
+    dist.barrier()  # gloo's threads drop the gathered tensors meanwhile; at the interpreter's end that would abort the process
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ def main(path: str) -> None:
             assert torch.equal(optimizer.state[saved][key], its_optimizer.state[loaded][key].full_tensor())
     if dist.get_rank() == 0:
         print(f"{path}: saved under DDP, loaded under FSDP2 on {dist.get_world_size()} ranks, bit for bit")
+    dist.barrier()  # gloo's threads drop the gathered tensors meanwhile; at the interpreter's end that would abort the process
     dist.destroy_process_group()
 
 

@@ -60,6 +60,7 @@ def main(path: str) -> None:
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
         if dist.get_rank() == 0:
             print(f"{path}: saved on dp 2 × tp 2, loaded on dp {dp} × tp {tp}, bit for bit")
+    dist.barrier()  # gloo's threads drop the gathered tensors meanwhile; at the interpreter's end that would abort the process
     dist.destroy_process_group()
 
 

@@ -88,6 +88,7 @@ def main(folder: str) -> None:
     if dist.get_rank() == 0:
         size = checkpoint.catalog(adapter).summary()["bytes"]
         print(f"{adapter}: {len(adapters_of(model))} adapters and their optimizer, {size} bytes, resumed bit for bit")
+    dist.barrier()  # gloo's threads drop the gathered tensors meanwhile; at the interpreter's end that would abort the process
     dist.destroy_process_group()
 
 
