@@ -105,9 +105,19 @@ def test_one_file_of_a_rank_says_that_the_folder_is_the_checkpoint(folders: dict
         checkpoint.catalog(folders["tp"] / "verl" / "model_world_size_4_rank_0.pt")
 
 
+def step_on(folder: Path) -> None:
+    """Let the optimizer of one rank be of a later step than that of the others."""
+    path = folder / "optim_world_size_4_rank_2.pt"
+    optimizer = torch.load(path, weights_only=False)
+    for entry in optimizer["state"].values():
+        entry["step"] += 1
+    torch.save(optimizer, path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (step_on, r"step of .* is 1\.0 in optim_.* and 2\.0 in optim_world_size_4_rank_2.pt, so files of two saves are mixed"),
         (lambda folder: (folder / "optim_world_size_4_rank_2.pt").unlink(), r"optim_\* has no file of rank 2"),
         (
             lambda folder: shutil.copy(folder / "model_world_size_4_rank_2.pt", folder / "model_world_size_4_rank_4.pt"),

@@ -87,6 +87,19 @@ def share_an_address(state: State) -> None:
     state["ema"]["deep"][0].set_(state["ema"]["w"].untyped_storage(), 0, (2,), (1,))
 
 
+def share_all_memory(state: State) -> None:
+    weight = state["ema"]["w"]
+    state["ema"]["twin"] = torch.zeros_like(weight)
+    check(state)
+    state["ema"]["twin"].set_(weight)
+
+
+def part_shared_memory(state: State) -> None:
+    state["ema"]["twin"] = state["ema"]["w"].view_as(state["ema"]["w"])
+    check(state)
+    state["ema"]["twin"] = state["ema"]["w"] + 1
+
+
 def change_dtype(state: State) -> None:
     state["ema"]["w"] = state["ema"]["w"].double()
 
@@ -199,7 +212,8 @@ def new_value(state: State) -> None:
 
 
 CHANGES: list[Callable[[State], None]] = [
-    swap_memory, transpose, tie, share_memory, share_an_address, change_dtype, change_shape, give_an_attribute, conjugate, rename,
+    swap_memory, transpose, tie, share_memory, share_an_address, share_all_memory, part_shared_memory, change_dtype, change_shape,
+    give_an_attribute, conjugate, rename,
     rename_a_key, key_of_another_type, add_a_buffer, add_a_hook, add_extra_state, add_a_tensor_as_extra_state,
     change_hyperparameters, split_groups,
     reorder_parameters, freeze, drop_state, swap_state, rename_state, put_a_value_in_state, replace_the_optimizer, wrap, declare,
