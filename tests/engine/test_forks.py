@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.engine.common.host_memory import allocate
 from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import memory, open_storage
@@ -138,6 +139,13 @@ def test_a_child_that_is_terminated_does_not_wait_for_the_save_of_its_parent(
         handle.result()
         assert manager.steps() == [1]
     assert said == f"ended by {int(signal.SIGTERM)}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux wipes memory at a fork")
+def test_a_fork_copies_no_staging_buffer() -> None:
+    buffer = allocate(4 << 20, pinned=False).fill_(7)
+    assert in_child(lambda: int(buffer.max())) == "0"
+    assert buffer.min() == 7
 
 
 def test_an_idle_fork_is_harmless(tmp_path: Path) -> None:
