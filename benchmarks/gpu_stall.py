@@ -1,10 +1,14 @@
-"""The rate of staging from an accelerator, and what a save costs a training loop there.
+"""The rate of staging from an accelerator, what a save costs a training loop there, and loads into its memory.
 
 1. *Copy*: the state's bytes from the device into pinned memory, by one copy of one tensor (the limit) and by our staging of all
    tensors into the image of the file, in turn; the ratio of minima, to be at least 0.90.
 2. *Training*: a loop that saves every few steps with lazy staging, in turn with the same loop that does not. Reported are the
    milliseconds that a save adds until the device is done, and those that the host falls back (its lost run-ahead): how much later
    it has queued the whole loop. A loop never waits for the device before its end; the time of the last commit is apart.
+3. *Stalls*: how long a call of `async_save` takes until the state may change, in turn with DCP's (pinned staging) and with the
+   pinned copy of 1; the device is idle before each.
+4. *Loads* into device memory from the page cache, in turn: this library's, verified and not, DCP's, and reads into pinned memory
+   followed by copies to the device (the limit).
 
 Without an accelerator it says that it was skipped, and why. ``--simulated`` runs it on the device of the tests, whose figures
 mean nothing: it shows that the benchmark works.
@@ -17,12 +21,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from reshard_ckpt import checkpoint
@@ -35,6 +42,7 @@ from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.state.capture import capture
 from tests import device as simulated
 
+from . import limits, peers
 from .ranks import save_json
 from .report import machine
 
@@ -140,6 +148,103 @@ def measure_training(training: Training, options: argparse.Namespace) -> dict[st
     }
 
 
+def minima(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Return the least seconds that each work measures of itself; a round does all of them, each time from another one on."""
+    names, took = list(works), {name: [] for name in works}
+    for number in range(rounds + 1):  # the first round allocates
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            torch.accelerator.synchronize()
+            took[name].append(works[name]())
+    return {name: min(of[1:]) for name, of in took.items()}
+
+
+def add_peer(works: dict[str, Any], peer: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> None:
+    """Measure DCP too, if it works with this device and release of torch."""
+    try:
+        prepare()
+        peer()
+    except (Exception, dcp.CheckpointException) as error:  # that of DCP is no Exception
+        print(f"DCP is left out: {type(error).__name__}: {str(error).splitlines()[-1]}")
+    else:
+        works["dcp_s"] = peer
+
+
+def measure_stalls(training: Training, options: argparse.Namespace) -> dict[str, float]:
+    """Measure how long each way of saving holds the training up, and DCP's beside them."""
+    folder, peer = Path(options.folder), peers.DcpAsync(pinned=True)
+    state = {"model": dict(training.model.state_dict()), "optimizer": training.optimizer.state_dict()}
+    held = sum(t.nbytes for t in tensors_in(state))
+    source = torch.empty(held, dtype=torch.uint8, device=options.device)
+    target = torch.empty(held, dtype=torch.uint8, pin_memory=True)
+
+    def ours(**how: Any) -> float:
+        begin = time.perf_counter()
+        handle = checkpoint.async_save(folder / "ckpt", training.state(), **how)
+        took = time.perf_counter() - begin
+        handle.result()
+        return took
+
+    def theirs() -> float:
+        begin = time.perf_counter()
+        written = peer.save(state, folder / "dcp", "thread")
+        took = time.perf_counter() - begin
+        written.result()
+        return took
+
+    works: dict[str, Callable[[], float]] = {
+        "pinned_copy_s": lambda: seconds(lambda: target.copy_(source, non_blocking=True)),
+        "eager_s": ours,
+        "lazy_s": lambda: ours(staging="lazy"),
+        "lazy_caller_s": lambda: ours(staging="lazy", hold="caller"),
+    }
+    add_peer(works, theirs)
+    try:
+        return {"bytes": held, **minima(works, options.rounds)}
+    finally:
+        peer.close()
+
+
+def measure_loads(training: Training, options: argparse.Namespace) -> dict[str, float]:
+    """Measure loads of the whole state into the device's memory."""
+    folder = Path(options.folder)
+    state = {"model": dict(training.model.state_dict()), "optimizer": training.optimizer.state_dict()}
+    checkpoint.save(folder / "ckpt", training.state())
+    files = sorted((folder / "ckpt").rglob("*.safetensors"))
+    buffers = [torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = torch.empty(8 << 20, dtype=torch.uint8, device=options.device)
+
+    def raw() -> None:
+        events = [torch.Event(device=options.device) for _ in buffers]
+        turn = 0
+        for path in files:
+            with open(path, "rb", buffering=0) as file:
+                while True:
+                    turn = 1 - turn
+                    events[turn].synchronize()
+                    if not (count := file.readinto(limits.as_bytes(buffers[turn]))):
+                        break
+                    there[:count].copy_(buffers[turn][:count], non_blocking=True)
+                    events[turn].record()
+
+    works: dict[str, Callable[[], object]] = {
+        "raw_s": raw,
+        "load_s": lambda: checkpoint.load(folder / "ckpt", training.state()),
+        "unverified_s": lambda: checkpoint.load(folder / "ckpt", training.state(), verify=False),
+    }
+
+    def theirs() -> None:
+        dcp.load(state, checkpoint_id=str(folder / "dcp"))
+
+    add_peer(works, theirs, lambda: dcp.save(state, checkpoint_id=str(folder / "dcp")))
+    return minima({name: partial(seconds, work) for name, work in works.items()}, options.rounds)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested dicts and lists."""
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the figures, with the bar of the first."""
     copy, training = result["copy"], result["training"]
@@ -172,6 +277,7 @@ def main() -> None:
         print(f"gpu_stall: skipped: {reason}")
         return
     options.device = torch.accelerator.current_accelerator().type
+    dist.init_process_group("gloo" if options.simulated else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         training = Training(options)
         training.step()
@@ -182,10 +288,15 @@ def main() -> None:
             "copy": measure_copy(training.state(), options.pairs),
             "training": measure_training(training, options),
         }
-        save_json(Path(options.out), result)
         show(result)
+        for part, measure, unit in (("stalls", measure_stalls, "pinned_copy_s"), ("loads", measure_loads, "raw_s")):
+            result[part] = took = measure(training, options)
+            save_json(Path(options.out), result)
+            for name in took.keys() - {"bytes"}:
+                print(f"{part}, {name}: {took[name]:.4f}, {took[name] / took[unit]:.3f} of {unit}")
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

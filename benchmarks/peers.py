@@ -19,10 +19,11 @@ from .state import State
 class DcpAsync:
     """DCP's asynchronous saves, with one stager (in shared memory) for all of them, and a process group of their own."""
 
-    def __init__(self) -> None:
-        self._stager = DefaultStager(
-            StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+    def __init__(self, *, pinned: bool = False) -> None:
+        options = StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=pinned
         )
+        self._stager = DefaultStager(options)
         # Its background thread runs collectives: on the job's own group they would meet the training's.
         self._group = dist.new_group(backend="gloo")
 
