@@ -31,7 +31,7 @@ from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
 from ..common.host_memory import allocate
-from ..common.tensor_bytes import CopyStreams, LocalRun, Mark, bytes_in_place, chunks, copy_run
+from ..common.tensor_bytes import CopyStreams, LocalRun, Mark, bytes_in_place, chunks, copy_run, is_in_order, region
 from .local_shards import LocalShards
 from .messages import RunColumns
 
@@ -41,7 +41,8 @@ WHOLE_BYTES = 1 << 20
 """Pieces up to this size are always fingerprinted whole, never by samples."""
 
 PACKED_BYTES = 4 << 20
-"""Bytes that are summed up at once. It must be the same on all ranks, and a multiple of every element size."""
+"""Bytes that are summed up at once. It must be the same on all ranks, and a multiple of every element size. On the CPU, packs of
+16 MiB take four times as long, because their products leave the cache."""
 
 NUM_SAMPLES = 16
 """Blocks that are sampled of a large piece."""
@@ -194,40 +195,55 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
     ``sum = sum * _FACTOR + sum of the next pack``, modulo 2^64.
     """
     sums = torch.zeros(len(runs), dtype=torch.int64, device=device)
-    # packs[i]: the packs of run i; each is a list of parts that are summed up at once
-    packs = [list(_packs(run, shift)) for run in runs]
-    # num_words: words in the largest pack; the buffers below are made once for all packs
-    num_words = max((-(-sum(part.num_bytes for part in pack) // WORD_BYTES) for of_run in packs for pack in of_run), default=0)
-    weights = _weights(num_words, device)
-    packed = torch.empty(num_words * WORD_BYTES, dtype=torch.uint8, device=device)
+    parts = [looked_at(run, shift) for run in runs]
+    # sizes[i]: bytes of the largest pack of run i; the buffers below are made once for all packs
+    sizes = [sum(part.num_bytes for part in of_run) for of_run in parts]
+    sizes = [size if len(of_run) > 1 else min(size, PACKED_BYTES) for size, of_run in zip(sizes, parts, strict=True)]
+    num_words = -(-max(sizes, default=0) // WORD_BYTES)
+    weights, packed = _weights(num_words, device), torch.empty(num_words * WORD_BYTES, dtype=torch.uint8, device=device)
     products, pack_sum = torch.empty_like(weights), torch.empty((), dtype=torch.int64, device=device)
-    for i, of_run in enumerate(packs):
-        for number, pack in enumerate(of_run):
-            at = 0
-            for part in pack:
-                if part.num_elements:
-                    copy_run(*part, packed[at : at + part.num_bytes])
-                at += part.num_bytes
-            end = -(-at // WORD_BYTES)
-            if at % WORD_BYTES:  # fill the last word with zeros
-                packed[at : end * WORD_BYTES].zero_()
-            # The first pack's sum goes straight into sums[i]; a later one is added to `_FACTOR` times sums[i].
-            torch.mul(packed.view(torch.int32)[:end], weights[:end], out=products[:end])
-            torch.sum(products[:end], 0, out=pack_sum if number else sums[i])
+    for of_run, sum_of_run in zip(parts, sums.unbind(), strict=True):
+        for number, words in enumerate(_words(of_run, packed)):
+            end = len(words)
+            by, product = (weights, products) if end == num_words else (weights[:end], products[:end])
+            torch.mul(words, by, out=product)
+            # The first pack's sum goes straight into the run's sum; a later one is added to `_FACTOR` times that.
+            torch.sum(product, 0, out=pack_sum if number else sum_of_run)
             if number:
-                torch.add(pack_sum, sums[i], alpha=_FACTOR, out=sums[i])
+                torch.add(pack_sum, sum_of_run, alpha=_FACTOR, out=sum_of_run)
     return sums
 
 
-def _packs(run: LocalRun, shift: int | None) -> Iterator[list[LocalRun]]:
-    """Divide a run into packs of `PACKED_BYTES`. All samples of a run that is sampled make one pack."""
-    parts = looked_at(run, shift)
-    if len(parts) > 1 or run.num_bytes <= PACKED_BYTES:
-        yield parts
-        return
-    size = PACKED_BYTES // run.local.tensor.element_size()
-    for begin in range(0, run.num_elements, size):
-        yield [LocalRun(run.local, run.start + begin, min(size, run.num_elements - begin))]
+def _words(parts: Sequence[LocalRun], packed: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the packs of a run, each as 32-bit words: views of its memory if possible, else copies in `packed`.
+
+    Memory can be viewed if it is in order, and begins and ends at a whole word. Parts of a run that is sampled make one pack.
+    """
+    run = parts[0]
+    tensor, piece, each = run.local.tensor.detach(), run.local.piece, run.local.tensor.element_size()
+    begin = (tensor.storage_offset() + piece.base + run.start) * each
+    is_whole = (begin | run.num_bytes) % WORD_BYTES == 0 and not tensor.is_conj() and not tensor.is_neg()
+    if len(parts) > 1:
+        yield _copied_words(parts, packed)
+    elif is_whole and is_in_order(piece):
+        elements = region(tensor, piece.base + run.start, (run.num_elements,), (1,))
+        yield from torch.split(elements.view(torch.uint8).view(torch.int32), PACKED_BYTES // WORD_BYTES)
+    else:
+        step = PACKED_BYTES // each
+        for at in range(0, run.num_elements, step):
+            yield _copied_words([LocalRun(run.local, run.start + at, min(step, run.num_elements - at))], packed)
+
+
+def _copied_words(parts: Sequence[LocalRun], packed: torch.Tensor) -> torch.Tensor:
+    """Copy runs into `packed`, one after the other, and return them as 32-bit words; zeros fill the last word."""
+    at = 0
+    for part in parts:
+        if part.num_elements:
+            copy_run(*part, packed[at : at + part.num_bytes])
+        at += part.num_bytes
+    end = -(-at // WORD_BYTES)
+    packed[at : end * WORD_BYTES].zero_()
+    return packed.view(torch.int32)[:end]
 
 
 def _weights(num: int, device: torch.device) -> torch.Tensor:

@@ -38,9 +38,9 @@ def oracle(data: bytes, packed: int = 1 << 20) -> int:
     return total & MASK
 
 
-@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.sampled_from([16, 1 << 20]))
-def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int) -> None:
-    runs = [whole(torch.tensor(list(data), dtype=torch.uint8)) for data in parts]
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.sampled_from([16, 1 << 20]), st.integers(0, 8))
+def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int, first: int) -> None:
+    runs = [whole(torch.tensor(list(bytes(first) + data), dtype=torch.uint8)[first:]) for data in parts]
     with mock.patch.object(replicas, "PACKED_BYTES", packed):
         sums = weighted_sums(runs, CPU)
     assert [total & MASK for total in sums.tolist()] == [oracle(data, packed) for data in parts]
