@@ -3,7 +3,8 @@
 1. ``model_world_size_4_rank_0.pt`` and its siblings hold the model's state dict, ``optim_…`` the optimizer's. Their DTensors say
    which part of a global tensor they are: the shape, the sizes of the mesh, the rank's coordinate and the placements are in the
    pickle, which is read without running any code in it.
-2. A plain tensor of a model is the same on all ranks, as buffers are, and is read from the lowest rank.
+2. A plain tensor beside DTensors is the same on all ranks, as buffers are, and is read from the lowest rank. In a model without
+   DTensors, plain tensors may be parts of tensors just as well, so one that differs between ranks is unreadable.
 3. An optimizer that numbers its parameters was made of ``model.parameters()``. So number `i` is the DTensor `i` of the model's
    file, if there are as many and their shapes agree.
 4. Any other file has values of each rank. Values that are equal on all ranks are named ``<stem>.<key>``, all others
@@ -21,8 +22,9 @@ from typing import Any
 from ..core.catalog.names import unwrapped_keys
 from ..core.catalog.param_groups import merge, named_group
 from ..core.catalog.specs import Ints, ValueKind
-from ..core.trees import children_of_dict, flatten, name_of
+from ..core.trees import children_of_dict, flatten, leaves, name_of
 from ..errors import CheckpointError, CorruptError, UnsupportedError
+from ..format.values import encode_value
 from ..state.dtensor import layout_of, placement_of, recognize
 from ..state.layouts import Layout
 from ..state.optimizer_dicts import GroupOfEach, is_flattened, names_by_number, nested
@@ -38,6 +40,9 @@ NAME = "rank-files"
 MODEL, OPTIMIZER = "model", "optimizer"
 
 _FILE = re.compile(r"([A-Za-z][\w.-]*?)(?:_world_size_(\d{1,7}))?_rank_?(\d{1,7})\.(?:pt|pth|bin)")
+COMPARED_ELEMENTS = 1 << 12
+"""Plain tensors with up to twice as many elements are compared whole, larger ones at both ends."""
+
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
 """The beginning of the names of torch's placements in a pickle."""
 
@@ -46,16 +51,22 @@ def open_rank_files(storage: Storage, key: str | None) -> Source | None:
     """Open a folder with a file for each rank; return None for anything else; see `Format.open`."""
     if key is not None:
         return None
-    sizes: dict[str, dict[int, dict[int, str]]] = {}
+    sizes: dict[str, dict[int, dict[int, list[str]]]] = {}
     for key, _ in storage.list():
         if match := _FILE.fullmatch(key):
-            sizes.setdefault(match[1], {}).setdefault(int(match[2] or 0), {})[int(match[3])] = key
+            sizes.setdefault(match[1], {}).setdefault(int(match[2] or 0), {}).setdefault(int(match[3]), []).append(key)
     kinds = {stem: _kind(stem) for stem in sizes}
     if not {MODEL, OPTIMIZER} & set(kinds.values()):
         return None
     models = sorted(stem for stem in sizes if kinds[stem] == MODEL)
     if len(models) > 1:  # they have tensors of the same names
         raise CorruptError(f"{storage.url}: {models[0]}_* and {models[1]}_* are two models; move one of them to another folder")
+    numbers = sorted({size for of_stem in sizes.values() for size in of_stem if size or len(of_stem) > 1})
+    if len(numbers) > 1:
+        raise CorruptError(
+            f"{storage.url}: has files of {' and of '.join(map(str, numbers))} ranks, so of several saves; move all but one of "
+            "these sets to another folder"
+        )
     folder = RankFolder(storage, NAME)
     for stem in sorted(
         sizes, key=lambda stem: (kinds[stem] != MODEL, stem)
@@ -76,24 +87,24 @@ def _kind(stem: str) -> str:
     return MODEL if stem.removeprefix("pytorch_").startswith(MODEL) else stem
 
 
-def _of_all_ranks(sizes: Mapping[int, Mapping[int, str]], stem: str, where: str) -> list[str]:
+def _of_all_ranks(sizes: Mapping[int, Mapping[int, Sequence[str]]], stem: str, where: str) -> list[str]:
     """Return the files of one stem in order of rank.
 
     Raises
     ------
     CorruptError
-        The files are of jobs with different numbers of ranks, or the file of a rank is missing.
+        The file of a rank is missing, or a rank has two.
     """
-    if len(sizes) > 1:
-        numbers = " and of ".join(map(str, sorted(sizes)))
-        raise CorruptError(f"{where}: {stem}_* has files of {numbers} ranks; move all but one of these sets to another folder")
     ((size, keys),) = sizes.items()
     absent = [rank for rank in range(size or max(keys) + 1) if rank not in keys]
     if size and max(keys) >= size:
-        raise CorruptError(f"{where}: {keys[max(keys)]} is of no job of {size} ranks; move it to another folder")
+        raise CorruptError(f"{where}: {keys[max(keys)][0]} is of no job of {size} ranks; move it to another folder")
     if absent:
-        raise CorruptError(f"{where}: {stem}_* has no file of rank {absent[0]}, beside {keys[min(keys)]}; copy it along")
-    return [keys[rank] for rank in sorted(keys)]
+        raise CorruptError(f"{where}: {stem}_* has no file of rank {absent[0]}, beside {keys[min(keys)][0]}; copy it along")
+    for first, *others in keys.values():
+        if others:
+            raise CorruptError(f"{where}: {first} and {others[0]} are of one rank; move one of them to another folder")
+    return [keys[rank][0] for rank in sorted(keys)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ class RankFolder:
         self._url = storage.url
         self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
         """The boxes of each tensor that were added: another rank may hold the same."""
+        self._looks: dict[str, Any] = {}
+        """The content of plain tensors and values that must be the same on all ranks, see `_look`."""
         self._params: list[tuple[str, Ints]] = []
         """The name and the shape of each parameter, in the order of the model; a tied one once."""
 
@@ -130,13 +143,14 @@ class RankFolder:
 
     def add_tensors(self, item: str, files: Sequence[TorchFile]) -> None:
         """Add state dicts of a module; a plain tensor is the same on all ranks."""
+        compares = len(files) > 1 and not has_parts(files)
         for rank, file in enumerate(files):
             content = {name_of(path): leaf for path, leaf in flatten(self._dict(file.content, file.key), children_of_dict)}
             names = dict(zip(content, unwrapped_keys(list(content)), strict=True))
             if rank == 0 and item == MODEL:
                 self._params = _distinct(content, names)
             for name, value in content.items():
-                self._add((item, names[name]), value, file, plain_on_all=True)
+                self._add((item, names[name]), value, file, plain_on_all=True, compares=compares)
 
     def add_optimizer(self, item: str, files: Sequence[TorchFile], *, plain_on_all: bool) -> None:
         """Add state dicts of an optimizer; with `plain_on_all`, a plain tensor is the same on all ranks."""
@@ -216,11 +230,17 @@ class RankFolder:
             )
         return content
 
-    def _add(self, path: tuple[str, ...], value: Any, file: TorchFile, *, plain_on_all: bool) -> None:
+    def _add(self, path: tuple[str, ...], value: Any, file: TorchFile, *, plain_on_all: bool, compares: bool = False) -> None:
         name = ".".join(path)
         if self.builder.is_unreadable(name):
             return
         try:
+            look = _look(value, file) if compares else None
+            if self._looks.setdefault(name, look) != look:
+                raise UnsupportedError(
+                    f"{self._url}: {file.key}: {name} differs from that of the ranks before, and a plain tensor does not say "
+                    "which part of a global one it is; load the file of one rank by its own path, if that is what you want"
+                )
             if isinstance(value, PickledDTensor):
                 self._add_part(name, _part(value, f"{self._url}: {file.key}: {name}"), file)
             elif isinstance(value, PickledTensor):
@@ -240,17 +260,41 @@ class RankFolder:
     def _add_part(self, name: str, part: _Part, file: TorchFile) -> None:
         is_known = name in self._boxes
         boxes = self._boxes.setdefault(name, set())
-        if part.layout is None and is_known:
-            return
         self.builder.tensor(name, part.local.dtype, part.shape, again=is_known)
         if part.layout is None:
-            self.builder.view(name, file, part.local)
+            if not is_known:
+                self.builder.view(name, file, part.local)
             return
         for box in part.layout.boxes:
             if (box.offsets, box.lengths) not in boxes and 0 not in box.lengths:
                 boxes.add((box.offsets, box.lengths))
                 first = part.local.offset + sum(o * s for o, s in zip(box.local_offsets, part.local.strides, strict=True))
                 self.builder.view(name, file, replace(part.local, offset=first, shape=box.lengths), box.offsets)
+
+
+def has_parts(files: Sequence[TorchFile]) -> bool:
+    """Tell whether the files of all ranks hold DTensors, which say which part of a global tensor they are."""
+    return any(isinstance(leaf, PickledDTensor) for file in files for leaf in leaves(file.content))
+
+
+def are_alike(files: Sequence[TorchFile]) -> bool:
+    """Tell whether the plain tensors and values in the files of all ranks are the same, as far as `_look` shows."""
+    try:
+        looks = [[(path, _look(leaf, file)) for path, leaf in flatten(file.content, children_of_dict)] for file in files]
+    except CheckpointError:
+        return True  # who adds them gets the error again
+    return all(look == looks[0] for look in looks)
+
+
+def _look(value: Any, file: TorchFile) -> Any:
+    """Return something to compare a plain tensor or value by: its bytes, or the first and the last bytes of a large tensor."""
+    if not isinstance(value, PickledTensor):
+        return encode_value(file.plain(value), file.key)
+    # Elements in memory from the first to the last.
+    count = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.strides, strict=True)) if prod(value.shape) else 0
+    part = min(count, COMPARED_ELEMENTS)
+    ends = [file.memory(value, first, part) for first in (0, count - part)] if count else []
+    return value.dtype, value.shape, value.strides, ends
 
 
 def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[str, Ints]]:

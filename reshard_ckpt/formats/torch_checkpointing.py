@@ -3,8 +3,9 @@
 1. ``metadata.pkl``, a pickle of plain data, marks the folder. It has the number of ranks, and the ranks and files of each item
    that was saved with a resharder. The files of any other item are ``<item>_<rank>.pt``.
 2. Each file is one of ``torch.save``. Its DTensors say which part of a global tensor they are, as in `rank_files`. A plain tensor
-   is the same on all ranks.
-3. An item in the form of an optimizer's state dict is one. An item without tensors is a value.
+   beside them is the same on all ranks.
+3. An item in the form of an optimizer's state dict is one. An item without tensors, or with plain tensors that differ between
+   ranks, has values of each rank.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ..state.optimizer_dicts import form_of
 from ..storage import Storage
 from ..storage.protocol import read_range
 from ..torchfile.pickle_reader import read_pickle
-from ..torchfile.tensors import PickledDTensor, PickledTensor
-from .rank_files import MODEL, RankFolder
+from ..torchfile.tensors import PickledTensor
+from .rank_files import MODEL, RankFolder, are_alike, has_parts
 from .source import Format, Source
 
 NAME = "torch_checkpointing"
@@ -87,8 +88,9 @@ def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: 
     found = {item: paths for item, paths in found.items() if not folder.builder.is_unreadable(item)}
     for path in sorted(present - claimed):
         if (match := _FILE.fullmatch(path)) and match[1] not in found and not folder.builder.is_unreadable(match[1]):
-            only_first = f"{match[1]}_1.pt" not in present and num_ranks > 1  # rank 0 alone saved it
-            found[match[1]] = [f"{match[1]}_{rank}.pt" for rank in range(1 if only_first else num_ranks)]
+            of_ranks = [f"{match[1]}_{rank}.pt" for rank in range(num_ranks)]
+            # Rank 0 alone saves some items.
+            found[match[1]] = of_ranks[:1] if present.isdisjoint(of_ranks[1:]) else of_ranks
     return sorted(found.items(), key=lambda item: (item[0] != MODEL, item[0]))
 
 
@@ -102,7 +104,10 @@ def _add(folder: RankFolder, item: str, paths: list[str]) -> None:
     files = [folder.open(path) for path in paths]
     if all(isinstance(file.content, dict) and form_of(file.content) is not None for file in files):
         folder.add_optimizer(item, files, plain_on_all=True)
-    elif any(isinstance(leaf, PickledTensor | PickledDTensor) for file in files for leaf in leaves(file.content)):
+    elif has_parts(files) or (
+        any(isinstance(leaf, PickledTensor) for file in files for leaf in leaves(file.content))
+        and (item == MODEL or are_alike(files))
+    ):
         folder.add_tensors(item, files)
     else:
         folder.add_values(item, paths)

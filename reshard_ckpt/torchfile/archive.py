@@ -79,10 +79,14 @@ class TorchFile:
 
     def elements(self, tensor: PickledTensor, first: int, count: int) -> torch.Tensor:
         """Read `count` elements of a row-major tensor, from element `first` on."""
+        return torch.frombuffer(self.memory(tensor, first, count), dtype=tensor.dtype)
+
+    def memory(self, tensor: PickledTensor, first: int, count: int) -> bytearray:
+        """Read the bytes of `count` elements as they lie in memory, whatever the strides, from element `first` on."""
         data = bytearray(count * tensor.dtype.itemsize)
         self._file.seek(self.at(tensor) + first * tensor.dtype.itemsize)
         self._file.readinto(data)
-        return torch.frombuffer(data, dtype=tensor.dtype)
+        return data
 
     def number(self, made: Any) -> Any:
         """Return the number in a tensor of one element; anything else as it is."""

@@ -131,10 +131,41 @@ def step_on(folder: Path) -> None:
             lambda folder: shutil.copy(folder / "model_world_size_4_rank_0.pt", folder / "model_world_size_2_rank_0.pt"),
             r"files of 2 and of 4",
         ),
+        (
+            lambda folder: [one.rename(folder / one.name.replace("size_4", "size_8")) for one in folder.glob("optim_*")],
+            r"files of 4 and of 8 ranks, so of several saves",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "model_world_size_4_rank_1.pt", folder / "model_world_size_4_rank_1.pth"),
+            r"model_world_size_4_rank_1.pt and model_world_size_4_rank_1.pth are of one rank",
+        ),
     ],
 )
 def test_incomplete_and_mixed_folders_are_refused(change: Any, message: str, folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["tp"] / "verl", tmp_path / "verl")
     change(tmp_path / "verl")
     with pytest.raises(CorruptError, match=message):
+        checkpoint.catalog(tmp_path / "verl")
+
+
+def test_plain_tensors_that_differ_between_ranks_may_be_parts_and_are_refused(tmp_path: Path) -> None:
+    """As a program with tensor parallelism of its own saves them, without a word about where they lie."""
+    for rank in range(2):
+        large = torch.zeros(100_000)
+        large[-1] = rank
+        state = {"w": torch.full((4,), float(rank)), "large": large, "norm": torch.ones(3), "config": {"rank": rank}}
+        torch.save(state, tmp_path / f"model_rank_{rank}.pt")
+    assert checkpoint.read(tmp_path, ["model.norm"])["model.norm"].tolist() == [1, 1, 1]
+    for name in ("w", "large", "config.rank"):
+        with pytest.raises(UnsupportedError, match=rf"model_rank_1.pt: model.{name} differs from that of the ranks before"):
+            checkpoint.read(tmp_path, [f"model.{name}"])
+    assert checkpoint.read(tmp_path / "model_rank_1.pt")["w"].tolist() == [1] * 4
+
+
+def test_a_plain_tensor_beside_dtensors_has_one_shape_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["tp"] / "verl", tmp_path / "verl")
+    for rank in range(4):
+        path = tmp_path / "verl" / f"model_world_size_4_rank_{rank}.pt"
+        torch.save({**torch.load(path, weights_only=False), "seen": torch.zeros(1 + rank // 3)}, path)
+    with pytest.raises(CorruptError, match=r"model.seen is F32 of shape \(1,\) in one file and F32 of shape \(2,\)"):
         checkpoint.catalog(tmp_path / "verl")

@@ -65,6 +65,23 @@ def test_a_missing_file_of_a_rank_is_named(folder: Path) -> None:
         checkpoint.read(folder)
 
 
+def test_an_item_of_which_only_one_ranks_file_is_missing_is_not_rank_0s_alone(folder: Path) -> None:
+    changed(folder, lambda said: said.update(world_size=3))
+    for item in ("dataloader", "train_state"):
+        shutil.copy(folder / f"{item}_1.pt", folder / f"{item}_2.pt")
+    (folder / "train_state_1.pt").unlink()
+    with pytest.raises(CorruptError, match=r"train_state_1.pt is missing, a file of train_state"):
+        checkpoint.read(folder)
+
+
+def test_tensors_of_an_item_that_differ_between_ranks_are_named_by_rank(folder: Path) -> None:
+    for rank in range(2):
+        torch.save({"cpu": torch.full((3,), rank), "seed": torch.ones(2)}, folder / f"rng_{rank}.pt")
+    read = checkpoint.read(folder)
+    assert [read[f"rng_of_rank.{rank}.cpu"].tolist() for rank in range(2)] == [[0] * 3, [1] * 3]
+    assert read["rng.seed"].tolist() == [1, 1]
+
+
 def test_items_may_have_files_of_other_names_and_rank_0_may_save_an_item_alone(folder: Path) -> None:
     (folder / "own").mkdir()
     layout = {"serialization_format": {"type": "TorchSerialization"}}
