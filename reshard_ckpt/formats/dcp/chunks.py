@@ -234,14 +234,20 @@ class _PartFinder:
             raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
 
     def _safetensors_layout(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
-        """Return the layout of a tensor in safetensors mode: a file has one header, and every chunk begins at it."""
+        """Return the layout of a tensor in safetensors mode: a file has one header, and every chunk begins at it.
+
+        The header has a name once. Of several chunks of a tensor in one file, torch writes only the last.
+        """
         place = extent.file, extent.offset
         if place not in self._safetensors:
             self._safetensors[place] = self._read_safetensors(extent, name)
         try:
-            return self._safetensors[place][fqn]
+            return self._safetensors[place].pop(fqn)
         except KeyError:
-            raise CorruptError(f"{name}: the safetensors header in {extent.file} has no such tensor") from None
+            raise CorruptError(
+                f"{name}: .metadata has a part of it in {extent.file} that the safetensors header there lacks; use another "
+                "checkpoint"
+            ) from None
 
     def _read_safetensors(self, extent: Extent, name: str) -> dict[str, TensorLayout]:
         size = (self._storage.size(extent.file) or 0) - extent.offset

@@ -53,10 +53,23 @@ def is_folder(storage: Storage) -> bool:
 
 
 def read_folder(storage: Storage) -> Metadata:
-    """Read the metadata of a folder; if there is no ``.metadata``, merge the files of all ranks."""
-    if storage.size(METADATA_KEY) is not None:
-        return _read(storage, METADATA_KEY)
+    """Read the metadata of a folder; if there is no ``.metadata``, merge the files of all ranks.
+
+    Raises
+    ------
+    CorruptError
+        Two saves wrote files of the same names there, so files may be those of the other save than the metadata.
+    """
     found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
+    for key in (METADATA_KEY, *found.values()):
+        refuse_begun(storage, key)
+    if storage.size(METADATA_KEY) is not None:
+        if found:
+            raise CorruptError(
+                f"{storage.url}: has {METADATA_KEY} of a save with collectives and {min(found.values())} of one without, whose "
+                "files have the same names; use another checkpoint, or delete the metadata of the older save if you know which"
+            )
+        return _read(storage, METADATA_KEY)
     absent = next((rank for rank in range(len(found)) if rank not in found), None)
     if absent is not None:
         raise CorruptError(
@@ -64,6 +77,14 @@ def read_folder(storage: Storage) -> Metadata:
             "files were not copied; use another checkpoint"
         )
     return Merger(storage).merge([_read(storage, found[rank]) for rank in range(len(found))])
+
+
+def refuse_begun(storage: Storage, key: str = METADATA_KEY) -> None:
+    """Raise a `CorruptError` if a save was killed just before it replaced these metadata: it had replaced the tensors by then."""
+    if storage.size(key) is not None and storage.size(f"{key}.tmp") is not None:
+        raise CorruptError(
+            f"{storage.url}: has {key}.tmp, so a later save there replaced files and did not end; use another checkpoint"
+        )
 
 
 def _read(storage: Storage, key: str) -> Metadata:

@@ -14,6 +14,7 @@ from typing import Any
 from ...core.trees import name_of, unflatten
 from ...errors import CorruptError, UnsupportedError
 from ...storage.protocol import Storage
+from .folder import refuse_begun
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Classes, Extent, Metadata, SavedTensor, read_metadata
 from .names import KeyPath
 from .values import read_values
@@ -56,10 +57,11 @@ def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | Non
     Raises
     ------
     CorruptError
-        The folder has data but no metadata: the save did not finish.
+        The folder has data but no metadata: the save did not finish. Or another save began to replace them.
     """
     data = _metadata_bytes(storage, folder)
     if data is not None:
+        refuse_begun(storage, _key(folder, METADATA_KEY))
         saved = read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes)
 
         def moved(extent: Extent) -> Extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
 import warnings
@@ -181,6 +182,38 @@ def test_a_save_that_did_not_end(tmp_path):
     (path / ".metadata").unlink()
     with pytest.raises(CorruptError, match=r"__0_0\.distcp.*no \.metadata.*did not end"):
         checkpoint.read(path)
+
+
+@pytest.mark.parametrize("left", [".metadata.tmp", "__0.metadata"])
+def test_a_folder_into_which_two_saves_went_is_refused(tmp_path, left: str):
+    """A save that was killed before it replaced the metadata, or that wrote its own metadata: it has replaced the tensors."""
+    path = save({"model": {"w": torch.ones(2)}}, tmp_path / "ckpt")
+    later = save({"model": {"w": torch.zeros(2)}}, tmp_path / "later")
+    shutil.copy(later / "__0_0.distcp", path)
+    shutil.copy(later / ".metadata", path / left)
+    with pytest.raises(CorruptError, match=rf"has {left}, so a later save|has .metadata of a save with .* and {left} of one"):
+        checkpoint.read(path)
+
+
+@pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="torch before 2.8 has no such mode")
+def test_several_parts_of_a_tensor_in_one_safetensors_file_are_refused(tmp_path):
+    """torch writes only the last of them, and metadata of all."""
+    path = save(
+        {"model": {"w": torch.arange(4.0), "b": torch.ones(2)}},
+        tmp_path / "ckpt",
+        serialization_format=filesystem.SerializationFormat.SAFETENSORS,
+    )
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata["model.w"]
+    first = described.chunks[0]
+    described.size = torch.Size([8])
+    described.chunks.append(type(first)(torch.Size([4]), first.sizes))
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.w")
+    metadata.storage_data[type(index)("model.w", torch.Size([4]), 1)] = metadata.storage_data[index]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match=r"model.w: .metadata has a part of it in __0_0.distcp that the safetensors header"):
+        checkpoint.read(path)
+    assert checkpoint.read(path, ["model.b"])["model.b"].tolist() == [1, 1]
 
 
 def test_a_folder_of_something_else(tmp_path):
