@@ -10,10 +10,9 @@ The path is the folder of a step, or the root above it with ``latest_checkpointe
 
 from __future__ import annotations
 
-import re
-
 from ...plugins import CatalogBuilder, Format, Source, Storage, open_below
-from ...plugins.dcp import add_parts, advice_on_numbers, is_written_by, read_part, renamed
+from ...plugins.dcp import METADATA_KEY, Metadata, add_parts, advice_on_numbers, is_written_by, read_part, renamed
+from ...plugins.errors import CorruptError, few
 from .names import MODEL, NAME, OPTIMIZER, model_paths, optimizer_path
 from .places import flat_params, unflattened
 from .values import add_extra_state
@@ -39,14 +38,40 @@ def _latest(storage: Storage) -> str | None:
     if storage.size(LATEST) is None:
         return None
     text = bytes(storage.read(LATEST, limit=64)).decode(errors="replace").strip()
-    if not re.fullmatch(r"\d{1,18}", text) or storage.size(f"global_step_{text}/{MODEL}/.metadata") is None:
+    steps = [name for name in storage.folders() if storage.size(f"{name}/{MODEL}/{METADATA_KEY}") is not None]
+    if not steps:
         return None  # the root of another library, such as Megatron
-    return f"global_step_{text}"
+    if (latest := f"global_step_{text}") not in steps:
+        raise CorruptError(
+            f"{storage.url}: {LATEST} names {latest:.80}, where no model is; pass the path of a step below: {few(steps)}"
+        )
+    return latest
+
+
+def _refuse_longer_files(storage: Storage, saved: Metadata) -> None:
+    """Raise a `CorruptError` if a file is longer than its metadata say, so that its tensors may begin elsewhere.
+
+    ByteCheckpoint writes the first metadata of a process again for later steps (its plan cache), although values, which lie
+    before the tensors in a file, may have grown. The bytes of tensors have no head that would show it.
+    """
+    ends: dict[str, int] = {}
+    chunks = (chunk.extent for tensor in saved.tensors.values() for chunk in tensor.chunks)
+    for extent in (*chunks, *saved.values.values()):
+        ends[extent.file] = max(ends.get(extent.file, 0), extent.offset + extent.length)
+    for file, end in ends.items():
+        size = storage.size(file) or 0
+        if size > end:
+            raise CorruptError(
+                f"{storage.url}: {file} has {size} bytes, and its metadata describe {end}: they are of another save; use another "
+                "checkpoint"
+            )
 
 
 def _source(storage: Storage) -> Source:
     model, optimizer = (read_part(storage, folder, _CLASSES) for folder in (MODEL, OPTIMIZER))
     where, parts = storage.url, []
+    for saved in (part for part in (model, optimizer) if part is not None):
+        _refuse_longer_files(storage, saved)
     flats = flat_params({} if model is None else model.notes.get("user_defined_dict"), where)
     if model is not None:
         parts.append(renamed(unflattened(model, flats, where), model_paths(model), where))

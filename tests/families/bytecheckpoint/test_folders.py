@@ -150,6 +150,27 @@ def test_a_cut_folder_names_what_is_missing(copied: Path) -> None:
     assert any("a folder of ByteCheckpoint, which has model/.metadata" in line for line in said.value.looked_for)
 
 
+def test_a_file_that_is_longer_than_its_metadata_say_is_of_another_save(copied: Path) -> None:
+    """ByteCheckpoint writes cached metadata again, also if the values in front of a file's tensors have grown since."""
+    data = copied / "optimizer" / "__0_0.distcp"
+    data.write_bytes(b"grown" + data.read_bytes())
+    with pytest.raises(CorruptError, match=r"optimizer/__0_0.distcp has \d+ bytes, and its metadata describe \d+: they are of"):
+        checkpoint.catalog(copied)
+
+
+def test_a_folder_whose_metadata_another_save_began_to_replace_is_refused(copied: Path) -> None:
+    shutil.copy(copied / "model" / ".metadata", copied / "model" / ".metadata.tmp")
+    with pytest.raises(CorruptError, match=r"has model/.metadata.tmp, so a later save there replaced files and did not end"):
+        checkpoint.catalog(copied)
+
+
+def test_a_root_whose_latest_step_is_lost_says_so(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(DATA / "fsdp2", tmp_path / "root"))
+    (root / "latest_checkpointed_iteration.txt").write_text("6")
+    with pytest.raises(CorruptError, match=r"latest_checkpointed_iteration.txt names global_step_6, .*below: global_step_5"):
+        checkpoint.catalog(root)
+
+
 def test_hostile_metadata_and_extra_state_run_nothing(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = copied / "extra_state" / "extra_state_rank_1.pt"
     torch.save({"step": Calls(print, "executed")}, extra)
