@@ -177,7 +177,7 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
     if len(data) < end:
         raise CorruptError(f"{name}: ends after {len(data)} bytes, within its header of {end}; use another checkpoint")
     try:
-        table = json.loads(bytes(data[_LENGTH_BYTES:end]).decode(), object_pairs_hook=_unique)
+        table = json.loads(bytes(data[_LENGTH_BYTES:end]).decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CorruptError(f"{name}: its header is not JSON of safetensors ({error}); use another checkpoint") from error
     if not isinstance(table, dict):
@@ -190,7 +190,8 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
     return Header(tuple(m for _, m in placed), tuple(end + at for at, _ in placed), metadata, end)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object; raise a `ValueError` if a key occurs twice, where `json` takes the last."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")

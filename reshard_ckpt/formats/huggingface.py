@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..errors import CorruptError, UsageError
+from ..format.shard_file import unique
 from ..storage import Storage
 from ..storage.protocol import key_parts, read_parts
 
@@ -92,7 +93,7 @@ def read_index(storage: Storage, key: str) -> WeightFiles:
     """Read an index: the files that it names, and the names of the tensors in each."""
     where = f"{storage.url}: {key}"
     try:
-        index: Any = json.loads(storage.read(key, limit=MAX_INDEX_BYTES).decode())
+        index: Any = json.loads(storage.read(key, limit=MAX_INDEX_BYTES).decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CorruptError(f"{where}: is not JSON ({error}); use another copy of it") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -30,7 +30,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ITEM_BYTES
 from ..engine.loading.stream import Run
 from ..errors import CorruptError, UsageError
-from ..format.shard_file import METADATA, Header, Member, header, header_cost, header_num_bytes, parse_header
+from ..format.shard_file import METADATA, Header, Member, header, header_cost, header_num_bytes, parse_header, unique
 from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
@@ -84,7 +84,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
 def _parts(header: Header, file: int, names: frozenset[str] | None, sharding: str, where: str) -> Iterator[tuple[Member, Part]]:
     """Yield the tensors of a file that torch's writer made, each as a part of the global tensor."""
     try:
-        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
+        offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding, object_pairs_hook=unique).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise CorruptError(f"{where}: its {SHARDING} is not what torch writes ({error!r:.200}); use another copy") from error
     for member, at in _listed_members(header, names, where):
