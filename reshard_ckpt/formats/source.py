@@ -28,14 +28,14 @@ from ..engine.common.files import Found, Identified, identified_catalog, open_sa
 from ..engine.common.packed_files import UnpackedStorage
 from ..engine.common.reader_notes import noted
 from ..engine.common.step_folders import describe_run
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, CONVERT_LOCK, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.posix import MOMENTS_S, tries
-from ..storage.protocol import DISK, read_range
+from ..storage.protocol import DISK, Document, read_range
 
 if TYPE_CHECKING:
     from ..comm.protocol import Comm
@@ -193,16 +193,77 @@ def with_options(options: Mapping[str, bool], only: Collection[str] | None = Non
     return formats
 
 
-def _opened(form: Format, storage: Storage, key: str | None) -> Source | None:
-    """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
+@contextmanager
+def failing(form: Format, place: str) -> Iterator[None]:
+    """Raise an error of a format that is no `CheckpointError` as one that says whose code raised it."""
+    is_own = form.name in OWN
     try:
-        return form.open(storage, key, **form.options)
-    except (CheckpointError, OSError, MemoryError):
+        yield
+    except (CheckpointError, MemoryError):
         raise
+    except OSError as error:
+        if is_own:
+            raise
+        raise StorageError(f"{place}: {_name_of_code(form)} failed ({error!s:.200}); look at the file system") from error
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
         why = f"{type(error).__name__}: {error}"
-        place = storage.url if key is None else f"{storage.url}: {key}"
-        raise CorruptError(f"{place}: is not as {form.name} writes it ({why:.200}); use another copy") from error
+        if is_own:
+            raise CorruptError(f"{place}: is not as {form.name} writes it ({why:.200}); use another copy") from error
+        raise CorruptError(
+            f"{place}: {_name_of_code(form)} failed ({why:.200}); if other copies fail too, repair or uninstall the package that "
+            "brings it"
+        ) from error
+
+
+def _name_of_code(form: Format) -> str:
+    return f"the format {form.name!r} of {getattr(form.open, '__module__', 'another package')}"
+
+
+def _opened(form: Format, storage: Storage, key: str | None) -> Identified[Source] | None:
+    """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
+    with failing(form, storage.url if key is None else f"{storage.url}: {key}"):
+        found = form.open(storage, key, **form.options)
+        if found is None:
+            return None
+        if not isinstance(found, Source):
+            raise TypeError(f"open returned a {type(found).__name__}, not a Source")
+        # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.
+        identity = digest128(encode_catalog(replace(found.catalog, created_s=0.0)))
+        if form.name not in OWN:
+            found = replace(found, storage=_StorageOf(form, found.storage))
+        return Identified(found, identity)
+
+
+def _latest(form: Format, storage: Storage) -> str | None:
+    """Return the folder of the latest checkpoint below the root of a run in a format; None for anything else."""
+    if form.latest is None:
+        return None
+    with failing(form, storage.url):
+        return form.latest(storage)
+
+
+class _StorageOf(FollowedStorage):
+    """The store of a source of another package's format, whose errors are raised as those of `failing`."""
+
+    def __init__(self, form: Format, own: Storage) -> None:
+        super().__init__(own, {})
+        self._form = form
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        with failing(self._form, f"{self.url}: {key}"):
+            super().read_into(key, offset, buffers)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        with failing(self._form, self.url):
+            self._own.read_ranges(ranges)
+
+    def size(self, key: str) -> int | None:
+        with failing(self._form, f"{self.url}: {key}"):
+            return super().size(key)
+
+    def document(self, key: str, limit: int) -> Document:
+        with failing(self._form, f"{self.url}: {key}"):
+            return super().document(key, limit)
 
 
 @contextmanager
@@ -250,7 +311,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
         opened = identified_catalog(listed, found)
     except CheckpointNotFound as error:
         # The root of a run stands for its latest checkpoint, which may be one of this library.
-        tags = (candidate.latest(listed) for candidate in formats() if candidate.latest is not None)
+        tags = (_latest(candidate, listed) for candidate in formats())
         tag = next((tag for tag in tags if tag is not None), None)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
@@ -300,9 +361,8 @@ def _open_foreign(
             step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
             why = f"{url}: no committed checkpoint: a file of no format that is known; {step}"
         raise CheckpointNotFound(why, tried) from None
-    stack.enter_context(found.storage)
-    # A foreign format has no digest of its metadata, so compare the catalogs. They do not depend on the rank that built them.
-    return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))
+    stack.enter_context(found.value.storage)
+    return found
 
 
 def locate(path: str) -> tuple[Storage, str | None]:

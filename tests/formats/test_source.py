@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
-from reshard_ckpt.errors import CheckpointNotFound
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError
+from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.source import GROUP, OWN, Format, Source, known_formats
 from reshard_ckpt.storage import Storage, open_storage
 
@@ -87,3 +89,63 @@ def test_a_format_that_cannot_be_imported_is_a_warning_and_others_still_open(ins
 def test_a_package_cannot_take_the_place_of_an_own_format(install) -> None:
     install("dcp", Format("dcp", "anything", lambda storage, key: None))
     assert [one.marks for one in known_formats() if one.name == "dcp"] != ["anything"]
+
+
+class _Late(Storage):
+    """A store that fails once bytes are read."""
+
+    def __init__(self, own: Storage, error: Exception) -> None:
+        self._own, self._error = own, error
+
+    @property
+    def url(self) -> str:
+        return self._own.url
+
+    def size(self, key: str) -> int | None:
+        return self._own.size(key)
+
+    def read_into(self, key: str, offset: int, buffers: object) -> None:
+        raise self._error
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object) -> Any:
+        raise error
+
+    return fails
+
+
+def _late(error: Exception) -> Callable[..., Any]:
+    def opens(storage: Storage, key: str | None) -> Source:
+        builder = CatalogBuilder("theirs", storage.url)
+        builder.tensor("w", "F32", (2,))
+        builder.piece("w", file=builder.file("w.bin", 8), offset=0)
+        return Source(_Late(storage, error), builder.finish(), "theirs")
+
+    return opens
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"open": _raising(KeyError("lost"))}, CorruptError, r"failed \(KeyError: 'lost'\); if other copies fail too, repair"),
+        ({"open": _raising(PermissionError("no"))}, StorageError, r"failed \(no\)"),
+        ({"open": lambda *_: True}, CorruptError, r"failed \(TypeError: open returned a bool, not a Source\)"),
+        ({"open": lambda *_: Source(None, None)}, CorruptError, r"failed \(\w+Error: "),  # type: ignore[arg-type]
+        ({"open": lambda *_: None, "latest": _raising(ValueError("odd"))}, CorruptError, r"failed \(ValueError: odd\)"),
+        ({"open": _late(LookupError("too late"))}, CorruptError, r"w.bin: the format .* failed \(LookupError: too late\)"),
+        ({"open": _late(TimeoutError("slow"))}, StorageError, r"w.bin: the format .* failed \(slow\)"),
+    ],
+)
+def test_an_error_of_a_format_of_another_package_names_that(
+    install, fields: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(8))
+    install("theirs", Format("theirs", "anything", **fields))
+    for call in (checkpoint.read, lambda path: checkpoint.load(path, {"w": torch.zeros(2)})):
+        with pytest.raises(error, match=message) as caught:
+            call(tmp_path)
+        assert "the format 'theirs' of tests.formats.test_source" in str(caught.value)
