@@ -26,7 +26,7 @@ from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..format.values import decode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
-from ..formats.destination import new_file, new_folder
+from ..formats.destination import new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
 from ..formats.source import Format, Path, Source, known_formats, locate, open_shared_source, open_source, with_options
@@ -238,7 +238,9 @@ def convert(
         agree_on_id(comm, identity)
         above, file = locate(path_text(src))
         with above:  # the folder of a source that is a file; its storage too is of that folder
-            read = source.storage.url if file is None else f"{above.url}/{file}"
+            read = [real_path(source.storage.url if file is None else f"{above.url}/{file}")]
+        if file is None:
+            read += [f"{read[0]}/{entry.key}" for entry in source.catalog.files]
         place = _Place(comm, path_text(dst), read, identity if has_checksums(conversion.saved) else None, overwrite)
         if to == "torch":
             files, bytes_kept = _write_torch(conversion, place), 0
@@ -269,7 +271,7 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
     """
     with open_source(src) as source:
         conversion = _select(SoloComm(), source, "safetensors", root)
-        place = _Place(conversion.comm, dst, src, None, not is_object_path(dst))
+        place = _Place(conversion.comm, dst, [real_path(src)], None, not is_object_path(dst))
         beside = partial(write_beside, conversion.catalog)
         _write_folder("safetensors", None, conversion, place, parse_size(MAX_SHARD_SIZE), "", beside)
 
@@ -357,11 +359,14 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of the result. Rank 0 makes the folder or file beside it, and moves it there."""
+    """The place of the result. Rank 0 makes the folder or file beside it, and moves it there.
+
+    `src` are the real paths of the source and of its files.
+    """
 
     comm: Comm
     dst: str
-    src: str
+    src: Sequence[str]
     identity: str | None
     overwrite: bool
 

@@ -23,7 +23,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -59,7 +59,7 @@ class OutputFolder(NamedTuple):
 
 
 @contextmanager
-def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
+def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
     """Yield a folder to write to; when the block ends, it is moved to `dst`, durably.
 
     If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files.
@@ -67,7 +67,7 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     Parameters
     ----------
     src
-        The checkpoint that is read meanwhile; `dst` may not hold it.
+        The real paths of the checkpoint that is read meanwhile, and of its files; `dst` may hold none of them.
     identity
         The hexadecimal digits of the result's identity (see `engine.common.resuming`); None starts anew each time.
 
@@ -92,13 +92,17 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
 
 
 @contextmanager
-def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
+def new_file(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[str]:
     """Yield the path of a file to write; when the block ends, the file is moved to `dst`, durably."""
     if is_object_path(dst):
         above, _, name = resolved_path(dst).rpartition("/")
-        with open_storage(above) as storage, tempfile.TemporaryDirectory() as spool:
-            if storage.size(name) is not None and not overwrite:
-                raise UsageError(f"{dst}: already exists; pass another path, or overwrite=True to replace it")
+        with open_storage(above) as storage, open_storage(dst) as place, tempfile.TemporaryDirectory() as spool:
+            if place.list():
+                raise UsageError(f"{dst}: is a folder, and the result is one file; pass the path of a file in it")
+            if storage.size(name) is not None:
+                if not overwrite:
+                    raise _exists(dst)
+                _check_replaceable(place, src)
             yield os.path.join(spool, name)
             with LocalStorage(spool) as local:
                 copy_file(local, name, storage)
@@ -112,7 +116,7 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _new_prefix(dst: str, src: str, *, overwrite: bool) -> Iterator[Storage]:
+def _new_prefix(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[Storage]:
     """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there.
 
     If `dst` holds a checkpoint, the prefix is another one beside it, and its files take the place of the old ones at the end.
@@ -180,7 +184,7 @@ def _leased(storage: Storage) -> Iterator[Lock]:
 
 
 @contextmanager
-def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
+def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
     """Yield the absolute path of the destination, and a folder beside it that only this process uses."""
     path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
@@ -279,7 +283,7 @@ def _sibling(path: str, identity: str | None, kind: str) -> str:
     return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)}.{kind}")
 
 
-def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
+def _check_destination(dst: str, src: Sequence[str], *, overwrite: bool) -> str:
     """Check that a destination may be written to; return its absolute path."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
@@ -297,12 +301,17 @@ def _exists(path: str) -> UsageError:
     return UsageError(f"{path}: already exists; pass another path, or overwrite=True to replace a checkpoint that is there")
 
 
-def _check_replaceable(storage: Storage, src: str) -> None:
-    """Check that a place holds a checkpoint that may be replaced, and that it is not the one to be read."""
+def real_path(path: str) -> str:
+    """Return the absolute path of a place, without links."""
+    return resolved_path(path) if is_object_path(path) else os.path.realpath(path)
+
+
+def _check_replaceable(storage: Storage, src: Sequence[str]) -> None:
+    """Check that a place holds a checkpoint that may be replaced, and that it is not the one to be read, nor a part of that."""
     path = storage.url
     is_local = isinstance(storage, LocalStorage)
-    real_src, real_dst = (os.path.realpath(src), os.path.realpath(path)) if is_local else (resolved_path(src), path)
-    if f"{real_src}/".startswith(f"{real_dst}/"):
+    inside = f"{real_path(path)}/"
+    if any(f"{one}/".startswith(inside) for one in src):
         raise UsageError(f"{path}: is, or holds, the checkpoint to be read; write to another path")
     _refuse_referred(path)
     marks = [key for candidate in known_formats() for key in candidate.root_marks]
@@ -317,11 +326,13 @@ def _check_replaceable(storage: Storage, src: str) -> None:
             pass
     except CheckpointNotFound as error:
         raise UsageError(f"{path}: holds no checkpoint, and nothing else is replaced; remove it, or pass another path") from error
+    except UsageError as error:  # such as a part of a checkpoint
+        raise UsageError(f"{path}: is not replaced; remove it, or pass another path: {error}") from error
     except CheckpointError:
         pass  # a damaged checkpoint may be replaced
-    inside = () if os.path.islink(path) else storage.folders()  # only the link would be replaced
-    sizes = storage.stat([f"{folder}/{CATALOG_KEY}" for folder in inside])
-    held = [folder for folder, size in zip(inside, sizes, strict=True) if size is not None]
+    folders = () if os.path.islink(path) else storage.folders()  # only the link would be replaced
+    sizes = storage.stat([f"{folder}/{CATALOG_KEY}" for folder in folders])
+    held = [folder for folder, size in zip(folders, sizes, strict=True) if size is not None]
     if held:
         raise UsageError(
             f"{path}: holds other checkpoints ({few(held)}), which are never replaced; pass the path of one, or a new path"

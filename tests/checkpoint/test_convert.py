@@ -39,6 +39,7 @@ from reshard_ckpt.formats import destination
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from reshard_ckpt.torchfile.mapped import read_records
 from tests.checkpoint.test_resharding import files_of
+from tests.families.vescale import writing as vescale
 from tests.jobs import save_job
 from tests.launch import ROOT, run_ranks
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
@@ -350,6 +351,30 @@ def test_a_file_that_is_read_is_not_replaced(tmp_path: Path, to: str, spelled: s
             spelled.format(tmp_path, name=tmp_path.name), tmp_path / "m.pt", to=to, select="model.a", root="", overwrite=True
         )
     assert torch.load(tmp_path / "m.pt")["model"]["b"].equal(torch.ones(3))
+
+
+def test_a_part_of_a_checkpoint_is_not_replaced(tmp_path: Path):
+    """Neither one of the files that are read, nor a folder or file that is no checkpoint without those beside it."""
+    tensors = save_some(tmp_path / "n")
+    checkpoint.convert(tmp_path / "n", tmp_path / "hf", max_shard_size=40)
+    vescale.write_folder(tmp_path / "vescale" / "model", {"w": torch.ones(2)})
+    (inner,) = (path for path in (tmp_path / "n").iterdir() if path.is_dir())
+    shard = min((tmp_path / "hf").glob("*.safetensors"))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for src, dst, to in [
+        ("n", inner, "safetensors"),
+        ("n", min(inner.glob("*.safetensors")), "torch"),
+        ("hf", inner, "dcp"),
+        ("hf", shard, "torch"),
+        ("vescale", tmp_path / "vescale" / "model", "dcp"),
+        ("n", tmp_path / "vescale" / "model", "dcp"),
+    ]:
+        with pytest.raises(UsageError, match=r"is, or holds, the checkpoint to be read|is not replaced; remove it, or pass"):
+            checkpoint.convert(tmp_path / src, dst, to=to, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    checkpoint.convert(tmp_path / "n", tmp_path / "n" / "hf")  # beside the source's own files
+    checkpoint.convert(tmp_path / "n", tmp_path / "n" / "hf", overwrite=True)
+    assert checkpoint.read(tmp_path / "n" / "hf").keys() == {f"model.{name}" for name in tensors}
 
 
 def test_the_root_of_a_run_of_another_library_is_not_replaced_as_its_newest_checkpoint(tmp_path: Path):

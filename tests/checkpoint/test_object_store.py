@@ -140,6 +140,28 @@ def test_a_conversion_replaces_nothing_but_a_checkpoint(url: str) -> None:
         assert storage.list() == before
 
 
+def test_a_conversion_to_one_file_replaces_nothing_but_a_checkpoint(url: str) -> None:
+    checkpoint.save(f"{url}/other", state(2))
+    checkpoint.convert(f"{url}/other", f"{url}/old.pt", to="torch")
+    with open_storage(url) as storage:
+        storage.publish("plan.txt", b"plan")
+        before = storage.list()
+        (file,) = (key for key, _ in before if key.endswith(".safetensors"))
+        for path, why in {
+            "plan.txt": "holds no checkpoint, and nothing else is replaced",
+            "other": "other: is a folder, and the result is one file",
+            "other/catalog.msgpack": "holds no checkpoint, and nothing else is replaced",
+            file: "is, or holds, the checkpoint to be read",
+        }.items():
+            with pytest.raises(UsageError, match=why):
+                checkpoint.convert(f"{url}/other", f"{url}/{path}", to="torch", overwrite=True)
+        with pytest.raises(UsageError, match="is, or holds, the checkpoint to be read"):
+            checkpoint.convert(f"{url}/old.pt", f"{url}/old.pt", to="torch", select="model", overwrite=True)
+        assert storage.list() == before
+    checkpoint.convert(f"{url}/other", f"{url}/old.pt", to="torch", select="model", overwrite=True)
+    assert "extra.step" not in checkpoint.read(f"{url}/old.pt")
+
+
 def test_what_refers_to_it_in_the_last_moment_of_a_conversion_survives(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, leased = {"w": torch.arange(70_000)}, destination._leased
     checkpoint.save(f"{url}/run/step_1", shared)
