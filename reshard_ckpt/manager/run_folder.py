@@ -15,7 +15,7 @@ from ..comm import Comm, value_of_first
 from ..core.report import check_count
 from ..engine.common.files import identified_catalog
 from ..engine.common.step_folders import STEP_NAMES, StepNames, needed_keys
-from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.catalog import HEAD_BYTES
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source
@@ -76,7 +76,7 @@ def is_foreign(path: str) -> bool:
             return True
     except CheckpointNotFound:
         return False
-    except (CorruptError, StorageError):  # a load must see the damage, and must not take an older step for the newest
+    except CheckpointError:  # a load must see the error, and must not take an older step for the newest
         return True
 
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard_ckpt.checkpoint import Manager
-from reshard_ckpt.errors import CorruptError, UsageError
+from reshard_ckpt.errors import CorruptError, NameCollisionError, UsageError
 from tests.manager.test_manager import empty, state
 
 
@@ -69,6 +69,17 @@ def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path: Path):
         pytest.raises(CorruptError, match="no checkpoint can be loaded"),
     ):
         manager.load_latest({"model": {"w": torch.zeros(1000)}})
+
+
+def test_one_that_cannot_be_opened_is_an_error_only_where_it_is_wanted(tmp_path: Path):
+    foreign(tmp_path, "safetensors", 100)
+    save_file({"w": torch.zeros(1000)}, tmp_path / "step_100" / "other.safetensors")  # which one is meant?
+    with Manager(tmp_path) as manager:
+        with pytest.raises(NameCollisionError, match="step_100: model.w occurs twice"):
+            manager.load_latest({"model": {"w": torch.zeros(1000)}})
+        manager.save(110, state(110))
+        assert manager.steps() == [100, 110]
+        assert manager.load_latest(empty()).step == 110
 
 
 def test_one_that_is_saved_anew_is_kept_for_its_metric(tmp_path: Path):
