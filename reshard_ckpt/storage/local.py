@@ -179,6 +179,12 @@ class LocalStorage(Storage):
                 return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def stamp(self, key: str) -> object:
+        with suppress(OSError):
+            status = os.stat(_path_of(self._root, key))
+            return status.st_mtime_ns, status.st_ino, status.st_size
+        return None
+
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         parts = folder_parts(prefix)
         with Explained("list", self._path(parts)):

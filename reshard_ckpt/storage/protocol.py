@@ -293,6 +293,10 @@ class Storage(Protocol):
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
 
+    def stamp(self, key: str) -> object:
+        """Return something that differs once a file was changed, or None if there is no file or the store cannot tell."""
+        return None
+
     def stat(self, keys: Sequence[str]) -> list[int | None]:
         """Return the `size` of each file."""
         return at_once(self, *(partial(self.size, key) for key in keys))

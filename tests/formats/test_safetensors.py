@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from functools import partial
 from itertools import count
@@ -23,12 +25,13 @@ from reshard_ckpt.errors import (
     CorruptError,
     MismatchError,
     NameCollisionError,
+    StorageError,
     UnsupportedError,
     UsageError,
 )
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import known_formats
-from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage import LocalStorage, open_storage
 from tests.checkpoint.test_convert import Tied
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
@@ -238,6 +241,7 @@ INDICES: dict[str, tuple[bytes, str]] = {
     "no object": (b"[]", "no weight_map"),
     "no json": (b"{", "is not JSON"),
     "no text": (b"\xff\xfe", "is not JSON"),
+    "a name twice": (b'{"weight_map": {"w": "v.safetensors", "w": "w.safetensors"}}', "a key occurs twice"),
     "deep": (b"[" * 200_000, "is not JSON"),
     "lost file": (index({"w": "model-2.safetensors"}), "is missing"),
     "lost tensor": (index({"v": "w.safetensors"}), "has no tensor 'v'"),
@@ -329,6 +333,32 @@ def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path):
     resolved = resolve(saved, [(_whole(saved, "model.w")[0], target)], LoadOptions())
     with pytest.raises(CorruptError, match="has 1000 bytes"):
         fetch(open_storage(tmp_path), saved, resolved, LoadOptions())
+
+
+def test_a_file_that_is_written_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without checksums, bytes of the old file and of the new one would be mixed without a word."""
+    path = tmp_path / "src" / "w.safetensors"
+    path.parent.mkdir()
+    save_file({"w": torch.zeros(4000)}, path)
+    other = shutil.copytree(path.parent, tmp_path / "other")
+    read_into, times = LocalStorage.read_into, count(1)
+
+    def read(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
+        read_into(self, key, offset, buffers)
+        os.utime(path, ns=(0, next(times)))  # as a writer's next write
+
+    monkeypatch.setattr(LocalStorage, "read_into", read)
+    for call in (
+        lambda: checkpoint.read(path.parent),
+        lambda: checkpoint.load(path.parent, {"model": {"w": torch.ones(4000)}}),
+        lambda: checkpoint.diff(path.parent, other, values=True),
+        lambda: checkpoint.convert(path.parent, tmp_path / "dst"),
+        lambda: checkpoint.reshard(path.parent, tmp_path / "dst", mesh={"dp": 2}),
+    ):
+        with pytest.raises(StorageError, match=r"src: w.safetensors was changed while it was read"):
+            call()
+    assert not (tmp_path / "dst" / "catalog.msgpack").exists()
+    assert not list(tmp_path.glob("dst/*.safetensors"))
 
 
 def rank_file(offsets: Any, tensor: torch.Tensor | None = None) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
 from ...core.report import few
-from ...errors import CheckpointNotFound, CorruptError
+from ...errors import CheckpointNotFound, CorruptError, StorageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
 from ...storage import open_storage, resolved_path
@@ -214,6 +214,21 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
 
+def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
+    """Return the stamp of each file that has no digests, by file: a change while it is read shows in nothing else."""
+    return {index: storage.stamp(catalog.files[index].key) for index in files if not catalog.files[index].digests_key}
+
+
+def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, object]) -> None:
+    """Raise a `StorageError` if a file was changed since `stamps` returned `before`. Open files that were removed stay whole."""
+    for index, stamp in stamps(storage, catalog, list(before)).items():
+        if stamp not in (None, before[index]):
+            raise StorageError(
+                f"{storage.url}: {catalog.files[index].key} was changed while it was read, so what was read may be of two saves; "
+                "read it again when nobody writes there"
+            )
+
+
 class FileDigests:
     """Reads the block digests of a checkpoint's files when they are first needed, and keeps those used last.
 
@@ -225,6 +240,7 @@ class FileDigests:
         self._storage, self._catalog, self.verify = storage, catalog, verify
         self._lock = threading.Lock()
         self._checked: set[int] = set()
+        self._stamps: dict[int, object] = {}
         self._kept: OrderedDict[int, Digests | None] = OrderedDict()
         self._kept_bytes = 0
 
@@ -233,12 +249,19 @@ class FileDigests:
         with self._lock:
             return self._of(files)
 
+    def refuse_changed(self) -> None:
+        """Raise a `StorageError` if a file without digests was changed since it was first asked for."""
+        with self._lock:
+            before = dict(self._stamps)
+        refuse_changed(self._storage, self._catalog, before)
+
     def _of(self, files: Sequence[int]) -> dict[int, Digests]:
         unchecked = [file for file in files if file not in self._checked]
         wanted = [file for file in files if self.verify or self._catalog.files[file].checkpoint]
         lacking = [file for file in wanted if file not in self._kept]
         opened = open_files(self._storage, self._catalog, unchecked, lacking)
         self._checked.update(files)
+        self._stamps |= stamps(self._storage, self._catalog, unchecked)
         for file in lacking:
             self._kept[file] = opened.get(file)
             self._kept_bytes += _num_bytes(opened.get(file))

@@ -32,7 +32,7 @@ from ...errors import CorruptError, MismatchError, UsageError
 from ...format.dtypes import TORCH_DTYPES
 from ...format.files import Digests
 from ...storage.protocol import DISK, Storage
-from ..common.files import open_files
+from ..common.files import open_files, refuse_changed, stamps
 from ..common.progress import OnProgress, silent
 from ..common.tensor_bytes import has_streams
 from .read import REQUEST_BYTES, ReadTarget, ReadTask, execute
@@ -284,13 +284,19 @@ def fetch(
     ------
     CorruptError
         A file or a block is damaged.
+    StorageError
+        A file without checksums was changed while it was read.
     """
     files = np.unique(resolved.plan.file).tolist()
     blocks = open_files(storage, catalog, files, files if options.verify else ())
+    is_foreign = bool(files) and not catalog.files[files[0]].digests_key
+    before = stamps(storage, catalog, files) if is_foreign else {}
     task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(replace(task, copy=False), report)
     bytes_read += run(task, report)
+    if is_foreign:
+        refuse_changed(storage, catalog, before)
     verified = list(blocks) if options.verify else []
     return Fetched(bytes_read, resolved.plan.num_bytes_outside(verified))

@@ -191,6 +191,10 @@ class RunReader:
         if batch:
             yield self._plan(batch)
 
+    def refuse_changed(self) -> None:
+        """Raise a `StorageError` if a file without checksums was changed while it was read."""
+        self._digests.refuse_changed()
+
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
         """Plan these windows, and return a function for each that fills it. They may be called in any order and in any thread."""
         empty, targets = zip(*(self._targets(of_window) for of_window in windows), strict=True)
@@ -290,6 +294,11 @@ def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator
     ------
     Window
         A filled window, valid until the next one is asked for.
+
+    Raises
+    ------
+    StorageError
+        A file without checksums was changed meanwhile; raised in place of the last window.
     """
     with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
         try:
@@ -299,6 +308,9 @@ def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator
                 if len(under_way) == AHEAD:
                     yield under_way.popleft().result()
             while under_way:
-                yield under_way.popleft().result()
+                last = under_way.popleft().result()
+                if not under_way:  # before the yield: nobody resumes some callers' generators after the last bytes
+                    reader.refuse_changed()
+                yield last
         finally:
             pool.shutdown(cancel_futures=True)
