@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.catalog.packed import BITS
+from ..core.catalog.param_groups import comparable, hyperparameters
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UsageError
 from .dtensor import dtensor_layout, is_dtensor, local_tensor
@@ -54,9 +55,11 @@ class Table:
         self.parameter, self.is_fused, self.renorms = parameter, is_fused, False
         self.name, self.num_rows, self.first, self.num_uses = "", 0, 0, 0
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._store = POLICIES[policy](parameter.shape[0], fraction, self.memory)
+        self._policy, self._fraction = POLICIES[policy], fraction
+        self._begin_anew()
         self._is_exact, self._counts_memory = policy == "touched", policy == "largest_change"
-        self._waiting: list[torch.Tensor] = []
+        self._tried: tuple[Any, bool] | None = None
+        """The last optimizer and hyperparameters of `is_moved_by`, and the answer."""
         self._versions: dict[tuple[Any, ...], int] = {}
         """The version of the table, and of each tensor of its optimizer's state, after the last known change, by the memory."""
         self.note()
@@ -65,11 +68,19 @@ class Table:
     def memory(self) -> torch.Tensor:
         return local_tensor(self.parameter) if is_dtensor(self.parameter) else self.parameter
 
+    def _begin_anew(self) -> None:
+        """Forget all scores and waiting rows: the table is new, or has another shape or dtype than before."""
+        self._looks = self.parameter.shape, self.parameter.dtype
+        self._store = self._policy(self.parameter.shape[0], self._fraction, self.memory)
+        self._waiting: list[torch.Tensor] = []
+
     def note(self, state: Iterable[torch.Tensor] = ()) -> bool:
         """Note that all changes so far of the table, and of these tensors of its optimizer's state, are known.
 
         Return whether there was an unknown one: a change since they were noted last, or a tensor that was never noted.
         """
+        if self._looks != (self.parameter.shape, self.parameter.dtype):
+            self._begin_anew()
         now = {_identity(memory): _version(memory) for memory in (self.parameter, self.memory, *state)}
         is_unknown = any(self._versions.get(key) != version for key, version in now.items())
         self._versions |= now
@@ -81,11 +92,21 @@ class Table:
         state = [local_tensor(value) if is_dtensor(value) else value for value in values if isinstance(value, torch.Tensor)]
         return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]
 
+    def is_moved_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step of this optimizer may move rows without a gradient, at a learning rate of 1: rates change."""
+        group = {**_group_of(optimizer, self), "lr": 1.0}
+        key = type(optimizer), comparable(hyperparameters(group))
+        if self._tried is None or self._tried[0] != key:
+            self._tried = key, moves_other_rows(optimizer, group)
+        return self._tried[1]
+
     @torch.no_grad()
     def use(self, rows: torch.Tensor) -> None:
         """Note the rows of a forward pass."""
         rows = local_tensor(rows) if is_dtensor(rows) else rows
         rows = rows.detach().flatten().long()
+        if self._looks != (self.parameter.shape, self.parameter.dtype):
+            self._begin_anew()
         if not self._is_exact or self.renorms:
             self._store.add(rows)
         if self._is_exact:
@@ -240,8 +261,15 @@ class TouchedRows:
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
         """Note that these rows of a table were changed by other means than a step, such as by your own code."""
-        self._tables[id(parameter)].use(rows)
-        self._tables[id(parameter)].updated()
+        table = self._tables.get(id(parameter))
+        if table is None:
+            raise UsageError("mark: this parameter is no table of this TouchedRows; pass one of the module that it was made of")
+        num_rows = parameter.shape[0]
+        least, most = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
+        if least < -num_rows or most >= num_rows:
+            raise UsageError(f"mark: rows {least} to {most} of a table of {num_rows} rows; pass rows that it has")
+        table.use(rows % num_rows)
+        table.updated()
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -373,6 +401,9 @@ class TouchedRows:
             table.optimizers.add(optimizer)
             table.stepped()
             table.note(table.state_in(optimizer))
+            # Looked at now: at the save, the optimizer may be gone, or have other hyperparameters.
+            if self.policy == "touched" and (self.since is not None or self._pending) and table.is_moved_by(optimizer):
+                self.since, self._was_changed = None, True
 
     def _tables_of(self, optimizer: torch.optim.Optimizer) -> list[Table]:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -410,12 +441,17 @@ def _check_exact(table: Table, names: Sequence[str]) -> None:
             f"it, so rows may change that it has not seen; pass it the whole model, or leave rows= out: {advice}"
         )
     for optimizer in table.optimizers:
-        group = next(g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"]))
-        if moves_other_rows(optimizer, group):
+        if moves_other_rows(optimizer, _group_of(optimizer, table)):
             raise UsageError(
                 f"rows=: {names[0]}: {type(optimizer).__name__} also moves rows that a step did not touch, by momentum or weight "
                 f"decay, so the touched rows are not all that changed: {advice}"
             )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, table: Table) -> Mapping[str, Any]:
+    """Return the group of an optimizer that has a table."""
+    group: Mapping[str, Any] = next(g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"]))
+    return group
 
 
 def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -430,8 +466,11 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     """
     tried = nn.Parameter(torch.ones(2, 2))
     taken = inspect.signature(type(optimizer)).parameters  # AdamW has defaults that its constructor does not take
+    options = {key: value for key, value in group.items() if key in taken and key != "params"}
+    if not options.get("lr", 1):  # a schedule has ended at 0, and steps before had another rate
+        options["lr"] = 1.0
     try:
-        new = type(optimizer)([tried], **{key: value for key, value in group.items() if key in taken and key != "params"})
+        new = type(optimizer)([tried], **options)
     except Exception:
         return False
     for lookup in ([0, 1], [0]):
@@ -441,7 +480,7 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
             gradient[lookup] = 1
             tried.grad = gradient.to_sparse(1) if is_sparse else gradient
             try:
-                new.step()
+                new.step(lambda: 0.0)  # without a closure, LBFGS takes no step
                 break
             except RuntimeError:  # SparseAdam takes sparse gradients only
                 continue

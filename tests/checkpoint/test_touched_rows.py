@@ -33,6 +33,7 @@ from reshard_ckpt.core.catalog.packed import BITS
 from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.errors import CheckpointError, UsageError
 from reshard_ckpt.state import touched_rows
+from reshard_ckpt.state.row_policies import POLICIES
 from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
@@ -200,11 +201,11 @@ def test_a_parameter_is_tracked_by_its_gradients_and_by_marks(tmp_path: Path):
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            table[77] += 1
-            tracker.mark(table, torch.tensor([77]))
+            table[[77, -2]] += 1
+            tracker.mark(table, torch.tensor([77, -2]))
         checkpoint.save(tmp_path / str(n), {"table": table}, base=tmp_path / str(n - 1), rows=tracker)
         shards = checkpoint.catalog(tmp_path / str(n)).tensor("table").shards
-        assert sorted(s.offsets[0] for s in shards if not s.file.checkpoint) == sorted([3, 50 * n, 77])
+        assert sorted(s.offsets[0] for s in shards if not s.file.checkpoint) == sorted([3, 50 * n, 77, len(table) - 2])
         assert_holds(tmp_path / str(n), {"table": table.detach()})
 
 
@@ -285,19 +286,76 @@ def test_rows_are_compared_with_the_base_on_request(tmp_path: Path):
 
 
 def test_optimizers_that_move_other_rows_are_refused(tmp_path: Path):
-    decayed = {"momentum": 0.9}, {"weight_decay": 0.1}
-    for make in (torch.optim.AdamW, *(partial(torch.optim.SGD, **options) for options in decayed)):
+    sgd = [partial(torch.optim.SGD, **options) for options in ({"momentum": 0.9}, {"weight_decay": 0.1})]
+    for make in (torch.optim.AdamW, *sgd, torch.optim.LBFGS):
         job = Job("sgd")
         job.optimizers[0] = make([job.table])
         tracker = TouchedRows(job.model)
-        job.step([1, 2])
+        job.forward([1, 2]).backward()
+        job.optimizers[0].step(lambda: torch.zeros(()))
         with pytest.raises(UsageError, match=r"model.table.weight: \w+ also moves rows that a step did not touch"):
             checkpoint.save(tmp_path / "0", {"model": job.model}, rows=tracker)
         checkpoint.save(tmp_path / "0", {"model": job.model}, rows=TouchedRows(job.model, policy="most_used"))
 
 
+@pytest.mark.parametrize("how", ["another decay", "another optimizer", "rate 0"])
+def test_rows_that_earlier_steps_decayed_are_written(tmp_path: Path, how: str):
+    """At the save, the optimizer of these steps is gone, or has other hyperparameters."""
+    job = Job("sgd")
+    tracker = TouchedRows(job.model)
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+    job.optimizers[0] = job.state["sparse"] = torch.optim.SGD([job.table], lr=0.5, weight_decay=0.1)
+    job.step([1])
+    group = job.optimizers[0].param_groups[0]
+    if how == "another decay":
+        group["weight_decay"] = 0.0
+    elif how == "another optimizer":
+        job.optimizers[0] = job.state["sparse"] = OPTIMIZERS["sgd"]([job.table])
+        gc.collect()
+    else:
+        group["lr"] = 0.0
+        with pytest.raises(UsageError, match="also moves rows"):
+            checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
+        group["weight_decay"] = 0.0
+    job.step([2])
+    checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
+    assert_holds(tmp_path / "1", job.values())
+    job.step([3])
+    report = checkpoint.save(tmp_path / "2", job.state, base=tmp_path / "1", rows=tracker)
+    assert_holds(tmp_path / "2", job.values())
+    assert report.bytes_written < 4096
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+@pytest.mark.parametrize(("num_rows", "dtype"), [(40, torch.float32), (90, torch.float32), (60, torch.bfloat16)])
+def test_a_table_that_changes_its_shape_or_dtype_in_place_is_written(
+    tmp_path: Path, policy: str, num_rows: int, dtype: torch.dtype
+):
+    table = nn.Embedding(60, DIM)
+    tracker, optimizer = TouchedRows(table, policy=policy), torch.optim.SGD(table.parameters(), lr=0.5)
+
+    def step(row: int) -> None:
+        table(torch.tensor([1, row])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(59)
+    checkpoint.save(tmp_path / "0", {"model": table}, rows=tracker)
+    table(torch.tensor([59]))  # these rows wait for a step
+    table.weight.data = torch.arange(num_rows * DIM).view(num_rows, DIM).to(dtype)
+    for name in ("1", "2"):
+        step(num_rows - 1)
+        checkpoint.save(tmp_path / name, {"model": table}, base=tmp_path / str(int(name) - 1), rows=tracker)
+        if name == "1" or policy == "touched":
+            assert_holds(tmp_path / name, {"model.weight": table.weight.detach()})
+
+
 def test_what_is_refused(tmp_path: Path):
     job = Job()
+    with pytest.raises(UsageError, match="mark: this parameter is no table"):
+        TouchedRows(job.model).mark(nn.Parameter(torch.ones(2)), torch.tensor([0]))
+    with pytest.raises(UsageError, match=f"mark: rows 0 to {ROWS} of a table of {ROWS} rows"):
+        TouchedRows(job.model).mark(job.table, torch.tensor([0, ROWS]))
     with pytest.raises(UsageError, match=r"Linear has no nn.Embedding"):
         TouchedRows(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"policy='mfu': pass one of 'touched', 'most_used'"):
