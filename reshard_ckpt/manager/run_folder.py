@@ -20,7 +20,7 @@ from ..format.catalog import HEAD_BYTES
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source
 from ..memory.options import Memory
-from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_storage, resolved_path
+from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_storage, unlinked_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,23 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
 
 
 def checked_root(root: Path) -> str:
-    """Return the absolute path of a run's root, which need not exist yet.
+    """Return the absolute path of a run's root, which need not exist yet. If it is a link, it is followed once, here.
+
+    If a link such as ``current`` is set to another run later, saves and the removal of steps stay with the run that is locked.
 
     Raises
     ------
     UsageError
         The path is a file.
     """
-    path = resolved_path(root)
+    path = unlinked_path(root)
     if is_object_path(path):  # there, keys may lie below another key
         return path
     storage, key = locate(path)
     with storage:
         if key is not None:
             raise UsageError(f"{path}: this is a file; pass the folder that holds the run's checkpoints, or is to hold them")
-    return path
+    return os.path.realpath(path) if os.path.islink(path) else path  # other links in the path may differ from node to node
 
 
 def known_names(

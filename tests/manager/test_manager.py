@@ -516,6 +516,24 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.parametrize("target", ["first", "../runs/first"])
+def test_a_run_stays_where_it_began_if_a_link_to_its_root_moves(tmp_path: Path, target: str):
+    """Else the steps of the other run, whose lock this manager does not have, would be removed."""
+    (tmp_path / "runs").mkdir()
+    root = tmp_path / "runs" / "current"
+    for name in ("first", "other"):
+        with Manager(tmp_path / "runs" / name) as manager:
+            manager.save(1, state(1))
+    root.symlink_to(target)
+    with Manager(root, keep_last=1) as manager:
+        root.unlink()
+        root.symlink_to("other")
+        manager.save(2, state(2))
+        assert manager.load_latest(empty()).step == 2
+    steps = {name: [path.name for path in (tmp_path / "runs" / name).glob("step_*")] for name in ("first", "other")}
+    assert steps == {"first": ["step_2"], "other": ["step_1"]}
+
+
 def test_a_closed_manager_changes_nothing_and_still_looks(root: str):
     with Manager(root, keep_last=1) as closed:
         closed.save(1, state(1))
