@@ -35,7 +35,7 @@ from ..engine.saving.local_shards import LocalShards
 from ..engine.saving.messages import RunColumns
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
-from ..state.capture import Captured
+from ..state.capture import Captured, Target
 from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
@@ -266,6 +266,12 @@ class Job:
         """The catalog of the source, with its values, as `begin` opened it."""
         assert self._first is not None
         return self._first.saved
+
+    @property
+    def wanted(self) -> Target:
+        """The tensors and values that this rank wants, as `begin` opened them."""
+        assert self._first is not None
+        return self._first.target
 
     @property
     def values(self) -> dict[str, Any]:

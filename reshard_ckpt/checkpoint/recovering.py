@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_firs
 from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.names import bare, optimizer_of, state_name
+from ..core.catalog.param_groups import NO_GROUP, groups_beyond
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
@@ -41,6 +43,7 @@ from .live import MEMORY_BYTES
 from .live_job import Job
 from .live_states import Options
 from .loading import LoadOptions, Prepare, load_given
+from .step_sample import StepSample
 
 SOURCES = ("self", "rank", "memory", "peer", "store")
 
@@ -66,7 +69,7 @@ class RecoveryReport:
         With ``policy="partial"``, the portion of lost samples that this failure adds, in CPR's sense: the share of the state that
         went back, times the share of all samples so far that it has lost. 0.0 if nothing went back alone.
     steps
-        With ``policy="partial"``, the steps of each tensor that is not wholly at `step`, by name, in order.
+        With ``policy="partial"``, the steps of each tensor and value that is not wholly at `step`, by name, in order.
     """
 
     step: int | None
@@ -122,8 +125,11 @@ class Recovery:
     ) -> None:
         self._state, self._step, self._checkpoints, self._session = state, step, checkpoints, session
         self._policy, self._alive = policy, alive
+        self._lost_tensors: list[str] = []
+        self._lost_values: list[str] = []
+        """The tensors that have lost regions on any rank, and the values that no survivor has."""
         self._lost_names: dict[str, bool] = {}
-        """The tensors that have lost regions on this rank, and whether survivors have other regions of them."""
+        """The tensors and values that are lost on this rank, and whether survivors have other regions of them."""
 
     @property
     def _keeps(self) -> bool:
@@ -139,16 +145,19 @@ class Recovery:
         """Recover. Collective. If that fails, note the tensors that have changed: they do not count as alive any more."""
         with public_call():
             before = _versions(self._state)
-            if self._keeps and not _TORN.isdisjoint(before.items()):
+            if _TORN and not _TORN.isdisjoint(_versions(self._source).items()):
                 LOGGER.warning(
                     "recover: a recovery that failed has overwritten a part of this rank's state, so it does not count as alive"
                 )
                 self._alive = False
             try:
-                return self._recovered()
+                report = self._recovered()
             except BaseException:
                 _TORN.update(pair for pair in _versions(self._state).items() if before.get(*pair) != pair[1])
                 raise
+            if _TORN:  # the state may lie where a torn one did
+                _TORN.difference_update(_versions(self._state).items())
+            return report
 
     def _recovered(self) -> RecoveryReport:
         """Recover: one session in which the survivors are asked and move their state, then the loads."""
@@ -186,11 +195,13 @@ class Recovery:
     def _refuse_to_mix(self, saved_step: int) -> None:
         """Raise a UsageError if a region is lost that is not of an embedding table, unless the caller allows that."""
         state = tuple(f".state.{table.partition('.')[2]}." for table in self._tables)
-        dense = [name for name in self._lost_tensors if name not in self._tables and not any(part in name for part in state)]
+        lost = [*self._lost_tensors, *self._lost_values]
+        dense = [name for name in lost if name not in self._tables and not any(part in name for part in state)]
         if dense and not self._policy.allow_mixed:
             raise UsageError(
-                f"{few(dense)}: lost, and only in the checkpoint of step {saved_step}. Parts of dense tensors and of their "
-                "optimizer's state at two steps are not a state that training ever had: pass policy='exact', or allow_mixed=True"
+                f"{few(dense)}: lost, and only in the checkpoint of step {saved_step}. Dense tensors, the state of their "
+                "optimizer, and values at two steps are not a state that training ever had: pass policy='exact', or "
+                "allow_mixed=True"
             )
 
     def _ask_survivors(self, comm: Comm) -> int | None:
@@ -214,8 +225,8 @@ class Recovery:
         found: dict[str, tuple[int, Any]] = {}
         for rank in survivors:
             for what, number in {"step": steps[rank], **counts[rank]}.items():
-                first, known = found.setdefault(what, (rank, number))
-                if known != number and None not in (known, number):
+                first, known = (rank, number) if number is None else found.setdefault(what, (rank, number))
+                if known != number:
                     text = "step" if what == "step" else f"count {what}"
                     raise LayoutError(
                         f"the survivors are not at one step: {text} is {known} on rank {first}, {number} on rank {rank}"
@@ -233,7 +244,11 @@ class Recovery:
         if differing := (*report.shape, *report.dtype, *report.unexpected):
             raise MismatchError(summarize(differing, "give the state the tensors that the survivors have"), differing)
         lost = [*report.missing, *report.uncovered, *report.values]
-        self._lost_tensors = [line.partition(": ")[0] for line in (*report.missing, *report.uncovered)]
+        if lost:
+            parts = lost_parts([spec for spec, _ in job.wanted.tensors], job.saved)
+            values = sorted({*job.wanted.values}.difference(job.saved.value_names))
+            of_ranks = merge_of_all(comm, ([spec.name for spec in parts if spec is not None], values))
+            self._lost_tensors, self._lost_values = (union(list(names)) for names in zip(*of_ranks, strict=True))
         # A new optimizer wants no state by itself. If survivors have the state of different parameters, as ZeRO by parameters has
         # it, a gone rank may have been the only holder of some: so a checkpoint is asked whether these had state.
         having = {state_name(link.optimizer, link.fqn) for link in job.saved.links().values()}
@@ -250,8 +265,16 @@ class Recovery:
         """Fill the state from the survivors, and the regions that they lack from the checkpoint of a step. Collective."""
         assert self._checkpoints is not None
         live, values = job.saved, job.values
+        sample = StepSample(self._source, self._session["process_group"])
         try:
+            if saved_step == step:
+                self._checkpoints.load_part(step, sample.prepare)
             with open_session("recover", f"step {step}", **self._session) as comm:
+                if differing := merge_of_all(comm, sample.differing(), union):
+                    raise LayoutError(
+                        f"{few(differing)}: the survivors are not as in the checkpoint of their step {step}, which is of another "
+                        "run, or was saved before this run went back"
+                    )
                 moved = job.first(comm)
             loaded = self._checkpoints.load_part(saved_step, partial(self._wanted_of, live, values, saved_step == step))
         except (LayoutError, CheckpointNotFound, CorruptError) as error:
@@ -272,8 +295,11 @@ class Recovery:
         for name, step in _steps(saved.values_table).items():
             if is_exact and step != values.get(name, step):
                 raise LayoutError(f"{name} is {values[name]} on the survivors, {step} in the checkpoint of their step")
+        # A new optimizer wants from a checkpoint only the state that is there: other parts would keep the bytes of new memory.
+        if absent := [name for name in self._lost_tensors if name not in saved]:
+            raise LayoutError(f"{few(absent)}: lost, and the checkpoint does not have it")
         # A save of chosen rows (`TouchedRows`) leaves older or rounded rows in the checkpoint; the lost rank had newer ones.
-        stale = [name for name in self._lost_tensors if name in saved.lossy] if is_exact else []
+        stale = [name for name in self._lost_tensors if name in saved.lossy] if self._policy.name == "exact" else []
         if stale:
             why = saved.lossy[stale[0]]
             raise LayoutError(f"{few(stale)}: lost, and the checkpoint of this step does not hold all rows as they were ({why})")
@@ -287,15 +313,22 @@ class Recovery:
         own = {name for name, value in values.items() if isinstance(value, PerRankValues) and comm.rank not in value.lost}
         if not is_exact:  # the survivors' values count; values that no survivor has come from an older step
             own |= {name for name, value in values.items() if not isinstance(value, PerRankValues)}
+            self._lost_names |= dict.fromkeys((name for name in target.values if name not in own), False)
+        groups = [value.name for value in saved.values_table if value.kind is ValueKind.PARAM_GROUPS and value.name in own]
 
         def wanted(saved_values: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in saved_values.items() if name not in own}
+            found = {name: value for name, value in saved_values.items() if name not in own}
+            return found | {name: lost for name in groups if (lost := groups_beyond(values[name], saved_values[name]))}
+
+        def check(saved_values: Mapping[str, Any]) -> list[str]:
+            problems = target.check(wanted(saved_values))
+            return problems if is_exact else [line for line in problems if NO_GROUP not in line]  # the survivors had these groups
 
         return replace(
             target,
             tensors=tuple(tensors),
             values=tuple(name for name in target.values if name not in own),
-            check=lambda saved_values: target.check(wanted(saved_values)),
+            check=check,
             finish=lambda saved_values, skipped: target.finish(wanted(saved_values), skipped),
         )
 
@@ -362,7 +395,7 @@ def _embedding_tables(state: State) -> list[str]:
     """Name the weights of all embeddings among the modules of a state."""
     modules = [(key, value) for key, value in state.items() if isinstance(value, torch.nn.Module)]
     return [
-        f"{key}.{bare(f'{name}.weight')}"
+        f"{key}.{bare(f'{name}.weight' if name else 'weight')}"
         for key, module in modules
         for name, part in module.named_modules()
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
@@ -447,7 +480,9 @@ class OfPath:
         return Loaded(step, report, "store")
 
     def names(self) -> Sequence[str]:
-        return read_catalog(self.path).names
+        with suppress(CheckpointNotFound):  # nothing was saved yet
+            return read_catalog(self.path).names
+        return ()
 
     def go_on_from(self, step: int) -> None:
         pass

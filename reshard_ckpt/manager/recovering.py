@@ -8,7 +8,6 @@ from typing import Any
 
 from ..checkpoint.loading import Prepare
 from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, Policy, Recovery, RecoveryReport, State
-from ..comm import open_session, value_of_first
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
@@ -80,6 +79,7 @@ def recover(
     session = {"process_group": process_group, "timeout_s": timeout_s}
     checkpoints: Checkpoints | None = None
     if manager is not None:
+        manager._refuse_unless_open("recover")
         checkpoints = _OfManager(manager)
     elif path is not None:
         checkpoints = OfPath(path, session)
@@ -93,12 +93,11 @@ class _OfManager:
     manager: Manager
 
     def has(self, step: int) -> bool:
+        self.manager._wait()  # the save of that step may be under way
         return self.manager._restoring.has(step)
 
     def newest(self) -> int | None:
-        with open_session("newest", "step", **self.manager._session) as comm:
-            step: int | None = value_of_first(comm, self.manager.latest)
-        return step
+        return self.manager._restoring.newest()
 
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
         return _loaded(self.manager._restoring.load(step, prepare, {}, goes_on=False))

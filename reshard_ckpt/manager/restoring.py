@@ -110,6 +110,15 @@ class Restoring:
         with open_session("has", f"{self._root} at {step}", **self._session) as comm:
             return bool(value_of_first(comm, lambda: step in self._stored.counted()))
 
+    def newest(self) -> int | None:
+        """Return the step of the newest checkpoint: of all nodes' memory, where it is whole, and of the store. Collective."""
+        if self._memory is None:
+            step = self._newest_except({})
+        else:
+            step, found = self._find(lambda: self._stored.newest_except({}), {}, verify=False)
+            step = step if found is None else found.generation.step
+        return step if step >= 0 else None
+
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of one step; see `Manager.read`."""
         memory = self._memory

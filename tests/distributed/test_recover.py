@@ -578,10 +578,16 @@ def test_partial_recovery_takes_lost_rows_of_tables_alone_from_the_checkpoint(tm
         }  # fmt: skip
 
 
-def older_rows_job(folder: str) -> Any:
+def older_rows_job(folder: str, key: str, policy: str) -> Any:
     """Rank 3 is lost with its rows of a table, and the checkpoint of this step has a part of the rows of the table alone."""
     rank = dist.get_rank()
-    job = Tables(divides_dense=False)
+
+    def made() -> Tables:
+        job = Tables(divides_dense=False)
+        job.state = {key: job.model, f"{key}'s": job.optimizer, "step": 0}
+        return job
+
+    job, fresh = made(), made()
     rows = checkpoint.TouchedRows(job.model["table"], policy="most_used", fraction=0.25)
     checkpoint.save(f"{folder}/full", job.state, rows=rows)
     indices = distribute_tensor(torch.arange(12), init_device_mesh("cpu", (SIZE,)), [Replicate()])
@@ -591,15 +597,185 @@ def older_rows_job(folder: str) -> Any:
         job.optimizer.step()
         job.state["step"] = step
     checkpoint.save(f"{folder}/rows", job.state, base=f"{folder}/full", rows=rows)
-    fresh = Tables(divides_dense=False)  # on all ranks, as it divides tensors together
+    own = job.tensors()["model.table.weight"].clone()
     job = fresh if rank == 3 else job
-    report = checkpoint.recover(job.state, alive=rank != 3, path=f"{folder}/rows")
-    saved = checkpoint.read(f"{folder}/rows", ["model.table.weight"])["model.table.weight"]
-    return report, torch.equal(job.tensors()["model.table.weight"], saved.chunk(SIZE)[rank])
+    report = checkpoint.recover(job.state, alive=rank != 3, path=f"{folder}/rows", policy=policy)
+    name = f"{key}.table.weight"
+    saved, found = checkpoint.read(f"{folder}/rows", [name])[name].chunk(SIZE)[rank], job.tensors()["model.table.weight"]
+    return report, torch.equal(found, saved), torch.equal(found, own)
 
 
-def test_exact_recovery_fills_no_table_from_a_checkpoint_with_older_rows(tmp_path: Path):
-    for report, is_as_saved in run_ranks(older_rows_job, SIZE, str(tmp_path)):
-        assert "model.table.weight" in report.went_back
+@pytest.mark.parametrize("key", ["model", "my: model"])
+def test_exact_recovery_fills_no_table_from_a_checkpoint_with_older_rows(tmp_path: Path, key: str):
+    for report, is_as_saved, _ in run_ranks(older_rows_job, SIZE, str(tmp_path), key, "exact"):
+        assert f"{key}.table.weight" in report.went_back
         assert "most_used, 0.25 of the rows" in report.went_back
         assert (is_as_saved, report.step) == (True, 2)
+
+
+def test_partial_recovery_keeps_rows_that_are_newer_than_those_in_the_checkpoint_of_their_step(tmp_path: Path):
+    for rank, (report, is_as_saved, is_own) in enumerate(run_ranks(older_rows_job, SIZE, str(tmp_path), "model", "partial")):
+        assert (report.went_back, report.step) == ("", 2)
+        assert is_as_saved if rank == 3 else is_own
+
+
+def on_rank_3(step: int, lr: float = 0.5, *, has_value: bool = False) -> dict[str, Any]:
+    """A dense layer on all ranks, and on rank 3 alone a table in a group of its own, and a value."""
+    modules = {"dense": nn.Linear(2, 2), **({"table": nn.Embedding(5, 2)} if dist.get_rank() == 3 else {})}
+    model = nn.ModuleDict(modules)
+    groups = [{"params": list(part.parameters()), "lr": lr / (i + 1)} for i, part in enumerate(modules.values())]
+    optimizer = torch.optim.Adagrad(groups, lr=lr)
+    for parameter in model.parameters():
+        parameter.data.fill_(step)
+        optimizer.state[parameter]["sum"].fill_(step)
+        optimizer.state[parameter]["step"].fill_(step)
+    own = {"schedule": {"at": step}} if has_value and dist.get_rank() == 3 else {}
+    return {"model": model, "optimizer": optimizer, "step": step, **own}
+
+
+def lost_alone_job(folder: str) -> list[Any]:
+    """Rank 3 is lost with a whole table and its hyperparameters; then with a value that no other rank has."""
+    rank, answers = dist.get_rank(), []
+    for has_value in (False, True):
+        path = f"{folder}/{has_value}"
+        checkpoint.save(path, on_rank_3(2, 0.2, has_value=has_value))
+        state = on_rank_3(0, has_value=has_value) if rank == 3 else on_rank_3(5, 0.1)
+        options = {"alive": rank != 3, "path": path, "policy": "partial"}
+        if has_value:
+            answers.append(outcome(lambda: checkpoint.recover(state, **options)))  # noqa: B023
+            options["allow_mixed"] = True
+        report = checkpoint.recover(state, **options)
+        answers.append((report.went_back, report.steps, [group["lr"] for group in state["optimizer"].param_groups]))
+        answers.append([float(part.flatten()[0]) for part in state["model"].parameters()])
+        answers.append(state.get("schedule"))
+    return answers
+
+
+def test_partial_recovery_restores_hyperparameters_and_refuses_to_mix_values(tmp_path: Path):
+    for rank, answers in enumerate(run_ranks(lost_alone_job, SIZE, str(tmp_path))):
+        (went_back, steps, rates), weights, _, refused, (_, mixed, _), _, schedule = answers
+        names = "model.table.weight", "optimizer.state.table.weight.step", "optimizer.state.table.weight.sum"
+        table = dict.fromkeys(names, (2,))
+        assert (went_back, steps) == ("", table)
+        assert rates == ([0.1, 0.1] if rank == 3 else [0.1])  # the table's own rate was 0.2 / 2
+        assert weights == [5.0, 5.0, *([2.0] if rank == 3 else [])]
+        assert refused.error == "UsageError"
+        assert "schedule.at: lost" in refused.message
+        assert mixed == {**table, "schedule.at": (2,)}
+        assert schedule == ({"at": 2} if rank == 3 else None)
+
+
+def stateless_job(folder: str) -> Any:
+    """Rank 3 is lost with its rows after the first step; the only checkpoint is older than the state of the optimizer."""
+    rank = dist.get_rank()
+
+    def made() -> dict[str, Any]:
+        torch.manual_seed(7)
+        table = nn.Embedding(12, 3)
+        table.weight = nn.Parameter(distribute_tensor(table.weight.detach(), init_device_mesh("cpu", (SIZE,)), [Shard(0)]))
+        return {"model": table, "optimizer": torch.optim.Adam(table.parameters()), "step": 0}
+
+    state, fresh = made(), made()
+    checkpoint.save(f"{folder}/step_0", state)
+    state["model"].weight.grad = torch.ones_like(state["model"].weight)
+    state["optimizer"].step()
+    state["step"] = 1
+    state = fresh if rank == 3 else state
+    report = checkpoint.recover(state, alive=rank != 3, path=f"{folder}/step_0", policy="partial")
+    return report.went_back, state["step"], len(state["optimizer"].state)
+
+
+def test_partial_recovery_goes_back_where_the_checkpoint_lacks_a_lost_part(tmp_path: Path):
+    for went_back, step, num_states in run_ranks(stateless_job, SIZE, str(tmp_path)):
+        assert "optimizer.state.weight.exp_avg" in went_back
+        assert (step, num_states) == (0, 0)
+
+
+def torn_job(folder: str) -> Any:
+    """A state that a failed recovery has overwritten is passed as the old state of a new one."""
+    old = Training(None)
+    old.train(2)
+    checkpoint.save(f"{folder}/step_2", old.state)
+    wanted = old.whole()
+    old.train(3)
+    old.state["step"] += dist.get_rank() == 1
+    with mock.patch.object(loading, "fetch", failing_after(loading.fetch)):
+        fails = outcome(lambda: checkpoint.recover(old.state, alive=True, path=f"{folder}/step_2"))
+    old.state["step"] = 3
+    answers = []
+    for _ in range(2):
+        new = Training(None)
+        report = checkpoint.recover(new.state, alive=old.state, path=f"{folder}/step_2")
+        answers.append((report.went_back, new.state["step"], same(new.whole(), wanted)))
+        old = new
+    return fails.error, answers
+
+
+def test_overwritten_state_does_not_count_as_the_old_state_of_a_survivor(tmp_path: Path):
+    for error, answers in run_ranks(torn_job, 3, str(tmp_path)):
+        assert error == "StorageError"
+        assert answers == [("no rank's state is alive", 2, True), ("", 2, True)]
+
+
+def steps_job(folder: str) -> Any:
+    """Of three survivors that hold different tensors, the first does not say its step."""
+    rank = dist.get_rank()
+    return outcome(lambda: checkpoint.recover({f"w{rank}": torch.ones(2)}, alive=True, step=(None, 3, 4)[rank]))
+
+
+def test_steps_are_compared_though_the_first_survivor_says_none(tmp_path: Path):
+    for answer in run_ranks(steps_job, 3, str(tmp_path)):
+        assert "step is 3 on rank 1, 4 on rank 2" in answer.message
+
+
+def new_first_node_job(folder: str) -> Any:
+    """Rank 0 is lost with its node and its rows; the newest checkpoint is in the memory of other nodes alone."""
+    rank = dist.get_rank()
+    memory = checkpoint.Memory(copies=1, folder=f"{folder}/node{rank}")
+    job = Tables(divides_dense=False)
+    manager = checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000)
+    job.fill(2)
+    manager.save(2, job.state)
+    job.fill(4)
+    manager.async_save(4, job.state).result()
+    manager._memory.close(clean=False)  # as after a kill: nothing goes to the store
+    manager._held.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(f"{folder}/node0")
+    dist.barrier()
+    job.fill(5)
+    fresh = Tables(divides_dense=False)
+    job = fresh if rank == 0 else job
+    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+        report = checkpoint.recover(job.state, alive=rank != 0, manager=manager, policy="partial")
+    return report.went_back, report.steps, job.is_filled(4, "table") if rank == 0 else job.is_filled(5)
+
+
+def test_partial_recovery_finds_the_newest_checkpoint_of_all_nodes(tmp_path: Path):
+    for went_back, steps, is_right in run_ranks(new_first_node_job, SIZE, str(tmp_path)):
+        assert (went_back, is_right) == ("", True)
+        assert steps == {"model.table.weight": (4, 5), "optimizer.state.table.weight.sum": (4, 5)}
+
+
+def other_steps_job(folder: str) -> Any:
+    """A run goes back to step 3, trains otherwise to step 5, and loses a rank: the checkpoint of step 5 is of the first way."""
+    rank = dist.get_rank()
+
+    def state(value: int, step: int) -> dict[str, Any]:
+        return {"w": LocalShard(torch.full((2,), float(value)), (8,), (2 * rank,)), "step": step}
+
+    with checkpoint.Manager(Path(folder, "run")) as manager:
+        manager.save(3, state(3, 3))
+        manager.save(5, state(5, 5))
+        manager.load(3, state(0, 0))
+    own = state(0, 0) if rank == 3 else state(55, 5)
+    with checkpoint.Manager(Path(folder, "run")) as manager:
+        report = checkpoint.recover(own, alive=rank != 3, manager=manager)
+    return report.went_back, own["w"].tensor.tolist()
+
+
+def test_lost_parts_do_not_come_from_a_checkpoint_of_their_step_that_took_other_steps(tmp_path: Path):
+    for went_back, values in run_ranks(other_steps_job, SIZE, str(tmp_path)):
+        assert "w: the survivors are not as in the checkpoint of their step 5" in went_back
+        assert values == [5.0, 5.0]

@@ -165,6 +165,16 @@ class Groups:
         return Selection(kept, (*problems, *conflicts))
 
 
+def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group]:
+    """Return the groups in `older` that have none of the parameters of `groups`.
+
+    >>> groups_beyond([{"lr": 1, "params": ["a"]}], [{"lr": 2, "params": ["a", "b"]}, {"lr": 3, "params": ["c"]}])
+    [{'lr': 3, 'params': ['c']}]
+    """
+    known = {fqn for group in groups for fqn in group["params"]}
+    return [group for group in older if known.isdisjoint(group["params"])]
+
+
 def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     """Describe a group of another kind of optimizer: both sides have hyperparameters that the other one lacks.
 
