@@ -113,7 +113,11 @@ def diff(
         Another rank failed or did not arrive.
     """
     session = open_session("diff", f"{a} {b}", process_group=process_group, timeout_s=timeout_s)
-    with session as comm, open_shared_source(comm, a) as one, open_shared_source(comm, b) as two:
+    with (
+        session as comm,
+        open_shared_source(comm, a, timeout_s=timeout_s) as one,
+        open_shared_source(comm, b, timeout_s=timeout_s) as two,
+    ):
         first, second = one.catalog, two.catalog
         in_a, in_b = ({*catalog.names, *catalog.value_names} for catalog in (first, second))
         tensors = [name for name in first.names if name in second]

@@ -80,7 +80,7 @@ def verify(
     check_workers(workers)
     session = open_session("verify", str(path), process_group=process_group, timeout_s=timeout_s)
     try:
-        with session as comm, open_shared_source(comm, path) as source:
+        with session as comm, open_shared_source(comm, path, timeout_s=timeout_s) as source:
             if sha256 and comm.size > 1:
                 raise UsageError("sha256=True is the work of one process; verify without it on many ranks, and with it on one")
             report = reporter(progress if comm.rank == 0 else False)

@@ -15,6 +15,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError
+from reshard_ckpt.format.files import CATALOG_KEY
 from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.source import GROUP, OWN, Format, Source, known_formats
 from reshard_ckpt.storage import Storage, open_storage
@@ -149,3 +150,24 @@ def test_an_error_of_a_format_of_another_package_names_that(
         with pytest.raises(error, match=message) as caught:
             call(tmp_path)
         assert "the format 'theirs' of tests.formats.test_source" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, out: checkpoint.verify(path, timeout_s=0.2),
+        lambda path, out: checkpoint.diff(path, path, timeout_s=0.2),
+        lambda path, out: checkpoint.convert(path, out, to="dcp", timeout_s=0.2),
+        lambda path, out: checkpoint.compact(path, timeout_s=0.2),
+        lambda path, out: checkpoint.load(path, {"w": torch.zeros(2)}, timeout_s=0.2),
+    ],
+    ids=["verify", "diff", "convert", "compact", "load"],
+)
+def test_waiting_for_the_lock_of_a_checkpoint_ends_after_timeout_s(call: Callable[[Path, Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    checkpoint.save(path, {"w": torch.ones(2)})
+    with open_storage(path) as storage:
+        lock = storage.lock(CATALOG_KEY)
+        assert lock is not None
+        with lock, pytest.raises(StorageError, match=r"another process has had its lock for 0\.2 s"):
+            call(path, tmp_path / "out")
