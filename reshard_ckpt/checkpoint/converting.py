@@ -322,7 +322,7 @@ def _select(
 
 
 def _places_of_others(catalog: Catalog) -> set[str]:
-    """Name the empty containers, and the Nones, that some ranks had where others had something below."""
+    """Return the names at which some ranks had None or an empty container, and other ranks had tensors or values below."""
     above = Prefixes((*catalog.names, *catalog.value_names))
     found = [one for one in catalog.values_table if one.kind is ValueKind.PLAIN and above.include(one.name)]
     return {one.name for one in found if one.data is not None and is_nothing(decode_value(one.data, name=one.name))}

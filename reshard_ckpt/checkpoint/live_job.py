@@ -61,7 +61,7 @@ class Plan:
     unfit
         The problems with the values of this rank that the options allow.
     checked
-        The runs of this rank to compare with those of other ranks, once they have been compared.
+        The runs of this rank that other ranks hold too, as the first comparison found them; None before it.
     """
 
     layout: bytes
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """The rows of its tables on this rank, which its memory is in proportion to."""
+        """The number of rows in the plan's tables on this rank. The memory that the plan takes is proportional to it."""
         held = 0 if self.source.held is None else len(self.source.held.rank)
         return held + len(self.source.catalog.rows.file) + len(self.moves.parts.owner)
 

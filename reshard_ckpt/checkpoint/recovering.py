@@ -160,7 +160,7 @@ class Recovery:
             return report
 
     def _recovered(self) -> RecoveryReport:
-        """Recover: one session in which the survivors are asked and move their state, then the loads."""
+        """Recover: let the survivors send their state to all ranks in one session, then load the regions that no survivor has."""
         try:
             with open_session("recover", self._policy.name, **self._session) as comm:
                 step = self._ask_survivors(comm)

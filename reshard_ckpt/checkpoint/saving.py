@@ -149,7 +149,8 @@ def run_save(
     """Save the state that `capture` describes, by the steps in the module's docstring. Return the job and the result of `write`.
 
     `write` is called with the job and the open session. It writes and commits, or starts a thread that takes the session over and
-    does so. A save into another place than the store, where ranks say more to each other, names it by `into`.
+    does so. `into` is added to the name of the call, which must be the same on all ranks: a save into memory exchanges other
+    messages than a save into a store.
     """
     recorder = Recorder()
     # Ranks that differ in these options get an error that says so.
@@ -242,9 +243,9 @@ def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOp
 
 
 def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, Captured]:
-    """Capture the part of the state that this rank has to save; from here on, log lines name the rank's place on the mesh.
+    """Capture the part of the state that this rank has to save. Return it as columns, and as `capture` returned it.
 
-    Return it as columns and as captured.
+    From here on, log lines name the rank's place on the mesh.
     """
     with recorder.step("capture"):
         captured = capture()
@@ -257,7 +258,7 @@ def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) ->
 def _without_claims(
     check_names: Callable[[list[str], list[str]], None], values: tuple[ValueEntry, ...]
 ) -> tuple[ValueEntry, ...]:
-    """Return the values of all ranks without claims (`StateBuilder.claim`), after checking the names of both."""
+    """Call `check_names` with the names of the values and of the claims (`StateBuilder.claim`); return the values alone."""
     claims = [value.name for value in values if value.path == CLAIM_PATH]
     values = tuple(value for value in values if value.path != CLAIM_PATH)
     check_names([value.name for value in values], claims)

@@ -174,7 +174,7 @@ def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str 
 
 
 def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
-    """Make the row of one shard."""
+    """Return the cells of one shard's row in the table of shards."""
     return (
         str(list(shard.offsets)),
         str(list(shard.lengths)),

@@ -81,16 +81,16 @@ class _Call(Generic[T]):
 
 
 class Polled:
-    """A wait that asks again and again, in the thread that waits: after a tenth of the time waited so far.
+    """A wait that polls `done` in the thread that waits. The pause between two polls is a tenth of the time waited so far.
 
     Parameters
     ----------
     done
-        The question; nothing is asked any more once it has returned True.
+        Returns whether the wait is over; not called again after it has returned True.
     first_s, last_s
-        The shortest and the longest time between two questions.
+        The shortest and the longest pause between two polls.
     outcome
-        Returns the value that the wait is for.
+        Called after the wait; returns its result.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class _Limit:
         self.timeout_s, self.ends = timeout_s, float("inf")
 
     def left(self) -> float:
-        """Return the seconds left for a reply; never less than `_LEAST_S` to `_LAST_S`, in which a living store answers."""
+        """Return the seconds left for a reply, but at least 1 to 4, depending on `timeout_s`: a living store answers in those."""
         least = min(max(self.timeout_s, _LEAST_S), _LAST_S)
         return max(min(self.ends - time.monotonic(), self.timeout_s), least)
 

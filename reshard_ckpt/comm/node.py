@@ -143,7 +143,7 @@ class NodeComm(StoreComm):
 
     @contextmanager
     def _leader_answers(self) -> Iterator[None]:
-        """If the store of this machine is lost, refuse the step, unless it is decided."""
+        """If the store of this machine is lost inside the ``with`` block, refuse the step, unless it is decided already."""
         try:
             yield
         except DistError as error:
@@ -218,7 +218,7 @@ class NodeComm(StoreComm):
             self._send_for([unsent])
             decided, is_direct = self._store.begin_get(key, self._timeout_s, self.size), True
         elif unsent is None and not leads and self._is_not_led(decided, key):
-            # Rank 0 has let this step pass, and will soon miss this machine in the next one: name the leader before.
+            # Rank 0 has let this step pass. In the next step it would wait in vain for this machine, so name its leader now.
             self._refuse_undecided(self._leader_lost("it has not passed on a message of rank 0"))
             self._stop_if_over()
 

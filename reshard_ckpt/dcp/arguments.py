@@ -90,7 +90,7 @@ def check_collective(use_collectives: bool) -> None:
 
 
 def check_flattens(planner: object) -> None:
-    """Refuse a planner that leaves nested dicts closed."""
+    """Refuse a planner with ``flatten_state_dict=False``."""
     if not getattr(planner, "flatten_state_dict", True):
         raise UnsupportedError(
             f"planner={type(planner).__name__}(flatten_state_dict=False): nested dicts are always opened here; leave it out"

@@ -26,7 +26,7 @@ from .writer import ReshardWriter
 
 try:
     from torch.distributed.checkpoint.staging import DefaultStager
-except ImportError:  # older releases, such as 2.6, have none
+except ImportError:  # torch 2.6 has no DefaultStager
     DefaultStager = None  # type: ignore[assignment, misc]
 
 _OPTIONS: dict[str, tuple[type[Any], type[Any], type[Any] | None]] = {
@@ -59,7 +59,7 @@ def is_custom_planner(planner: object, *, saving: bool) -> bool:
     Raises
     ------
     UsageError
-        Its class is not one that DCP takes; or it leaves nested dicts closed.
+        Its class is not one that DCP takes; or it has ``flatten_state_dict=False``.
     """
     default, base = (DefaultSavePlanner, SavePlanner) if saving else (DefaultLoadPlanner, LoadPlanner)
     check_flattens(planner)

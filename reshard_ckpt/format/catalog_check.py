@@ -53,7 +53,7 @@ def problems(catalog: Catalog) -> Iterator[str]:
 
 
 def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
-    """Yield claims of a catalog that no save makes in a file of `num_bytes`, and that would cost a reader much memory or time."""
+    """Yield the claims of a catalog of `num_bytes` bytes that no save makes, and that would cost a reader much memory or time."""
     rows = catalog.rows
     sizes = np.array([file.size for file in catalog.files], np.float64)
     used = np.bincount(rows.file, weights=catalog.row_bytes, minlength=len(sizes))

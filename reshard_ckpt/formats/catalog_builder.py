@@ -263,9 +263,9 @@ class CatalogBuilder:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Make a tensor or a value unreadable, with the error of the ``with`` block, if that raises one.
+        """If the ``with`` block raises a `CheckpointError`, suppress it and record the tensor or value `name` as unreadable.
 
-        A `NameCollisionError` passes: two things of one name make the whole checkpoint ambiguous.
+        A `NameCollisionError` is raised on: two things of one name make the whole checkpoint ambiguous.
         """
         try:
             yield

@@ -360,7 +360,9 @@ def _refuse_referred(path: str, old: str | None = None) -> None:
         try:
             steps = sorted({step for key, step in referred_by_others(storage).items() if files.size(key) is not None})
         except CorruptError as error:
-            raise CorruptError(f"{path}: is not replaced, as a step beside it may refer to its files: {error}") from error
+            raise CorruptError(
+                f"{path}: is not replaced, as a step beside it may refer to its files, so pass another path: {error}"
+            ) from error
     if steps:
         raise UsageError(
             f"{path}: is not replaced: {', '.join(steps)} of the same run refer to its files; make them self-contained first "

@@ -117,7 +117,7 @@ class _Part:
 
 
 class RankFolder:
-    """The catalog over a folder with a file of ``torch.save`` for each rank and item; a file is given in order of rank.
+    """The catalog over a folder with a file of ``torch.save`` for each rank and item. Methods take the files in order of rank.
 
     Attributes
     ----------

@@ -130,7 +130,7 @@ def sizes(
     if not isinstance(masters, bool):
         raise UsageError(f"masters={masters!r}: pass True or False")
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise UsageError(f"optimizer={optimizer!r}: there are {', '.join(OPTIMIZERS)}; none is 0 tensors a parameter")
+        raise UsageError(f"optimizer={optimizer!r}: pass one of {', '.join(OPTIMIZERS)}; 'none' is for no state")
     item_bytes = _item_bytes("dtype", dtype)
     if optimizer_dtype is None:
         optimizer_dtype = "float32" if masters else dtype

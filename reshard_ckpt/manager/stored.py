@@ -285,7 +285,10 @@ class StoredSteps:
         return removed
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """Return the steps to keep: by the rule over all steps, by the rule over whole, counted ones, and the last good one."""
+        """Return the steps to keep: the last step that was loaded or committed, and the steps that the rule keeps.
+
+        The rule is applied twice: to all steps, and to the steps that are neither damaged nor superseded.
+        """
         metrics = self.metrics(steps) if self._rule.keep_best else {}
         whole = [step for step in steps if step not in self._damaged and self._is_current(step)]
         good = [step for step in self._good if step in steps][-1:]
@@ -295,7 +298,10 @@ class StoredSteps:
         return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
-        """Return the keys of the files that these steps, and checkpoints in folders of other names but one, need."""
+        """Return the keys of the files that these steps need, and that checkpoints in other folders of the root need.
+
+        The folder `but` is left out.
+        """
         self._forget_replaced()
         self._read_infos(steps)
         # A step may have a second folder, of another name: it does not count, but somebody may load it by its path.

@@ -194,12 +194,12 @@ class _Told:
     is_lost: bool = False
 
     def proposal(self, order: tuple[Any, ...], size: int) -> _Proposal:
-        """Return the proposal for this generation.
+        """Make the `_Proposal` that all ranks load this generation, or one that says why they cannot.
 
         Parameters
         ----------
         order
-            The place of the generation among all of the run; its second field is the step, its last one the id of the save.
+            The key by which the run's generations are sorted; its second field is the step, its last one the id of the save.
         size
             The number of ranks of the job.
         """

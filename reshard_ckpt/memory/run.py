@@ -162,7 +162,10 @@ class MemoryRun:
                     yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
-        """Decide on rank 0 whether a generation goes to the store. While another one is being written, only one to keep does."""
+        """Decide on rank 0 whether a generation goes to the store.
+
+        While another generation is being written there, only one goes that the run's rule keeps.
+        """
         if self._keeps(step, self._metrics.pop(step, None)):
             return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)

@@ -128,7 +128,7 @@ class Slot:
         create = 0 if num_bytes is None else os.O_CREAT
         lock = lock_file(os.open(path, _OPEN | create, 0o600), path, shared=False)
         if lock is None:
-            raise StorageError(f"{path}: another process uses this slot; is a second job of this run alive?")
+            raise StorageError(f"{path}: another process uses this slot; end the other job of this run, if there is one")
         self._lock = lock
         try:
             wanted = 0 if num_bytes is None else slot_bytes(num_bytes)

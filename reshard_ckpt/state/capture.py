@@ -235,8 +235,8 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
     """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
     if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
         raise UnsupportedError(
-            f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
-            "place; hold its tensors as entries of their own"
+            f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded; nothing tells which "
+            "parts of global tensors these are, so hold each of them under a key of its own"
         )
 
 

@@ -45,9 +45,9 @@ Members = Sequence[tuple[str, Sequence[tuple[Owner, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The facts of a state, its tensors, and the local memory of each.
+    """A state as `look` saw it: the facts that its description follows from, its tensors, and the local memory of each.
 
-    The facts have ids of meshes and placements. `places` holds these, so that no other object gets an id of theirs.
+    The facts contain the `id` of meshes and placements. `places` keeps these objects alive, so that no other gets the same id.
     """
 
     facts: list[Any]
@@ -67,7 +67,7 @@ class Known:
     values
         The names of the values, in order.
     members
-        For each row of optimizers.
+        For each optimizer in each row of optimizers, its name and the owners of its parameters.
     unused
         The patterns of ``exclude`` that match no name.
     """
@@ -86,7 +86,7 @@ class Known:
         return tuple([LocalTensor(spec, memories[i]) for spec, i in zip(self.specs, self.at, strict=True)])
 
     def keep_values(self, trees: Sequence[Tree]) -> None:
-        """Take the rows of tensors and modules out of the trees. Rows of optimizers become views of their groups alone."""
+        """Remove the rows of tensors and modules from the trees. Of optimizers keep only the groups, as `OptimizerView`s."""
         members = iter(self.members)
         for tree in trees:
             tree.rows = [row for row in tree.rows if row.kind is not Kind.TENSOR and row.kind is not Kind.MODULES]
@@ -117,7 +117,7 @@ class LastStates:
         self.forget()
 
     def forget(self) -> None:
-        """Drop both."""
+        """Drop both descriptions."""
         self._items: tuple[tuple[Any, Known], ...] = ()
 
     def find(self, key: Any) -> Known | None:
@@ -134,7 +134,7 @@ KNOWN = LastStates()
 
 
 def look(trees: Sequence[Tree]) -> Seen | None:
-    """Return the facts of a state; None if its description may follow from more than these."""
+    """Return the facts of a state, in order to find its description of an earlier save; None if they may not suffice for that."""
     facts: list[Any] = []
     tensors: list[Any] = []
     # others: parameters and keys of optimizers, which must be among the tensors

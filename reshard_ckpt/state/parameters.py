@@ -364,7 +364,9 @@ def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> Optim
 
 
 def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
-    """Find the owners of each number of a state dict, which `source` gave if it is known; None if the state does not show them.
+    """Find the owners of each number in a state dict; None if the state does not show them.
+
+    `source` is the optimizer that gave out the state dict; None if it is not known.
 
     Raises
     ------

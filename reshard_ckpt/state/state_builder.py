@@ -67,7 +67,7 @@ class StateBuilder:
         self._out.add([Entry(name, (), Kind.VALUE, None)])
 
     def captured(self, warnings: tuple[str, ...] = ()) -> Captured:
-        """Return the content of a save, which warns once with each of `warnings`."""
+        """Return the content of a save. When it is saved, rank 0 gives each of `warnings` as a warning."""
         return Captured(tuple(self._out.tensors), tuple(self._out.values), None, warnings)
 
     def target(

@@ -87,7 +87,7 @@ class Table:
         return is_unknown
 
     def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return the memory of an optimizer's state with the rows of this table."""
+        """Return the local tensors of the optimizer's state of this table that have one row for each row of the table."""
         values = optimizer.state.get(self.parameter, {}).values()
         state = [local_tensor(value) if is_dtensor(value) else value for value in values if isinstance(value, torch.Tensor)]
         return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]

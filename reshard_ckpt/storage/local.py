@@ -341,7 +341,7 @@ def _is_same(name: str, folder: int, fd: int) -> bool:
 
 @contextmanager
 def _opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
-    """Yield the descriptor of a folder on the way to a file."""
+    """Open a path with ``os.open``, yield the descriptor, and close it after the ``with`` block."""
     fd = os.open(path, flags, dir_fd=dir_fd)
     try:
         yield fd

@@ -127,7 +127,7 @@ class ObjectStorage(Storage):
         path, where = self._path(key), self._where(key)
         views = [flat_bytes(buffer) for buffer in buffers]
         wanted = sum(map(len, views))
-        if not wanted:  # no request asks for no bytes
+        if not wanted:  # a request cannot ask for 0 bytes
             if self.size(key) is None:
                 raise missing(where)
             return

@@ -90,7 +90,10 @@ class _Parts:
         self._keys: dict[int, int] = {}  # by index of a streamed tensor: the number of its storage
 
     def reduced(self, value: Any) -> Any:
-        """Return the part of a pickle that makes a value; its own parts are reduced after it. Plain data stay as they are."""
+        """Return the instruction, such as a `FunctionCall`, whose pickle makes a value. Plain data are returned as they are.
+
+        The instruction may hold other values, such as arguments. The writer of the pickle calls this method again for each.
+        """
         match value:
             case None | bool() | Global() | FunctionCall() | Instance() | PersistentId():
                 return value

@@ -193,7 +193,10 @@ class PlainValues:
         return value
 
     def _named(self, kind: str, value: Any) -> Named:
-        """Tag a value with the class, or a global without a value with its name."""
+        """Return a `Named` value: the class ``module:name`` in `kind`, and the plain value of the object of that class.
+
+        Raises `PicklingError` for a class outside of the modules that the caller allows.
+        """
         module, colon, name = kind.partition(":")
         if not colon or self._tagged is None or not module.startswith(self._tagged):
             raise PicklingError(f"needs {kind.replace(':', '.')}")

@@ -191,7 +191,7 @@ def _without_groups(
         kept = {name: link for name, link in state.items() if link.fqn in parameters}
         if len(kept) == len(state):
             return kept
-        state = kept  # a name that is not state may be a parameter, beside another parameter of the same FQN
+        state = kept  # a name that lost its link may now be the parameter of another name
     return {}
 
 

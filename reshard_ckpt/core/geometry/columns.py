@@ -155,7 +155,7 @@ def _in_order(columns: Sequence[I64]) -> bool:
 
 
 def _spread(column: I64) -> tuple[I64, int]:
-    """Count the column from its smallest value; returns the numbers, and the bits that the largest takes."""
+    """Subtract the smallest value from the column; returns the result, and the number of bits of its largest value."""
     low = int(column.min())
     return column - low if low else column, (int(column.max()) - low).bit_length()
 
@@ -174,13 +174,16 @@ def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
 
 
 def _dense(key: I64, bits: int) -> tuple[I64, int]:
-    """Replace each value by its rank among the distinct ones; returns the ranks, and the bits that the largest takes."""
+    """Replace each value by its rank among the distinct values; returns the ranks, and the number of bits of the largest rank."""
     ordered, order = _sorted(key, bits)
     return _places(order, is_new(ordered))
 
 
 def _places(order: I64, new: Mask) -> tuple[I64, int]:
-    """Return the rank of each row from its sorted order, and the bits that the largest takes."""
+    """Return the rank of each row among the distinct values, and the number of bits of the largest rank.
+
+    ``order[i]`` is the row at place i of the sorted rows; ``new[i]`` says whether it differs from the row before it.
+    """
     # place[i]: the rank of the i-th row in sorted order; dense[i]: the rank of row i.
     place = np.cumsum(new) - 1
     dense = np.empty_like(place)

@@ -28,7 +28,10 @@ OTHER_NDIM = "of another number of dims"
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The specs that can load, as indices, the catalog index of each one's source, and a line for each other spec, by reason."""
+    """The indices of the specs that can load, the catalog index of the source of each, and messages about all other specs.
+
+    The messages are in one tuple for each reason.
+    """
 
     specs: tuple[int, ...]
     source: I64

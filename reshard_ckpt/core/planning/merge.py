@@ -226,7 +226,7 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
 def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I64]:
     """Merge the links of state to parameters.
 
-    A rank may have the state of a parameter that it does not have. So a link that some rank knows wins over none.
+    A rank may have the state of a parameter without the parameter, and then knows no link. So a link that any rank knows counts.
     """
     optimizer, key, parameter_of = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
     entries = np.flatnonzero((key > 0) & (ids.value >= 0))

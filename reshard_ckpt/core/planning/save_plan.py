@@ -91,8 +91,8 @@ class CatalogTables:
 class SavePlan:
     """One entry for each write item, sorted by the rank that writes it and then in the order of its files.
 
-    Item i is written by ``rank[i]`` from its row ``local[i]``: elements ``part_start, part_count`` of that row's box. It belongs
-    into ``tensor[i]`` of `tables`; `catalog` has its box there.
+    Rank ``rank[i]`` writes item i: ``part_count[i]`` elements from element ``part_start[i]`` on of the box in row ``local[i]`` of
+    its local metadata. They are part of tensor ``tensor[i]`` of `tables`. `catalog` holds the item's box in that tensor.
     """
 
     tables: MergedTables

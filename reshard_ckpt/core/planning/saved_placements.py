@@ -134,11 +134,11 @@ class SavedPlacements:
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 
     def shared(self, param: str) -> object:
-        """Return a key for a parameter that is equal for tied ones; a name that is not among the chosen tensors is its own."""
+        """Return a key that is equal for tied parameters. If a parameter is not among the chosen tensors, its name is the key."""
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
     def unit(self, name: str) -> Unit:
-        """Return the unit of a tensor: a tensor by itself, or all state of one parameter."""
+        """Return the key of the tensors that stay together: all state of one parameter, or a parameter by itself."""
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
 
 

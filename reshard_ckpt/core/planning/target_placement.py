@@ -279,7 +279,10 @@ class _Placer:
         self._spread(axis, self._follow(axis, whole, {name for key in flat for name in divided[key]}))
 
     def _was_divided(self, name: str, axis: str) -> bool:
-        """Tell whether a tensor was whole on some coordinates only; a rule decides instead, True if it is ``flat``."""
+        """Tell whether the axis divided tensors like this one among its coordinates, each whole on some of them or cut flat.
+
+        If a rule places the tensor on this axis, the rule decides: True if it says ``flat``.
+        """
         ruled = self._ruled(name, axis)
         if ruled is not None:
             return ruled.kind == "flat"
@@ -287,10 +290,9 @@ class _Placer:
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
     def _is_vector(self, members: Sequence[str], axis: str) -> bool:
-        """Tell whether tensors are cut as elements, not spread whole.
+        """Tell whether the job cut these tensors as one flat vector; otherwise it placed each whole tensor on a rank.
 
-        Tensors are cut as elements if some of them are flat, or if the ranks that hold them ascend in the order of the optimizer:
-        then all were parts of one vector.
+        It did if some of the tensors are flat, or if the ranks that hold them ascend in the optimizer's order of parameters.
         """
         if any(self.placed[name].on(axis).kind == "flat" for name in members):
             return True

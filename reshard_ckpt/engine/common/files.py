@@ -326,7 +326,7 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
 
 
 class FileContents:
-    """An index of the rows of all files by their bytes. It is made once damage was found, and then serves any range."""
+    """Look up which tensors and values lie in a byte range of a file. Built only to describe damage that was found."""
 
     def __init__(self, catalog: Catalog) -> None:
         rows, owner, sizes = catalog.rows, catalog.row_tensors, catalog.row_bytes

@@ -152,7 +152,10 @@ class _NewNames:
         return link._replace(fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
 
     def _fqn(self, old: str, new: str, fqn: str) -> str:
-        """Return the FQN of a parameter under its new name. The part of the name above the FQN may have been renamed too."""
+        """Return the new FQN of a parameter whose name in the state was `old`, with this `fqn` as its end, and is now `new`.
+
+        The names above the model may be renamed too: they are not part of the FQN.
+        """
         if old == new or not f".{old}".endswith(f".{fqn}"):
             return fqn
         root = old.removesuffix(fqn).removesuffix(".")

@@ -90,7 +90,7 @@ class Buffers:
         self._shared_bytes = -1
 
     def get(self, slot: int, num_bytes: int) -> torch.Tensor:
-        """Return `num_bytes` of buffer number `which`, 1-D uint8."""
+        """Return `num_bytes` of buffer number `slot`, 1-D uint8."""
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(slot, None)
@@ -113,9 +113,10 @@ class Buffers:
         return self._shared
 
     def next_number(self, traffic: Traffic, memory_bytes: int) -> int:
-        """Return the number of the next message; -1 if the shared memory is too small for this traffic, or above `memory_bytes`.
+        """Return the number of the next message; -1 if these buffers do not suit this traffic.
 
-        Another exchange may use these buffers if they have the same number on all ranks, and it is not -1.
+        They do not suit it if their shared memory is too small for its rounds, or larger than `memory_bytes`. An exchange may use
+        the buffers again if all ranks have the same number here, other than -1.
         """
         return self.number if NUM_BUFFERS * _slot_bytes(traffic) <= self._shared_bytes <= memory_bytes else -1
 

@@ -296,10 +296,11 @@ class _Targets(Memories):
 
 
 class _SharedWindows(Mover):
-    """A `Mover` from the windows that this rank reads for others to their targets, and from others' windows to its own targets.
+    """A `Mover` between ranks that share windows, where one rank reads each window of a file.
 
-    A window is in memory from when it is read until its last boxes are packed. The reads of a round begin while the round before
-    it is packed. Threads make them, which live in the ``with`` block.
+    It packs boxes from the windows that this rank reads for other ranks, and unpacks the boxes that this rank gets from them.
+    A window is in memory from when it is read until its last box is packed. Threads read the windows of a round while the round
+    before is packed; the ``with`` block ends these threads.
 
     Parameters
     ----------
@@ -308,11 +309,11 @@ class _SharedWindows(Mover):
     reads, numbers
         The reads of these windows, for this rank and for others, and the number of each window in `reader`.
     items, taken
-        The items of this rank's plan that come in messages, and their boxes.
+        The items of this rank's plan that arrive in messages, and their boxes.
     asked
-        The boxes that others take from the windows that this rank reads.
+        The boxes that other ranks want from the windows that this rank reads.
     came
-        For each round, the bytes that count as read on this rank once the round is unpacked.
+        For each round, the number of bytes that this rank reports as read after it has unpacked the round.
     """
 
     def __init__(

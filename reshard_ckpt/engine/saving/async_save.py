@@ -86,7 +86,7 @@ class SaveThread:
                 ) from error
 
     def go(self) -> None:
-        """Let the threads begin. They would take the interpreter and the processor from the caller that is held up."""
+        """Let the threads begin, now that the caller is done: before, they would have slowed it down."""
         self._may_go.set()
 
     def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:

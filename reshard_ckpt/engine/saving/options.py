@@ -207,7 +207,7 @@ class SaveJob:
 
     @property
     def shift(self) -> int | None:
-        """The `shift` of `replicas.looked_at`; None if replicas are compared whole."""
+        """The number that decides which blocks of a replica this save compares; None if replicas are compared whole."""
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     def report(self, written: Written) -> SaveReport:

@@ -104,7 +104,11 @@ def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, m
 
 
 def _left_behind(sizes: I64, live: I64, min_live: float) -> I64:
-    """Return the numbers of the files whose bytes a save writes anew; the base needs ``live[i]`` bytes of file i."""
+    """Choose the files of the base that the new save does not refer to, because too few of their bytes are still needed.
+
+    The save writes these bytes again, so that the old files can be deleted. ``live[i]`` of the ``sizes[i]`` bytes of file i are
+    needed. Returns the indices of the chosen files.
+    """
     # sparse: the files with few needed bytes, in order of their share; rewritten: these bytes, added up so far.
     sparse: I64 = np.flatnonzero(live < min_live * sizes)
     sparse = sparse[np.argsort(live[sparse] / sizes[sparse], kind="stable")]

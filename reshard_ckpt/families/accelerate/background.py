@@ -23,7 +23,7 @@ _OF_DCP = ".metadata"
 
 
 class Background:
-    """Whether saves run in the background, and the ones that do."""
+    """The saves that run in the background, and whether new ones do."""
 
     def __init__(self) -> None:
         self.is_on = False

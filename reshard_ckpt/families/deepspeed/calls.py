@@ -60,7 +60,10 @@ def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
 
 
 def _enabled(block: Any, *, by_default: bool) -> Mapping[str, Any] | None:
-    """Return an enabled block; None for a disabled or missing one. In DeepSpeed, only ``nebula`` must say ``enabled``."""
+    """Return a block of DeepSpeed's config as a dict; None if it is missing or disabled.
+
+    A block without the key ``enabled`` counts as `by_default` says: in DeepSpeed, only ``nebula`` needs the key.
+    """
     if block is None or block is False:
         return None
     if block is True:

@@ -136,8 +136,8 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
             if min(piece["locations"]) == rank:
                 if piece.get("scale", 1.0) != 1.0:
                     raise UnsupportedError(
-                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so that it is in no file; convert "
-                        "the folder with DeepSpeed's ds_to_universal, or save with reshard_ckpt"
+                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so no file has its own values; "
+                        "convert the folder with DeepSpeed's ds_to_universal, or save with reshard_ckpt"
                     )
                 segments += _segments(name, shape, held, piece)
         return Shard(shape, tuple(segments))

@@ -118,7 +118,11 @@ def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor
 
 
 def _shape(fqn: str, size: int, layers: Mapping[str, FileTensor], where: str) -> Ints:
-    """Look up the shape of a parameter. For a tied one, take the shape of a layer with that size and end of the name."""
+    """Look up the shape of a parameter of `size` elements in the files of the layers.
+
+    No file holds a tied parameter under its own name. Its shape is that of a layer's parameter with the same number of elements
+    and the same name after the layer's index.
+    """
     if fqn in layers:
         return layers[fqn].view.shape
     rest = fqn.removeprefix(TIED).partition(".")[2]

@@ -193,9 +193,13 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
     if is_striped:
         masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
         if not isinstance(rank, int):
-            raise UnsupportedError(f"{where}: its groups are divided among different ranks by ZeRO-3, which is not supported")
+            raise UnsupportedError(
+                f"{where}: ZeRO-3 divides its groups among different ranks, which is not supported; save with reshard_ckpt"
+            )
         if state.get("ds_zero_partition_groups"):
-            raise UnsupportedError(f"{where}: its groups are divided among different ranks (AutoEP), which is not supported")
+            raise UnsupportedError(
+                f"{where}: AutoEP divides its groups among different ranks, which is not supported; save with reshard_ckpt"
+            )
     elif "single_partition_of_fp32_groups" in state:
         masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
     elif "fp32_groups_flat" in state:  # a wrapper without ZeRO: each rank has all

@@ -196,7 +196,8 @@ class RankTensors:
         example = next(iter(found.values()))[0]
         if absent:
             raise CorruptError(
-                f"{self.where}: {example.name} is in {example.chunk.file.key}, and not on tensor-parallel rank {min(absent)}"
+                f"{self.where}: {example.name} is in {example.chunk.file.key}, but tensor-parallel rank {min(absent)} lacks it; "
+                "use another checkpoint"
             )
         for held in (held for ranks in found.values() for held in ranks):
             if not held.value.is_row_major:
@@ -334,7 +335,10 @@ def _count_experts(chunks: Chunks) -> int:
 
 
 def _numbered_layers(held: Mapping[Key, Any], totals: Mapping[str, int], args: Mapping[str, Any]) -> set[str]:
-    """Return the stacks of layers whose names keep numbers: their layers differ, or Megatron would save them apart."""
+    """Return the stacks whose layers stay single tensors with numbers in their names, because the layers differ.
+
+    With ``moe_layer_freq``, where only some layers have experts, these are all stacks: Megatron itself saves them so.
+    """
     frequency = args.get("moe_layer_freq")
     if isinstance(frequency, list) or (isinstance(frequency, int) and frequency > 1):
         return set(totals)

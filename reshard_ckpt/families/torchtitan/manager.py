@@ -137,7 +137,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
 
 class _Loader(Stateful):
-    """A loader of torchtitan that takes its state: it can go on with the same number of data-parallel ranks alone."""
+    """The state of torchtitan's data loader, which only a job with as many data-parallel ranks can load."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -234,9 +234,10 @@ class _PartFinder:
             raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
 
     def _safetensors_layout(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
-        """Return the layout of a tensor in safetensors mode: a file has one header, and every chunk begins at it.
+        """Return the layout of a tensor that DCP wrote with its option for safetensors.
 
-        The header has a name once. Of several chunks of a tensor in one file, torch writes only the last.
+        All chunks of such a file begin at the file's one header, so `extent` begins there. The header has each name once: of
+        several chunks of a tensor in one file, torch writes only the last.
         """
         place = extent.file, extent.offset
         if place not in self._safetensors:

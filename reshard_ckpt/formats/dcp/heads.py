@@ -37,7 +37,7 @@ _STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0
 
 
 class HeadTooShort(Exception):
-    """The storage begins after the bytes that were given."""
+    """The bytes given end before the tensor's storage begins: read more of the file and try again."""
 
 
 @dataclass(frozen=True, slots=True)
