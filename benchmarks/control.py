@@ -39,7 +39,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import node, peers
-from reshard_ckpt.comm.bounded import BoundedStore, Line, Polled
+from reshard_ckpt.comm.bounded import BoundedStore, PollingWait, StoreConnection
 from reshard_ckpt.storage.local import LocalWriter
 
 from .ranks import cpu_s, end_with
@@ -71,7 +71,7 @@ def count_requests() -> Counter[str]:
             return getattr(self._store, method)
 
     def is_of_machine(store: BoundedStore) -> bool:
-        return store._line._connect is node._lost
+        return store._connection._connect is node._lost
 
     def counting(self: BoundedStore, requests: Callable[[Any], Any]) -> Any:
         return on_worker(self, requests if is_of_machine(self) else lambda store: requests(Counting(store)))
@@ -80,7 +80,7 @@ def count_requests() -> Counter[str]:
 
     def waiting(self: BoundedStore, key: str, timeout_s: float, num_asking: int = 1) -> Any:
         begun = begin_get(self, key, timeout_s, num_asking)
-        counted["get"] += not isinstance(begun, Polled) and not is_of_machine(self)
+        counted["get"] += not isinstance(begun, PollingWait) and not is_of_machine(self)
         return begun
 
     BoundedStore.on_worker, BoundedStore.begin_get = counting, waiting  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def be_rank(rank: int, port: int, folder: Path, pipes: tuple[int, int], options:
 
     LocalWriter.write = slow  # type: ignore[method-assign]
     if options.polls:
-        Line.waiting = lambda self, client, timeout_s: None  # type: ignore[method-assign]
+        StoreConnection.free_client = lambda self, client, timeout_s: None  # type: ignore[method-assign]
     machine = peers._machine()
     peers._machine = lambda: f"{machine} {rank // (options.node or options.ranks)}"
     counted = count_requests()

@@ -32,7 +32,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.save_plan import plan_save
 from reshard_ckpt.engine.common.progress import Recorder
-from reshard_ckpt.engine.saving.commit import look, publish
+from reshard_ckpt.engine.saving.commit import publish, read_previous
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import (
     decode_assignment,
@@ -87,7 +87,7 @@ def make_source(folder: Path, layers: int) -> None:
         local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
     sent = [encode_metadata(one.local_metadata) for one in local_shards]
     plan = plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
-    save_id, before = new_save_id(), look(storage)
+    save_id, before = new_save_id(), read_previous(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [
         write_files(storage, chunks_in_place(h, a, rank, all_fingerprints(h, a.checks)), Recorder())

@@ -173,7 +173,7 @@ def timeline_of() -> Recorder:
 def merge_timeline(num_ranks: int) -> Callable[[], bytes]:
     """Return what rank 0 does with the records that came with the receipts of all ranks."""
     recorder = timeline_of()
-    records = [recorder.sealed()] * num_ranks
+    records = [recorder.encoded()] * num_ranks
     return lambda: merged(recorder, records, recorder.now(), save_id="s", mesh=None)
 
 

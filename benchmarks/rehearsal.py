@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt.comm import bounded
-from reshard_ckpt.comm.bounded import BoundedStore, Line
+from reshard_ckpt.comm.bounded import BoundedStore, StoreConnection
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
 from reshard_ckpt.comm.wire import decode_frames
@@ -44,14 +44,14 @@ from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import TensorSpec
 from reshard_ckpt.core.planning.load_plan import LoadPlan
 from reshard_ckpt.core.planning.read_plan import ReadPlan, plan_reads
-from reshard_ckpt.core.planning.shared_reads import Wants, share
+from reshard_ckpt.core.planning.shared_reads import Wants, divide_reads
 from reshard_ckpt.engine.common.progress import merged
 from reshard_ckpt.engine.common.rounds import pack_table
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
 from reshard_ckpt.engine.loading.read_once import ROUND_BYTES, groups_of, joining_files, wants_of
 from reshard_ckpt.engine.loading.vote import _collective_options, _merge
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
-from reshard_ckpt.engine.saving.commit import _see_files, catalog_of
+from reshard_ckpt.engine.saving.commit import _check_files_visible, catalog_of
 from reshard_ckpt.engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import compare_replicas
@@ -151,7 +151,7 @@ class Job0:
         self.nodes = [Node(cast(Any, Machine(first, size)), is_known=True) for first in range(0, size, NODE)]
         for node in self.nodes[1:]:
             near = Store()
-            node.line = Line(lambda _: None, near)
+            node.connection = StoreConnection(lambda _: None, near)
 
     @contextmanager
     def rank0(self, step: str) -> Iterator[None]:
@@ -160,7 +160,7 @@ class Job0:
         self.rank0_s[step] += time.process_time() - began
 
     def open(self, name: str) -> None:
-        line = Line(lambda _: None, self.store)
+        line = StoreConnection(lambda _: None, self.store)
         self.comms = []
         for rank in range(self.size):
             root = line.open(600)
@@ -260,12 +260,12 @@ def save(job: Job0, ranks: Ranks, cache: PlanCache, name: str) -> Catalog:
     job.open(name)
     leader = agree(job, ranks, cache)
     recorder = timeline_of()
-    encoded, sizes = receipts_of(leader, recorder.sealed())
+    encoded, sizes = receipts_of(leader, recorder.encoded())
     gathered = job.gather(encoded, "receipts")
     with job.rank0("receipts"):
         receipts = decode_receipts(gathered)
         compare_replicas(leader.plan.checks, leader.plan.tables.names, receipts.fingerprints)
-        _see_files(cast(Any, Seen(sizes)), receipts, None)
+        _check_files_visible(cast(Any, Seen(sizes)), receipts, None)
     with job.rank0("catalog"):
         contents = SaveContents(leader.plan, leader.values, receipts.folders[0])
         catalog = catalog_of(contents, receipts)
@@ -353,7 +353,7 @@ def reads_of_replicas(catalog: Catalog, layout: Job) -> dict[str, float]:
     reads = [reads_of_plan(catalog, plan) for plan in plans]
     wants = [wants_of(*pair) for pair in zip(reads, plans, strict=True)]
     plan_s, began = time.process_time() - began, time.process_time()
-    messages = share(wants, ROUND_BYTES)
+    messages = divide_reads(wants, ROUND_BYTES)
     schedule_s = time.process_time() - began
     # Owners together read the extents of all items of the group: plan them as one load.
     names = [field.name for field in fields(LoadPlan)]

@@ -15,7 +15,16 @@ from .checkpoint import Manager, Memory, SaveHandle
 from .core.trees import Path, map_tree
 from .errors import CheckpointNotFound, CorruptError, UsageError
 from .format.values import decode_value, encode_value
-from .manager.open_runs import RUNS, TAG, close_runs, look_at, memory_from_environment, open_run, step_for, tags_of
+from .manager.open_runs import (
+    RUNS,
+    TAG,
+    close_runs,
+    load_without_going_back,
+    memory_from_environment,
+    open_run,
+    step_for,
+    tags_of,
+)
 
 __all__ = [
     "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
@@ -108,7 +117,7 @@ class Checkpoint:
         if step is None:
             raise CheckpointNotFound(f"nebula: no checkpoint {self.tag!r}; there are: {', '.join(_tags().values())}")
         found: dict[str, Any] = {"files": {name: {_TREE: b""}}}
-        look_at(manager(), step, found)
+        load_without_going_back(manager(), step, found)
         if not found["files"][name][_TREE]:
             raise CheckpointNotFound(f"nebula: the checkpoint {self.tag!r} has no file {name!r}")
         tensors: dict[str, torch.Tensor] = {}
@@ -120,7 +129,7 @@ class Checkpoint:
             return tensors[node[_TENSOR]]
 
         tree = map_tree(made, decode_value(found["files"][name][_TREE]))
-        look_at(manager(), step, {"files": {name: {"tensors": tensors}}})
+        load_without_going_back(manager(), step, {"files": {name: {"tensors": tensors}}})
         _LOOKED_AT.append(step)
         return tree
 

@@ -15,7 +15,7 @@ from reshard_ckpt.core.report import LoadReport
 from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.common.progress import Recorder
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, resolve
-from reshard_ckpt.engine.saving.commit import catalog_of, look, publish
+from reshard_ckpt.engine.saving.commit import catalog_of, publish, read_previous
 from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local, merge_values
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
@@ -78,7 +78,7 @@ def save_job(
     order: Sequence[int] | None = None,
 ) -> Catalog:
     """Save what each rank holds; returns the published catalog. Ranks write in the given order."""
-    before = look(storage)
+    before = read_previous(storage)
     links = links_from_names(dict.fromkeys(spec.name for tensors in ranks for spec, _ in tensors), {})
     linked = [[(replace(spec, link=spec.link or links.get(spec.name)), memory) for spec, memory in tensors] for tensors in ranks]
     local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(linked)]

@@ -213,14 +213,14 @@ def convert(
     """
     writers = {written.name: written for written in known_formats() if written.write is not None}
     if to not in (*WRITTEN_HERE, *writers):
-        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, (*WRITTEN_HERE, *writers)))}")
+        raise UsageError(f"to={to!r}: pass one of {', '.join(map(repr, (*WRITTEN_HERE, *writers)))}")
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
     if optimizer is not None and optimizer not in forms:
         known = {"dcp": OPTIMIZER_FORMS, **{written.name: tuple(written.forms) for written in writers.values() if written.forms}}
         choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, of_one))}" for name, of_one in known.items())
         raise UsageError(
-            f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; pass one of them, or leave it out"
+            f"optimizer={optimizer!r}: not a form of optimizers for to={to!r}. Pass one of these, or leave it out: {choices}"
         )
     form = optimizer or OPTIMIZER_FORMS[0]
     formats = with_options(forms[optimizer]) if optimizer is not None else known_formats

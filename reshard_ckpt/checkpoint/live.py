@@ -88,7 +88,7 @@ def reshard_live(
         replicas,
     )
     with public_call(), _turn(process_group, timeout_s, replicas).opened() as comm:
-        return Job(src, dst, options, process_group, timeout_s).once(comm)
+        return Job(src, dst, options, process_group, timeout_s).reshard_once(comm)
 
 
 class LiveReshard:
@@ -150,7 +150,7 @@ class LiveReshard:
             As for `reshard_live`.
         """
         with public_call():
-            return self._job.again(self._turn())
+            return self._job.move_again(self._turn())
 
 
 def _turn(process_group: Any, timeout_s: float, replicas: str, *, delta: bool = False) -> Turn:

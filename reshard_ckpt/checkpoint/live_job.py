@@ -153,7 +153,7 @@ class Job:
         states = self._states
         captured = states.capture()
         held = states.held(captured)
-        source = open_live(comm, held, states.travels(held), may_lack=self._options.load.may_lack)
+        source = open_live(comm, held, states.skips_host(held), may_lack=self._options.load.may_lack)
         self._values.share(comm, captured.values, source.tables)
         opened = states.open(captured, source.catalog, self._values)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
@@ -173,7 +173,7 @@ class Job:
         # chosen: the rows of dst to fill.
         chosen = np.flatnonzero((source_of[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source_of[rows.tensor[chosen]])
-        moves = plan_moves(comm, source.held, wanted, states.travels(opened.wanted), node_name(), self._options.round_bytes)
+        moves = plan_moves(comm, source.held, wanted, states.skips_host(opened.wanted), node_name(), self._options.round_bytes)
         converted = [
             f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
         ]
@@ -190,7 +190,7 @@ class Job:
         Collective where a group for messages is made for the first time.
         """
         self.spares = self._make_spares(opened)
-        into, num_rounds = self.spares.instead_of(opened.wanted), self.plan.moves.num_rounds
+        into, num_rounds = self.spares.with_spares(opened.wanted), self.plan.moves.num_rounds
         kinds = (DeltaMover if self._options.delta else LiveMover, LiveMover)
         self.movers = [kind(self.plan.moves, i, self._rank, self._size, opened.held, into) for i, kind in enumerate(kinds)]
         # Making a group is collective; all ranks agree here because they know the same number of rounds.
@@ -204,7 +204,7 @@ class Job:
         self._addresses = opened.addresses()
         self._first = opened
 
-    def once(self, comm: Comm) -> LoadReport:
+    def reshard_once(self, comm: Comm) -> LoadReport:
         """Move the state once: by the plan of the last one-shot reshard, if it fits on all ranks, else by a new plan.
 
         Collective: `_bind_kept`; where the plan does not fit, `begin`, and a gather and a broadcast if all have kept memory; then
@@ -223,7 +223,7 @@ class Job:
         if has_memory:
             assert kept.buffers is not None
             self._buffers[0] = kept.buffers
-        report = self.first(comm)
+        report = self.move_opened(comm)
         if key is not None:  # here all ranks are known to have read all messages
             is_small = self.plan.num_rows <= KEPT_ROWS and self._values.num_bytes <= KEPT_BYTES
             keeps = is_small and not callable(self._options.rename)  # a function may give other names the next time
@@ -284,7 +284,7 @@ class Job:
         """The ranks whose value of a `PerRank` no rank has, by name."""
         return self._values.lost
 
-    def first(self, comm: Comm) -> LoadReport:
+    def move_opened(self, comm: Comm) -> LoadReport:
         """Move the state that was opened last, in the same session. Collective: `_compare`, then the exchange."""
         opened, self._first = self._first, None
         assert opened is not None
@@ -293,7 +293,7 @@ class Job:
         self._compare(comm, opened)
         return self._move(comm, opened, None)
 
-    def again(self, turn: Turn) -> LoadReport:
+    def move_again(self, turn: Turn) -> LoadReport:
         """Move the state as it is now, in most cases without opening a session.
 
         Collective. If replicas are compared, or if no rank sends anything, all ranks open a session. Otherwise they call
@@ -363,13 +363,13 @@ class Job:
         # The layouts are unchanged, but tensors may lie at other addresses.
         if self._addresses != (addresses := opened.addresses()):
             self.spares = self._make_spares(opened)
-            into = self.spares.instead_of(opened.wanted)
+            into = self.spares.with_spares(opened.wanted)
             for mover in self.movers:
                 mover.bind_states(opened.held, into)
             self._addresses = addresses
         else:
             # Not for its result: it copies the present elements into spare memory that is filled only in part.
-            self.spares.instead_of(opened.wanted)
+            self.spares.with_spares(opened.wanted)
         return opened
 
     def _opened_by_plan(self, captured: Captured) -> Opened:

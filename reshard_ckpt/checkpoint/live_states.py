@@ -152,7 +152,7 @@ class States:
         parts = []
         for local in (opened.held, opened.wanted):
             encoded = encode_metadata(local.local_metadata)
-            parts += [encoded.tensors, encoded.rows, bytes(self.travels(local))]
+            parts += [encoded.tensors, encoded.rows, bytes(self.skips_host(local))]
         return digest128(msgpack.packb(parts))
 
     def names_of(self, opened: Opened) -> bytes:
@@ -160,7 +160,7 @@ class States:
         target, values = opened.target, [(value.name, value.path, int(value.kind)) for value in opened.saved.values_table]
         return digest128(msgpack.packb([repr(self._options), target.prefixes, target.unplaced, opened.names, values]))
 
-    def travels(self, local: LocalShards) -> list[bool]:
+    def skips_host(self, local: LocalShards) -> list[bool]:
         """Tell for each row whether its memory may be sent without a copy through the host."""
         if self._options.delta:  # snapshots are compared in host memory
             return [False] * len(memory_rows(local))
@@ -174,5 +174,5 @@ class States:
     def device(self, opened: Opened) -> torch.device:
         """Choose the device of the buffers for messages that do not pass through the host: that of the memory they carry."""
         both = (opened.held, opened.wanted)
-        travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self.travels(local)))
+        travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self.skips_host(local)))
         return next(travel, current_accelerator() or HOST)

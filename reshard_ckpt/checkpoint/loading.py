@@ -23,7 +23,7 @@ from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
 from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
-from ..engine.loading.read_once import execute_once, pays
+from ..engine.loading.read_once import execute_once, pays_off
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.scales import Dequantizer, advice, multiply, parts_of_load, read_quantized
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
@@ -227,7 +227,7 @@ def load_target(
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats, timeout_s=timeout_s))
         scaled_folder = source.format == SAFETENSORS and may_be_quantized(source.catalog)
         quantized = read_quantized(source.storage, source.catalog, apply=scaled_folder) if options.cast or scaled_folder else None
-        once = comm.size > 1 and pays(source.storage, source.catalog) if options.read_once == "auto" else options.read_once
+        once = comm.size > 1 and pays_off(source.storage, source.catalog) if options.read_once == "auto" else options.read_once
         options = replace(options, tied_under_one_name=source.format != NATIVE, quantized=quantized, read_once=once)
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
             save.staged()

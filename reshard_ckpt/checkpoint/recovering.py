@@ -172,7 +172,7 @@ class Recovery:
                     for rank in ranks
                 ]
                 if not lost:
-                    return self._report(comm, step, job.first(comm), lost_values=lost_values)
+                    return self._report(comm, step, job.move_opened(comm), lost_values=lost_values)
         except LayoutError as error:
             return self._go_back(str(error))
         saved_step = self._saved_step(step)
@@ -275,7 +275,7 @@ class Recovery:
                         f"{few(differing)}: the survivors are not as in the checkpoint of their step {step}, which is of another "
                         "run, or was saved before this run went back"
                     )
-                moved = job.first(comm)
+                moved = job.move_opened(comm)
             loaded = self._checkpoints.load_part(saved_step, partial(self._wanted_of, live, values, saved_step == step))
         except (LayoutError, CheckpointNotFound, CorruptError) as error:
             return self._go_back(str(error))

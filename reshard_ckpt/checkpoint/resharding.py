@@ -33,7 +33,7 @@ from ..engine.resharding.reshard import (
     write_share,
 )
 from ..engine.resharding.write_order import divide
-from ..engine.saving.commit import check_free_space, look
+from ..engine.saving.commit import check_free_space, read_previous
 from ..engine.saving.options import PreviousCheckpoint
 from ..errors import StorageError, UsageError
 from ..format.files import RESHARD_LOCK, new_save_id
@@ -164,7 +164,7 @@ def reshard(
         ExitStack() as opened,
     ):
         # Both are requests to a store, so they run at the same time.
-        looking = begin(target, lambda: look(target)) if comm.rank == 0 else None
+        looking = begin(target, lambda: read_previous(target)) if comm.rank == 0 else None
         source = opened.enter_context(open_shared_source(comm, src, timeout_s=timeout_s))
         _check_target(source.storage, target)
         catalog = renamed_catalog(source, rename, verify=verify)
@@ -193,7 +193,7 @@ def write_as_one_rank(
     topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
         planned = plan_reshard(catalog, choice, topology)
-        looking = (lambda: look(target)) if comm.rank == 0 else None
+        looking = (lambda: read_previous(target)) if comm.rank == 0 else None
         return _write(comm, source, planned, target, looking, dequantizer, verify=verify, report=report)
 
 

@@ -32,7 +32,7 @@ from ..engine.common.progress import OnProgress, RankLog, Recorder, TimedComm, r
 from ..engine.common.tensor_bytes import public_call
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
-from ..engine.saving.commit import check_free_space, chunks_of, look, write_and_commit
+from ..engine.saving.commit import check_free_space, chunks_of, read_previous, write_and_commit
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.options import Hold, SaveJob, SaveOptions
@@ -187,7 +187,7 @@ def run_save(
                 comm,
                 splits=not options.samples_replicas,
                 metadata=options.metadata,
-                before=look(storage) if comm.rank == 0 else None,
+                before=read_previous(storage) if comm.rank == 0 else None,
                 base_files=None if base is None else base.files,
                 accept=partial(check_free_space, storage) if base is None else lambda plan: None,
                 checked=partial(_without_claims, options.check_names),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.planning.interval import MAX_OVERHEAD, Goodput, Lost
+from ..core.planning.interval import MAX_OVERHEAD, Goodput, LostShares
 from ..core.report import duration_text
 from .app import command, print_json, print_text
 from .columns import Columns
@@ -71,12 +71,12 @@ def goodput(
     print_text(Columns(["with", ">goodput", ">a day"], changes))
 
 
-def _row(tier: str, interval_s: float, lost: Lost) -> list[str]:
+def _row(tier: str, interval_s: float, lost: LostShares) -> list[str]:
     """Make the row of one tier."""
     return [tier, duration_text(interval_s), *_shares(lost)]
 
 
-def _shares(lost: Lost) -> list[str]:
+def _shares(lost: LostShares) -> list[str]:
     return [f"{share:.2%}" for share in (lost.saving, lost.repeating, lost.restoring, lost.total)]
 
 

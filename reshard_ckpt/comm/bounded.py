@@ -3,11 +3,11 @@
 1. `bounded` makes the call in another thread. When the time is over, its caller goes on, and the thread keeps the call for
    itself. The threads are daemons, so a stuck one does not keep the process from ending. They wait for the next call, because
    starting a thread takes longer than the reply of a store.
-2. A `Line` is a connection to a store. After a missed reply the line is lost: every `BoundedStore` on it fails at once, so no
-   time is waited for twice, and the next `open` connects anew.
-3. A wait for a key blocks in the store's server (`BoundedStore.begin_get`), and would block its connection for all other calls.
-   So a line has more connections, one for each wait at a time, and keeps them. Where that is impossible, `Polled` asks again
-   and again.
+2. After a missed reply a `StoreConnection` is lost: every `BoundedStore` on it fails at once, so nobody waits for that store a
+   second time. The next `open` connects anew.
+3. A wait for a key blocks in the store's server (`BoundedStore.begin_get`), and would block its client for all other calls. So a
+   `StoreConnection` has more clients, one for each wait at a time, and keeps them. Where that is impossible, `PollingWait` asks
+   again and again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Call(Generic[T]):
             self._error = None  # its traceback refers to this
 
 
-class Polled:
+class PollingWait:
     """A wait that polls `done` in the thread that waits. The pause between two polls is a tenth of the time waited so far.
 
     Parameters
@@ -200,7 +200,7 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
 
 
 @contextmanager
-def held(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
+def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
     """Hold a lock. Another thread may hold it while that thread waits for other ranks.
 
     Raises
@@ -235,7 +235,7 @@ def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
         ) from error
 
 
-Waiting = _Call[bytes] | Polled
+Waiting = _Call[bytes] | PollingWait
 """A wait for a key: ``ends(within_s)`` says whether it is there, and `outcome` returns its value."""
 
 
@@ -243,7 +243,7 @@ class StoreLost(DistError):
     """A store did not reply in time, now or in an earlier call on this connection."""
 
 
-class Line:
+class StoreConnection:
     """A connection to a store; `open` connects anew after it was lost.
 
     Parameters
@@ -270,21 +270,21 @@ class Line:
         DistError
             The store does not answer.
         """
-        with held(self._lock, timeout_s, "the job's key-value store was not reached"):
+        with holding(self._lock, timeout_s, "the job's key-value store was not reached"):
             if self._client is None:
                 self._client = self._connect(timeout_s)
             return BoundedStore(self._client, self, _Limit(timeout_s))
 
-    def lose(self, client: Any) -> None:
+    def mark_lost(self, client: Any) -> None:
         """Mark a client as lost, because it did not answer."""
         if self._client is client:
             self._client, self.free = None, []
 
     def has(self, client: Any) -> bool:
-        """Whether this is still the client of this line."""
+        """Whether this is still the client of this connection."""
         return self._client is client
 
-    def waiting(self, client: Any, timeout_s: float) -> Any:
+    def free_client(self, client: Any, timeout_s: float) -> Any:
         """Return a connection that no other call uses, to be put into the list `free`; None if the store has no more."""
         with suppress(IndexError):
             return self.free.pop()
@@ -309,10 +309,10 @@ class _Limit:
 
 
 class BoundedStore:
-    """A `KeyValueStore` on a line. Every call raises `DistError` if no reply comes in time."""
+    """A `KeyValueStore` on a connection. Every call raises `DistError` if no reply comes in time."""
 
-    def __init__(self, client: Any, line: Line, limit: _Limit, prefix: str = "") -> None:
-        self._client, self._line, self._limit, self._prefix = client, line, limit, prefix
+    def __init__(self, client: Any, connection: StoreConnection, limit: _Limit, prefix: str = "") -> None:
+        self._client, self._connection, self._limit, self._prefix = client, connection, limit, prefix
         self._store = self._part_of(client)
 
     def _part_of(self, client: Any) -> Any:
@@ -322,14 +322,14 @@ class BoundedStore:
     def of(cls, store: Any, timeout_s: float) -> BoundedStore:
         """Return `store` with a limit of `timeout_s` for each reply; the same object if it has that limit already."""
         if not isinstance(store, BoundedStore):
-            return Line(lambda _: store).open(timeout_s)
+            return StoreConnection(lambda _: store).open(timeout_s)
         if store._limit.timeout_s == timeout_s:
             return store
-        return cls(store._client, store._line, _Limit(timeout_s), store._prefix)
+        return cls(store._client, store._connection, _Limit(timeout_s), store._prefix)
 
     def below(self, name: str) -> BoundedStore:
         """Return the part of the store below a name, with the same time limit."""
-        return BoundedStore(self._client, self._line, self._limit, f"{self._prefix}/{name}" if self._prefix else name)
+        return BoundedStore(self._client, self._connection, self._limit, f"{self._prefix}/{name}" if self._prefix else name)
 
     def allow(self, seconds: float) -> None:
         """Limit all replies from now on to `seconds` in all; `_Limit.left` is the least that one reply may take."""
@@ -349,14 +349,14 @@ class BoundedStore:
         It waits in the server, on another connection. Without one (before torch 2.8, or if too many files are open), and while
         the interpreter ends, it asks again and again. `num_asking` ranks that do so at a time leave the server most of its time.
         """
-        if not self._line.has(self._client):
+        if not self._connection.has(self._client):
             raise StoreLost("it has not replied before")
         first_s, last_s = max(_FIRST_PAUSE_S, num_asking * 20e-6), max(_LAST_PAUSE_S, num_asking * 100e-6)
-        polled = Polled(lambda: self.check([key]), first_s=first_s, last_s=last_s, outcome=lambda: self.get(key))
-        client = self._line.waiting(self._client, self._limit.left())
+        polled = PollingWait(lambda: self.check([key]), first_s=first_s, last_s=last_s, outcome=lambda: self.get(key))
+        client = self._connection.free_client(self._client, self._limit.left())
         if client is None:
             return polled
-        free = self._line.free
+        free = self._connection.free
 
         def get() -> bytes:
             store = self._part_of(client)
@@ -404,7 +404,7 @@ class BoundedStore:
         DistError
             The replies did not come in time, or the store has failed.
         """
-        if not self._line.has(self._client):
+        if not self._connection.has(self._client):
             raise StoreLost("it has not replied before")
         under_way = False
 
@@ -419,12 +419,12 @@ class BoundedStore:
         try:
             return bounded(ask, self._limit.left(), "no reply came")
         except DistError:
-            self._line.lose(self._client)
+            self._connection.mark_lost(self._client)
             raise
         except PeerError as error:
-            self._line.lose(self._client)
+            self._connection.mark_lost(self._client)
             raise StoreLost(str(error)) from None
         except BaseException:
             if under_way:  # an interrupt: later calls must not overtake this one
-                self._line.lose(self._client)
+                self._connection.mark_lost(self._client)
             raise

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from ..errors import PeerError, UsageError
-from .bounded import BoundedStore, Line, bounded, held, named_failure
+from .bounded import BoundedStore, StoreConnection, bounded, holding, named_failure
 from .home import REPLY_S, Home, own_address
 
 _ADDRESS_BYTES = 256
@@ -38,7 +38,7 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 _LOCK = threading.Lock()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Line | None] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, StoreConnection | None] = WeakKeyDictionary()
 
 _INHERITED: list[Any] = []
 """In a forked child: the parent's process group, and the stores of its groups."""
@@ -101,7 +101,7 @@ class Group:
 
     rank: int
     size: int
-    line: Line
+    connection: StoreConnection
     """The connection to the job's own store, which lasts as long as the job."""
     prefix: str
     home: Home
@@ -116,7 +116,7 @@ class Group:
             The store does not answer.
         """
         with named_failure("the ranks did not reach the job's key-value store"):
-            return self.line.open(timeout_s).below(f"{self.prefix}/{name}")
+            return self.connection.open(timeout_s).below(f"{self.prefix}/{name}")
 
 
 def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
@@ -135,7 +135,7 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
             "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
         )
     if (cached := _GROUPS.get(group)) is None:
-        with held(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
+        with holding(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
             if (cached := _GROUPS.get(group)) is None:
                 cached = _GROUPS[group] = _make_group(group, timeout_s)
     return cached
@@ -143,16 +143,16 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
 
 def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
-    line, store = _shared_line(), _default_store()
-    if line is None:
+    connection, store = _shared_connection(), _default_store()
+    if connection is None:
         device = torch.empty(0, device=device_of(group)).device  # with its index: another thread may have another current device
         begin = partial(_own_store, group, device)
         own = store = bounded(begin, timeout_s, "the ranks did not spread the address of their key-value store")
-        line = Line(lambda _: own)
+        connection = StoreConnection(lambda _: own)
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = store.host if isinstance(store, _STORES.TCPStore) else _usual_host()
-    return Group(rank, size, line, prefix, Home(line, f"{prefix}/home", rank, size, host))
+    return Group(rank, size, connection, prefix, Home(connection, f"{prefix}/home", rank, size, host))
 
 
 def _usual_host() -> str:
@@ -165,14 +165,14 @@ def _prefix(group: dist.ProcessGroup) -> str:
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
-def _shared_line() -> Line | None:
-    """Return the `Line` to the job's own store, one for all groups; None if that store cannot append."""
+def _shared_connection() -> StoreConnection | None:
+    """Return the `StoreConnection` to the job's own store, one for all groups; None if that store cannot append."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
         store = _default_store()
         can_append = store is not None and store.has_extended_api()
-        _CONNECTIONS[world] = Line(_connection) if can_append else None
+        _CONNECTIONS[world] = StoreConnection(_connection) if can_append else None
     return _CONNECTIONS[world]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .bounded import BoundedStore, Line, Polled, bounded, held, named_failure
+from .bounded import BoundedStore, PollingWait, StoreConnection, bounded, holding, named_failure
 from .calls import did_not_arrive
 from .node import Neighbours, Node
 from .peers import Peers
@@ -48,10 +48,10 @@ class Home:
         The host name by which this rank reaches the job's store.
     """
 
-    def __init__(self, meeting: Line, key: str, rank: int, size: int, host: str) -> None:
+    def __init__(self, meeting: StoreConnection, key: str, rank: int, size: int, host: str) -> None:
         self._meeting, self._key, self._rank, self._size, self._host = meeting, key, rank, size, host
         self._lock = threading.Lock()
-        self._line, self._record = Line(self._connect), b""
+        self._connection, self._record = StoreConnection(self._connect), b""
         self._started: tuple[Any, bytes] | None = None
         self._node = Node(Peers(rank, size))
         self._has_met = False
@@ -65,11 +65,11 @@ class Home:
             Rank 0 has not come within `timeout_s`, or the job's store is gone.
         """
         with named_failure(f"{title}: the job's key-value store does not answer"):
-            with held(self._lock, timeout_s, f"{title}: the ranks did not meet"):
+            with holding(self._lock, timeout_s, f"{title}: the ranks did not meet"):
                 if not self._has_met:
                     self._meet(title, timeout_s)
                     self._has_met = True
-            root = self._line.open(timeout_s).below(self._nonce())
+            root = self._connection.open(timeout_s).below(self._nonce())
         return root.below(name), Neighbours(self._node, root)
 
     def _nonce(self) -> str:
@@ -92,8 +92,8 @@ class Home:
             client, record = self._find(meeting, title, timeout_s)
         if record != self._record:
             self._record, self._node = record, Node(Peers(self._rank, self._size))
-        self._line = Line(self._connect, client)
-        root = self._line.open(timeout_s).below(self._nonce())
+        self._connection = StoreConnection(self._connect, client)
+        root = self._connection.open(timeout_s).below(self._nonce())
         root.allow(timeout_s)
         num_here = self._node.peers.arrive(root)
         if self._rank == 0:
@@ -128,7 +128,7 @@ class Home:
                     tried, tried_at = record, time.monotonic() - began
             return bool(found)
 
-        if not Polled(reached, last_s=_LAST_PAUSE_S).ends(timeout_s):
+        if not PollingWait(reached, last_s=_LAST_PAUSE_S).ends(timeout_s):
             raise PeerError(f"{title}: {did_not_arrive((0,), timeout_s)}", ranks=(0,))
         return found[0]
 

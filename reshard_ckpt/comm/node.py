@@ -27,10 +27,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .bounded import BoundedStore, Line, Waiting, bounded
+from .bounded import BoundedStore, StoreConnection, Waiting, bounded
 from .payloads import KeyValueStore, Payloads
 from .peers import Peers
-from .store import INLINE, StoreComm, passed
+from .store import INLINE, StoreComm, call_let_pass
 from .wire import Frame, Refusal, decode_frames, encode_frames
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
@@ -50,7 +50,7 @@ class Node:
     """This rank's machine: its ranks, and the connection to its store once this rank has joined it."""
 
     peers: Peers
-    line: Line | None = None
+    connection: StoreConnection | None = None
     is_known: bool = False
 
 
@@ -106,9 +106,9 @@ class NodeComm(StoreComm):
         self._use_node()
 
     def _use_node(self) -> None:
-        if self._neighbours is not None and (line := self._neighbours.node.line) is not None:
+        if self._neighbours is not None and (connection := self._neighbours.node.connection) is not None:
             # A part of the time, so that a leader that hangs is named before others miss this rank too.
-            self._near = line.open(self._timeout_s / 4).below(self._name)
+            self._near = connection.open(self._timeout_s / 4).below(self._name)
             self._leader, *self._others = self._ranks_near()
 
     def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
@@ -130,7 +130,7 @@ class NodeComm(StoreComm):
             else:
                 port = int(self._get_from(first, key, root))
                 client = bounded(partial(_connect, port), self._timeout_s, f"{self._title}: rank {first} did not answer")
-            node.line = Line(_lost, client)
+            node.connection = StoreConnection(_lost, client)
         node.is_known = True
         self._use_node()
 
@@ -274,8 +274,8 @@ class NodeComm(StoreComm):
             return
         with suppress(DistError):  # the loss of the machine's store wakes them too
             super()._wake_near(decision)
-            if self.rank == self._leader or not passed(decision):
-                self._pass_on(decision, passed(decision))
+            if self.rank == self._leader or not call_let_pass(decision):
+                self._pass_on(decision, call_let_pass(decision))
             self._near.set(self._key("bell"), b"")
 
     # --- on this machine, and leaving ---

@@ -2,8 +2,8 @@
 
 1. `Segment`: anonymous memory, freed with its last user. Another process of the same machine opens it through ``/proc``. A random
    token proves that it is the right one: another container may have equal process and file numbers.
-2. `share`: each rank tries to open the segments of all others, and learns which ranks read its own. Ranks that cannot open a
-   segment, for example on another machine, get their bytes through the process group.
+2. `share_memory`: each rank tries to open the segments of all others, and learns which ranks read its own. Ranks that cannot open
+   a segment, for example on another machine, get their bytes through the process group.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SharedMemory:
     readers: Sequence[bool]
 
 
-def share(exchange: Exchange, num_bytes: int) -> SharedMemory:
+def share_memory(exchange: Exchange, num_bytes: int) -> SharedMemory:
     """Make a segment of `num_bytes` on this rank, and open those of all ranks on this machine. Collective.
 
     Raises

@@ -196,7 +196,7 @@ class StoreComm:
 
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
-        while passed(decision := self._store.get(self._key("decision"))):
+        while call_let_pass(decision := self._store.get(self._key("decision"))):
             self._skip_step()
         self._apply(decision, "")
 
@@ -407,7 +407,7 @@ class StoreComm:
 
     def _apply(self, decision: bytes, call: str) -> None:
         """Go on to the next step, or raise the error if the decision is a refusal."""
-        name = passed(decision)
+        name = call_let_pass(decision)
         if not name:
             self._refusal = Refusal.decode(decision)
             self._stop_if_over()
@@ -429,17 +429,17 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step. Return the refusal that was first, perhaps another rank's; None if rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
-        if not passed(decision):
+        if not call_let_pass(decision):
             self._store.set(self._key("bell"), _GIVEN_UP)
         self._wake_near(decision)
-        if passed(decision):
+        if call_let_pass(decision):
             return None
         self._refusal = Refusal.decode(decision)
         return self._refusal
 
     def _wake_near(self, decision: bytes) -> None:
         """Wake the ranks of this machine that wait for another one of it, if the step is refused."""
-        if self._step and not passed(decision):  # at step 0 the ranks of this machine may not be known
+        if self._step and not call_let_pass(decision):  # at step 0 the ranks of this machine may not be known
             first, *others = self._ranks_near()
             if others:
                 self._shared_store().compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
@@ -579,7 +579,7 @@ def give_up_sessions() -> None:
     _given_up += 1
 
 
-def passed(decision: bytes) -> str:
+def call_let_pass(decision: bytes) -> str:
     """Return the call that a decision lets pass, or "" if the decision is a refusal."""
     name = decision.partition(INLINE)[0]
     return name.decode() if name in _PASSED else ""

@@ -26,7 +26,7 @@ from ..engine.common.collector import collector_paused
 from ..engine.common.entry_points import load_all
 from ..engine.common.files import Found, Identified, identified_catalog, open_same
 from ..engine.common.packed_files import UnpackedStorage
-from ..engine.common.reader_notes import noted
+from ..engine.common.reader_notes import kept_for_reader
 from ..engine.common.step_folders import describe_run
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..format.catalog import encode_catalog
@@ -317,7 +317,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
         return _open_foreign(path_text(path), listed, stack, formats, error)
     if lock_s is not None and not hints.has_locks:
-        stack.enter_context(noted(storage, opened.value.save_id))
+        stack.enter_context(kept_for_reader(storage, opened.value.save_id))
     source = Source(_followed(storage, opened.value, stack, lock_s), opened.value)
     return Identified(source, opened.identity, replace(opened.found, path=path_text(path)) if opened.found else None)
 
@@ -384,7 +384,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
 
 
 def reading(storage: Storage, timeout_s: float = MOMENTS_S) -> AbstractContextManager[object]:
-    """Lock a checkpoint, so that nobody removes it while the ``with`` block reads it, if the store has locks; else see `noted`.
+    """Lock a checkpoint, so that nobody removes it while the ``with`` block reads it. Without locks, `kept_for_reader` does so.
 
     A process that removes the checkpoint, or cleans up there, is waited for: a reader that went on without the lock might find
     the catalog, and then not its files.

@@ -83,7 +83,9 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
             raise CorruptError(f"{storage.url}: {key} holds {type_in_words(loaded)}, no state dict; use another copy")
         for name in loaded if names is None else sorted(names):
             if name not in loaded:
-                raise CorruptError(f"{storage.url}: {key} has no tensor {name!r:.200}, which the index says is there")
+                raise CorruptError(
+                    f"{storage.url}: {key} has no tensor {name!r:.200}, which the index says is there; use another copy"
+                )
             if name in merged:
                 raise NameCollisionError(
                     f"{storage.url}: {name} is in {key} and in a file before it; open one of them by its own path"

@@ -63,7 +63,7 @@ class AttemptLog:
         self._own = Attempt(began, began)
         self._write()
 
-    def seen(self) -> None:
+    def note_alive(self) -> None:
         """Note that this attempt is alive: called after each commit."""
         self._own = replace(self._own, seen=self._own.began + self._own_s())
         self._write()
@@ -71,7 +71,7 @@ class AttemptLog:
     def close(self, *, failed: bool) -> None:
         """Record whether this attempt ended by a failure."""
         self._own = replace(self._own, closed=not failed)
-        self.seen()
+        self.note_alive()
 
     def mtbf_s(self) -> float:
         """Estimate the mean time between failures in seconds."""

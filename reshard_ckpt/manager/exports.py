@@ -52,7 +52,7 @@ class Exports:
         self._key, self._documents = MODEL, dict[str, Callable[[Catalog], str]]()
         self._queue = ThreadPoolExecutor(1, "reshard_ckpt export")
 
-    def learn(self, state: Mapping[str, Any]) -> None:
+    def find_model(self, state: Mapping[str, Any]) -> None:
         """Find the model of a state that is about to be saved, and its config.
 
         Raises

@@ -37,7 +37,7 @@ from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import Restoring
 from .retention import Retention
-from .run_folder import checked_full_every, checked_root, known_names, refuse_memory_unless, take_lock, with_metric
+from .run_folder import check_memory_options, checked_full_every, checked_root, known_names, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import Decision, SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -145,7 +145,7 @@ class Manager(RunSteps):
                 lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
             )  # fmt: skip
         self._root = checked_root(root)  # once: the process may change its working folder
-        refuse_memory_unless(memory, self._root, persist_every=persist_every, read_only=read_only)
+        check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
         self._exports = None if also is None else Exports(also, self._root)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
@@ -320,7 +320,7 @@ class Manager(RunSteps):
         self._refuse_unless_open(call)
         self._refuse_read_only()
         if self._exports is not None:
-            self._exports.learn(state)
+            self._exports.find_model(state)
         path = self._stored.new_path(step)
         if self._tolerated.are_tolerated:
             self._wait()
@@ -405,7 +405,7 @@ class Manager(RunSteps):
         self._stored.note_committed(step)
         attempts = self._attempts  # `close`, in another thread, ends it
         if attempts is not None:
-            attempts.seen()
+            attempts.note_alive()
         if self._exports is not None and self._is_first:
             self._exports.begin(self._stored.path(step), self._prune)
         self._prune()

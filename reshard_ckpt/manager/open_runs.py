@@ -73,7 +73,7 @@ def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, boo
     return step, step > newest
 
 
-def look_at(run: Manager, step: int, state: Mapping[str, Any]) -> None:
+def load_without_going_back(run: Manager, step: int, state: Mapping[str, Any]) -> None:
     """Load a step into a state, with ``strict=False``, while the run itself does not go back to that step. Collective."""
     run._load(step, state, {"strict": False}, goes_on=False)
 

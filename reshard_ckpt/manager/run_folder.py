@@ -51,7 +51,7 @@ class StepInfo:
         return frozenset(key for key in self.needed if not key.startswith(f"{self.folder}/"))
 
 
-def look(path: str, folder: str) -> StepInfo:
+def read_step_info(path: str, folder: str) -> StepInfo:
     """Read the `StepInfo` of the step in a folder of the run; an empty one if its catalog is missing or damaged."""
     try:
         with open_storage(path) as storage:
@@ -138,7 +138,7 @@ def known_names(
     return StepNames(tuple(value_of_first(comm, noted)))
 
 
-def refuse_memory_unless(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool) -> None:
+def check_memory_options(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool) -> None:
     """Raise a `UsageError` if ``memory=`` has a wrong type or a ``read_only`` manager, or `persist_every` stands alone."""
     if memory is None and persist_every is not None:
         raise UsageError(

@@ -124,7 +124,7 @@ def sizes(
     if memory is not None and not isinstance(memory, Memory):
         raise UsageError(f"memory={memory!r}: pass checkpoint.Memory(), or None")
     if ranks % nodes:
-        raise UsageError(f"ranks={ranks}, nodes={nodes}: each node has as many ranks as the others")
+        raise UsageError(f"ranks={ranks}, nodes={nodes}: pass a number of ranks that the nodes divide evenly")
     if keep_every is not None and steps < save_every:
         raise UsageError(f"keep_every={keep_every}: pass steps= and save_every= too, which say how many are kept")
     if not isinstance(masters, bool):

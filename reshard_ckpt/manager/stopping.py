@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..comm.bounded import BoundedStore, Polled
+from ..comm.bounded import BoundedStore, PollingWait
 from ..comm.payloads import KeyValueStore
 from ..comm.sessions import current_group
 from ..comm.wire import name_ranks
@@ -178,7 +178,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Ask until `done` returns True, and return True; False when the time is over or this stop is closed."""
-        polled, until = Polled(done), time.monotonic() + timeout_s
+        polled, until = PollingWait(done), time.monotonic() + timeout_s
         while not polled.ends(min(_SLICE_S, timeout_s)):
             if self._closed.is_set() or time.monotonic() >= until:
                 return False

@@ -29,11 +29,11 @@ from ..format.files import CATALOG_KEY, EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
 from ..storage.protocol import PROBE, at_once, begin
 from .retention import Retention
-from .run_folder import StepInfo, is_foreign, look
+from .run_folder import StepInfo, is_foreign, read_step_info
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Listing:
     """The steps that a listing of the run has found.
 
     Attributes
@@ -100,7 +100,7 @@ class StoredSteps:
         self._damaged: set[int] = set()
         self._foreign: set[int] = set()
         self._since_full = 0
-        self._looking: Callable[[], _Seen] = self._look
+        self._looking: Callable[[], _Listing] = self._look
         self._committed_since: set[int] = set()
 
     @property
@@ -205,13 +205,13 @@ class StoredSteps:
         self._committed_since.clear()
         self._looking = begin(self._storage, self._look)
 
-    def _look(self) -> _Seen:
+    def _look(self) -> _Listing:
         committed, begun = find_steps(self._storage, self._names)
         if not self._grace_s:
-            return _Seen(committed, {})
+            return _Listing(committed, {})
         young, old = removed_within(self._storage, begun.values(), self._grace_s)
         self._read_infos(committed)  # while the save runs: the note of a removed step has its references
-        return _Seen(committed, old, frozenset().union(*young.values()))
+        return _Listing(committed, old, frozenset().union(*young.values()))
 
     def prune(self) -> None:
         """Remove the steps that the rule does not keep."""
@@ -333,7 +333,7 @@ class StoredSteps:
         if step not in self._infos:
             folder = self._names.folder(self._storage, step)
             foreign = step in self._foreign
-            self._infos[step] = StepInfo(folder, save_id=folder) if foreign else look(self._path(folder), folder)
+            self._infos[step] = StepInfo(folder, save_id=folder) if foreign else read_step_info(self._path(folder), folder)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:

@@ -23,7 +23,7 @@ from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
 from ..engine.common.reader_notes import GRACE_S
 from ..engine.common.step_folders import clean_up
-from ..engine.saving.commit import is_uncommitted, look, see_again
+from ..engine.saving.commit import check_files_again, is_uncommitted, read_previous
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
@@ -88,14 +88,14 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
             raise MissingKey(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
 
     see()
-    before = look(storage)
+    before = read_previous(storage)
     if before.catalog == generation.catalog:
         return
     # For all processes that wrote files there: only their bytes are durable so far.
     storage.sync(f"{folder}/{CATALOG_KEY}" for folder in folders)
     version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
     if not storage.hints.has_locks:
-        see_again(storage, see, before, version)
+        check_files_again(storage, see, before, version)
     try:
         clean_up(storage, catalog, before.folders, grace_s)
     except StorageError as error:  # the checkpoint is in the store, so this call has succeeded
@@ -149,7 +149,7 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 def stored_save_id(storage: Storage) -> str:
     """Return the id by which the lineage knows the save in the store; empty if the store has no save, or a damaged catalog."""
     try:
-        found = look(storage).catalog
+        found = read_previous(storage).catalog
         return decode_catalog(found).lineage_id if found else ""
     except CorruptError:
         return ""

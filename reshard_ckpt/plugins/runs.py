@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..manager.open_runs import TAG, close_run, look_at, open_run, run_at, tags_of
+from ..manager.open_runs import TAG, close_run, load_without_going_back, open_run, run_at, tags_of
 
-__all__ = ["TAG", "close_run", "look_at", "open_run", "run_at", "tags_of"]
+__all__ = ["TAG", "close_run", "load_without_going_back", "open_run", "run_at", "tags_of"]

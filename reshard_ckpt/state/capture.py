@@ -30,7 +30,7 @@ from ..format.values import check_keys, decode_steps, keys_of
 from .describe import Describer, Steps, link_in_dict, saved_path
 from .dtensor import dtensor_class
 from .entries import Entry, Kind
-from .kept import KNOWN, Known, look, members_of
+from .kept import KNOWN, Description, find_facts, members_of
 from .layouts import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
 from .optimizer_dicts import are_numbered_groups, saved_groups
@@ -132,7 +132,7 @@ def capture(
     group = group_of(process_group)
     declared = None if mesh is None else declared_mesh(mesh, group)
     trees, ddp_groups = walk_state(state)
-    seen = look(trees)
+    seen = find_facts(trees)
     key = None if seen is None else (seen.facts, group, declared, ddp_groups, list(exclude))
     known = KNOWN.find(key)
     unnamed: Sequence[str] = ()
@@ -159,14 +159,14 @@ def capture(
         if known is not None and seen is not None:
             return Captured(known.tensors(seen), known.in_order(out.values), found, unused=known.unused)
     if seen is not None and not warnings:
-        # at[i]: index of tensor i in `seen.tensors`; -1 if `look` has not seen it, and then the state cannot be kept
+        # at[i]: index of tensor i in `seen.tensors`; -1 if `find_facts` has not seen it, and then the state cannot be kept
         index = {id(tensor): i for i, tensor in enumerate(seen.tensors)}
         at = [index.get(id(row.value), -1) for row in out.sources]
         if -1 not in at:
             specs, values = tuple(spec for spec, _ in out.tensors), tuple(value.name for value in out.values)
             views = [row.value for tree in trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
             members = [list(map(members_of, row)) for row in views]
-            KNOWN.keep(key, Known(seen.places, specs, at, values, members, found, tuple(unused)))
+            KNOWN.keep(key, Description(seen.places, specs, at, values, members, found, tuple(unused)))
     return Captured(tuple(out.tensors), tuple(out.values), found, warnings, tuple(unused))
 
 

@@ -177,14 +177,14 @@ class _Part(NamedTuple):
     placement: Placement
 
 
-class _Known(NamedTuple):
+class _KnownSpecs(NamedTuple):
     """The parts of a mesh's tensors, by the id of the layout, the dtype and the strides; and the last spec of each name."""
 
     parts: dict[tuple[int, torch.dtype, Ints], _Part]
     specs: dict[str, tuple[_Part, TensorSpec]]
 
 
-_KNOWN: dict[Mesh | None, _Known] = {}
+_KNOWN: dict[Mesh | None, _KnownSpecs] = {}
 """Most saves describe the same tensors as the save before."""
 
 _MAX_MESHES = 4
@@ -213,7 +213,7 @@ class Describer:
         """The rows whose memory begins at an address; each place in memory once."""
         if mesh not in _KNOWN and len(_KNOWN) >= _MAX_MESHES:
             _KNOWN.clear()
-        self._known = _KNOWN.setdefault(mesh, _Known({}, {}))
+        self._known = _KNOWN.setdefault(mesh, _KnownSpecs({}, {}))
         if len(self._known.parts) >= _MAX_PARTS or len(self._known.specs) >= _MAX_SPECS:
             self._known.parts.clear()
             self._known.specs.clear()

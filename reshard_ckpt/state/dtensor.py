@@ -176,12 +176,12 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
         layout = _layout_on(mesh, tuple(placements), tuple(shape), local_shape, name)
     if len(_KNOWN) >= _MAX_KNOWN:
         _KNOWN.clear()
-    cached = _KNOWN.setdefault((id(mesh), id(placements)), _Known(mesh, placements))
+    cached = _KNOWN.setdefault((id(mesh), id(placements)), _KnownLayouts(mesh, placements))
     cached.layouts[shape, local_shape] = layout
     return layout
 
 
-class _Known:
+class _KnownLayouts:
     """The layouts of tensors on one mesh with one tuple of placements, by the tensor's shape and the local shape.
 
     It holds the mesh and the placements, so that no other object can get their ids. None of these objects ever changes.
@@ -192,7 +192,7 @@ class _Known:
         self.layouts: dict[tuple[Ints, Ints], Layout] = {}
 
 
-_KNOWN: dict[tuple[int, int], _Known] = {}
+_KNOWN: dict[tuple[int, int], _KnownLayouts] = {}
 _MAX_KNOWN = 1 << 16
 
 

@@ -1,11 +1,11 @@
 """Descriptions of the last states that were saved, so that the next save of such a state need not make them anew.
 
-A training loop saves the same objects again and again. To name each tensor and to find its layout takes twice as long as to show
-that nothing has changed from which its description follows:
+A training loop saves the same objects again and again. A description of a state follows from some facts. To name each tensor and
+to find its layout takes twice as long as to show that these facts have not changed:
 
-1. `look` lists these facts of a state that has been walked: paths; classes and names of modules, and keys of their state dicts;
-   keys of the state of optimizers; which tensors are one object, or begin at one address; and of each tensor the class, shape,
-   strides, dtype, device, mesh and placements.
+1. `find_facts` lists the facts of a state that has been walked: paths; classes and names of modules, and keys of their state
+   dicts; keys of the state of optimizers; which tensors are one object, or begin at one address; and of each tensor the class,
+   shape, strides, dtype, device, mesh and placements.
 2. Equal facts give equal specs, so the specs are kept by the facts. The memory of the tensors is found anew in each save, and
    values are encoded anew, such as the hyperparameters of optimizers.
 3. Neither facts nor specs hold a tensor, a module or an optimizer, so nothing of a job lives longer than without them.
@@ -44,8 +44,8 @@ Members = Sequence[tuple[str, Sequence[tuple[Owner, ...]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A state as `look` saw it: the facts that its description follows from, its tensors, and the local memory of each.
+class StateFacts:
+    """A state as `find_facts` saw it: the facts that its description follows from, its tensors, and the local memory of each.
 
     The facts contain the `id` of meshes and placements. `places` keeps these objects alive, so that no other gets the same id.
     """
@@ -57,13 +57,13 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Description:
     """The description of a state.
 
     Attributes
     ----------
     specs, at
-        The specs of tensors, and for each the index of its memory in `Seen.memories`.
+        The specs of tensors, and for each the index of its memory in `StateFacts.memories`.
     values
         The names of the values, in order.
     members
@@ -80,7 +80,7 @@ class Known:
     mesh: Mesh | None
     unused: tuple[str, ...]
 
-    def tensors(self, seen: Seen) -> tuple[LocalTensor, ...]:
+    def tensors(self, seen: StateFacts) -> tuple[LocalTensor, ...]:
         """Return the tensors with their memory of now, without autograd."""
         memories = list(map(torch.Tensor.detach, seen.memories))
         return tuple([LocalTensor(spec, memories[i]) for spec, i in zip(self.specs, self.at, strict=True)])
@@ -106,7 +106,7 @@ def _groups_alone(optimizer: Any, name: str, owners: Sequence[tuple[Owner, ...]]
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
-    """Return an optimizer's part of `Known.members`, which holds no tensor."""
+    """Return an optimizer's part of `Description.members`, which holds no tensor."""
     return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
 
 
@@ -118,13 +118,13 @@ class LastStates:
 
     def forget(self) -> None:
         """Drop both descriptions."""
-        self._items: tuple[tuple[Any, Known], ...] = ()
+        self._items: tuple[tuple[Any, Description], ...] = ()
 
-    def find(self, key: Any) -> Known | None:
+    def find(self, key: Any) -> Description | None:
         """Return the description of a state with these facts, or None."""
         return next((known for other, known in self._items if other == key), None)
 
-    def keep(self, key: Any, known: Known) -> None:
+    def keep(self, key: Any, known: Description) -> None:
         """Keep a description in place of the older one."""
         self._items = ((key, known), *self._items[:1])
 
@@ -133,7 +133,7 @@ KNOWN = LastStates()
 """The descriptions that this process keeps."""
 
 
-def look(trees: Sequence[Tree]) -> Seen | None:
+def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
     """Return the facts of a state, in order to find its description of an earlier save; None if they may not suffice for that."""
     facts: list[Any] = []
     tensors: list[Any] = []
@@ -179,7 +179,7 @@ def look(trees: Sequence[Tree]) -> Seen | None:
     places = list(map(_PLACES, [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind is dtensor]))
     facts += (kinds, looks, strides, [(id(mesh), id(placements), shape) for mesh, placements, shape in places])
     facts += ([tensor.requires_grad for tensor in tensors], _first_like(map(id, (*tensors, *others))), _first_like(addresses))
-    return Seen(facts, places, tensors, memories)
+    return StateFacts(facts, places, tensors, memories)
 
 
 def _first_like(numbers: Iterable[int]) -> list[int]:

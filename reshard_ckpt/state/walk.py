@@ -63,7 +63,7 @@ class Watched:
     given: list[tuple[Optimizer, Mapping[str, Any]]] = field(default_factory=list)
 
     @classmethod
-    def asked(cls, obj: Any) -> tuple[Any, Watched]:
+    def state_dict_of(cls, obj: Any) -> tuple[Any, Watched]:
         """Call an object's ``state_dict()``, and watch the optimizers in it meanwhile."""
         watched = cls(tuple(optimizers_of(obj)))
         with ExitStack() as hooks:
@@ -135,7 +135,7 @@ def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
     if isinstance(obj, torch.Generator):
         tree = Tree(row.path, obj.get_state(), rows, obj.set_state)
     else:
-        root, watched = Watched.asked(obj)
+        root, watched = Watched.state_dict_of(obj)
         tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched)
     _add(rows, tree.root, row.path, (), steps_of)
     return tree

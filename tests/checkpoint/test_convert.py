@@ -284,7 +284,7 @@ def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"to": "gguf"}, UsageError, "there are 'safetensors', 'torch'"),
+        ({"to": "gguf"}, UsageError, "pass one of 'safetensors', 'torch'"),
         ({"root": "net"}, UsageError, "root='net': nothing.*'ema', 'extra', 'model'"),
         ({"select": "nets.*"}, MismatchError, "nets.*: not in the checkpoint"),
         ({"select": "extra"}, UsageError, "nothing that was selected"),

@@ -13,7 +13,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.names import groups_name
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, ValueKind, ValueSpec
-from reshard_ckpt.core.planning.pipeline_stages import spread, stages_of
+from reshard_ckpt.core.planning.pipeline_stages import spread_by_size, stages_of
 from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.values import encode_path, encode_value
@@ -81,7 +81,7 @@ def test_axes_cut_one_dim_in_the_order_that_the_shards_show(first: str) -> None:
 def test_state_that_was_divided_by_whole_parameters_is_divided_so_again(above: str) -> None:
     """As torch's ZeroRedundancyOptimizer has it: all state of a parameter on one rank, by size; also as the root of the state."""
     sizes = {f"layers.{i}.w": (i % 5 + 1, 7) for i in range(12)}
-    owner = spread({name: shape[0] for name, shape in sizes.items()}, 2)
+    owner = spread_by_size({name: shape[0] for name, shape in sizes.items()}, 2)
     ranks: list[Tensors] = []
     for rank in range(2):
         held = []

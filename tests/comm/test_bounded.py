@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from reshard_ckpt.comm import bounded as bounded_module
-from reshard_ckpt.comm.bounded import BoundedStore, Line, StoreLost, bounded, held
+from reshard_ckpt.comm.bounded import BoundedStore, StoreConnection, StoreLost, bounded, holding
 from reshard_ckpt.errors import PeerError
 from tests.warm_python import warm_python
 
@@ -98,7 +98,7 @@ def test_a_store_that_missed_a_reply_is_not_asked_again_until_it_is_reached_anew
 ):
     monkeypatch.setattr(bounded_module, "_LEAST_S", 0.0)
     anew = dist.HashStore()
-    line = Line(lambda timeout_s: anew if blocked.asked else blocked)
+    line = StoreConnection(lambda timeout_s: anew if blocked.asked else blocked)
     store = line.open(0.05)
     other = line.open(600)
     store.set("key", b"1")
@@ -148,9 +148,9 @@ def test_an_interrupt_waits_for_the_reply_under_way_so_that_the_next_comes_after
 def test_a_lock_that_another_thread_keeps_is_a_named_error():
     lock = threading.Lock()
     with (
-        held(lock, 600, "the ranks did not meet"),
+        holding(lock, 600, "the ranks did not meet"),
         pytest.raises(PeerError, match="did not meet within 0.01 s: another thread"),
-        held(lock, 0.01, "the ranks did not meet"),
+        holding(lock, 0.01, "the ranks did not meet"),
     ):
         raise AssertionError
     assert lock.acquire(timeout=0)
@@ -192,7 +192,7 @@ def test_a_wait_that_asks_again_and_again_asks_less_and_less_often():
             asked.append(now[0])
             return now[0] >= 9
 
-        polled = bounded_module.Polled(done, first_s=0.1, last_s=2.0, outcome=lambda: b"there")
+        polled = bounded_module.PollingWait(done, first_s=0.1, last_s=2.0, outcome=lambda: b"there")
         assert not polled.ends(0.05)
         assert not polled.ends(0.04)  # not asked again: a tenth of a second is not over
         assert asked == [0.0]

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm import peers as peers_module
-from reshard_ckpt.comm.bounded import Line
+from reshard_ckpt.comm.bounded import StoreConnection
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import Home
 from reshard_ckpt.comm.peers import Peers
@@ -30,8 +30,8 @@ def tcp_store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def line(store: Any) -> Line:
-    return Line(lambda _: store)
+def line(store: Any) -> StoreConnection:
+    return StoreConnection(lambda _: store)
 
 
 class Meeting:

@@ -61,7 +61,8 @@ def num_keys() -> int:
     count = sum("reshard_ckpt" in key for key in keys)
     if keys and group.rank == 0:  # the number of the session, and so on
         count += sum(
-            key.split("/")[0].isdigit() for key in dist.PrefixStore(group.home._nonce(), group.home._line._client).list_keys()
+            key.split("/")[0].isdigit()
+            for key in dist.PrefixStore(group.home._nonce(), group.home._connection._client).list_keys()
         )
     dist.barrier()
     return count

@@ -57,7 +57,7 @@ def share_job() -> list[tuple[bool, ...]]:
         shared_memory.open_segment = lambda address: None
     exchange = open_exchange(None, timeout_s=600)
     assert exchange is not None
-    shared = shared_memory.share(exchange, 0 if rank == 1 else 16 * (rank + 1))
+    shared = shared_memory.share_memory(exchange, 0 if rank == 1 else 16 * (rank + 1))
     shared.own[:] = rank
     dist.barrier()
     for other, memory in enumerate(shared.read):

@@ -49,11 +49,11 @@ class TestNodeComm(CommContract):
         nodes = nodes_of((0, 1), (2, 3, 4), (5,))
         if joined:
             run_session(server, 6, lambda comm: None, name="before", nodes=nodes)
-            assert [node.line is not None for node in nodes] == [rank in (2, 3, 4) for rank in range(6)]
+            assert [node.connection is not None for node in nodes] == [rank in (2, 3, 4) for rank in range(6)]
         yield lambda body: run_session(server, 6, body, nodes=nodes)
         server.store.delete_key("node/2")
         for node in nodes[2:5]:  # each deletes the session's keys; the machine's store is empty again
-            assert node.line.open(10).on_worker(lambda store: store.num_keys()) == 0
+            assert node.connection.open(10).on_worker(lambda store: store.num_keys()) == 0
 
 
 def test_a_session_of_one_rank_works_too(server: Server):

@@ -279,7 +279,7 @@ def test_mtbf_is_time_by_failures_and_begins_at_a_day(tmp_path: Path):
         for n in range(4):
             log = AttemptLog(storage, clock, clock)
             clock.now += 3600.0
-            log.seen()  # then the process dies, but for the second
+            log.note_alive()  # then the process dies, but for the second
             if n == 1:
                 log.close(failed=False)
         assert AttemptLog(storage, clock, clock).mtbf_s() == pytest.approx((PRIOR_S + 4 * 3600) / 4)
@@ -301,7 +301,7 @@ def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path,
                 costs.end(report(1.0, 1.0))
             timer.now += 60.0
             clock.now += 60.0 + jump_s
-        log.seen()
+        log.note_alive()
         assert log.mtbf_s() == PRIOR_S + (timer.now - 1000.0)
         (attempt,) = read_attempts(storage)
         assert attempt.seen - attempt.began == timer.now - 1000.0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import reshard_ckpt.comm.sessions as comm_module
 from reshard_ckpt.checkpoint import loading, saving
-from reshard_ckpt.comm.bounded import BoundedStore, Line
+from reshard_ckpt.comm.bounded import BoundedStore, StoreConnection
 from reshard_ckpt.comm.group import Group
 from reshard_ckpt.comm.node import Neighbours, Node
 from reshard_ckpt.comm.peers import Peers
@@ -41,12 +41,12 @@ class OfRank:
 class SettledHome:
     """A home in a store that all ranks have already."""
 
-    def __init__(self, line: Line, rank: int, size: int) -> None:
-        self._line, self._node = line, Node(Peers(rank, size))
-        self._node.peers.arrive(line.open(600).below("home"))
+    def __init__(self, connection: StoreConnection, rank: int, size: int) -> None:
+        self._connection, self._node = connection, Node(Peers(rank, size))
+        self._node.peers.arrive(connection.open(600).below("home"))
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
-        root = self._line.open(timeout_s).below("home")
+        root = self._connection.open(timeout_s).below("home")
         return root.below(name), Neighbours(self._node, root)
 
 
@@ -56,8 +56,11 @@ class Job:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.HashStore()
-        lines = [Line(lambda _: self.store) for _ in range(size)]
-        self._groups = [Group(rank, size, line, "job", SettledHome(line, rank, size)) for rank, line in enumerate(lines)]
+        connections = [StoreConnection(lambda _: self.store) for _ in range(size)]
+        self._groups = [
+            Group(rank, size, connection, "job", SettledHome(connection, rank, size))
+            for rank, connection in enumerate(connections)
+        ]
         self._keys_of_group = int(self.store.num_keys())  # who is there, as long as it lasts
         self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]

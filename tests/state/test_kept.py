@@ -47,9 +47,9 @@ def shown(captured: Captured) -> Any:
 def is_known(state: State, **options: Any) -> bool:
     """Whether the description of a state is found."""
     found: list[int] = []
-    keep_values = kept.Known.keep_values
+    keep_values = kept.Description.keep_values
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept.Known, "keep_values", lambda known, trees: found.append(1) or keep_values(known, trees))
+        patch.setattr(kept.Description, "keep_values", lambda known, trees: found.append(1) or keep_values(known, trees))
         capture(state, **options)
     return bool(found)
 

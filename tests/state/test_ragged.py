@@ -83,7 +83,7 @@ def test_a_strided_one_says_that_the_later_axes_cut_first_as_they_do() -> None:
     [
         ((4, 6), (Ragged((1,), (1, 1, 1, 1)), Replicate()), (6,), UnsupportedError, r"flattens dims \(1,\) of shape \(4, 6\)"),
         ((4,), (Ragged((0, 1), (1, 1, 1, 1)), Replicate()), (1,), UnsupportedError, r"dims \(0, 1\) of shape \(4,\)"),
-        ((4, 6), (Ragged((0,), (1, 2, 1)), Replicate()), (6,), LayoutError, r"has 3 units, 4 in all, for an axis of 4"),
+        ((4, 6), (Ragged((0,), (1, 2, 1)), Replicate()), (6,), LayoutError, r"has 3 numbers of units for 4 coordinates"),
         ((4, 6), (Ragged((0,), (0, 0, 0, 0)), Replicate()), (0,), LayoutError, r"units are whole numbers, not all 0"),
         ((4, 6), (Ragged((0,), (2, -1, 1, 1)), Replicate()), (6,), LayoutError, r"units are whole numbers, not all 0"),
         ((4, 6), (Ragged((), (1, 0, 1, 0)), Replicate()), (6,), LayoutError, r"without dims one coordinate has all"),

@@ -180,7 +180,9 @@ def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: 
     """Keep this coordinate's part of the flattened region, in proportion to its units."""
     units = placement.coords
     if len(units) != num or not any(units):
-        raise LayoutError(f"{spell_axis(placement)} has {len(units)} units, {sum(units)} in all, for an axis of {num}")
+        raise LayoutError(
+            f"{spell_axis(placement)} has {len(units)} numbers of units for {num} coordinates; give one for each, not all 0"
+        )
     first, length = region.flat or (0, region.num_elements)
     start, stop = (length * sum(units[:end]) // sum(units) for end in (index, index + 1))
     return replace(region, flat=(first + start, stop - start))

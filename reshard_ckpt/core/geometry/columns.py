@@ -81,19 +81,19 @@ def lex_order(*columns: I64) -> I64:
         return np.arange(num)
     # key: the columns taken so far, packed into `bits` bits. room: the bits of a word that the row's number leaves free.
     room = _WORD_BITS - (num - 1).bit_length()
-    key, bits = _spread(columns[0])
+    key, bits = _counted_from_zero(columns[0])
     for column in columns[1:]:
-        part, width = _spread(column)
+        part, width = _counted_from_zero(column)
         if bits + width > room:
             # Too wide: first make the key dense, then also the column, then both together.
-            key, bits = _dense(key, bits)
+            key, bits = _dense_ranks(key, bits)
         if bits + width > room:
-            part, width = _dense(part, width)
+            part, width = _dense_ranks(part, width)
         if bits + width > room:
             # Replace each pair by its rank: sort by the minor part, then stably by the major one.
             minor = _sorted(part, width)[1]
             order = minor[_sorted(key[minor], bits)[1]]
-            key, bits = _places(order, is_new(key[order], part[order]))
+            key, bits = _ranks_in_order(order, is_new(key[order], part[order]))
         else:
             key, bits = (key << width) | part, bits + width
     return _sorted(key, bits)[1]
@@ -154,7 +154,7 @@ def _in_order(columns: Sequence[I64]) -> bool:
     return True
 
 
-def _spread(column: I64) -> tuple[I64, int]:
+def _counted_from_zero(column: I64) -> tuple[I64, int]:
     """Subtract the smallest value from the column; returns the result, and the number of bits of its largest value."""
     low = int(column.min())
     return column - low if low else column, (int(column.max()) - low).bit_length()
@@ -173,13 +173,13 @@ def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
     return packed >> index_bits, packed & ((1 << index_bits) - 1)
 
 
-def _dense(key: I64, bits: int) -> tuple[I64, int]:
+def _dense_ranks(key: I64, bits: int) -> tuple[I64, int]:
     """Replace each value by its rank among the distinct values; returns the ranks, and the number of bits of the largest rank."""
     ordered, order = _sorted(key, bits)
-    return _places(order, is_new(ordered))
+    return _ranks_in_order(order, is_new(ordered))
 
 
-def _places(order: I64, new: Mask) -> tuple[I64, int]:
+def _ranks_in_order(order: I64, new: Mask) -> tuple[I64, int]:
     """Return the rank of each row among the distinct values, and the number of bits of the largest rank.
 
     ``order[i]`` is the row at place i of the sorted rows; ``new[i]`` says whether it differs from the row before it.

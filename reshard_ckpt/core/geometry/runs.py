@@ -76,10 +76,10 @@ def dot(indices: I64, strides: I64) -> I64:
     return places
 
 
-def less(low: I64, high: I64) -> Mask:
+def all_less(low: I64, high: I64) -> Mask:
     """Tell for each row whether `low` is less than `high` in every dim.
 
-    >>> less(np.array([[0, 1], [0, 1]]), np.array([[2, 2], [2, 1]])).tolist()
+    >>> all_less(np.array([[0, 1], [0, 1]]), np.array([[2, 2], [2, 1]])).tolist()
     [True, False]
     """
     good = np.ones(len(low), bool)

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...errors import UnsupportedError
 from .columns import ColumnTable, batches, is_new, lex_order, running_max
-from .runs import I64, Mask, bounds, decompose, less, ranges, volumes
+from .runs import I64, Mask, all_less, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 20
 """The most pairs compared in one step; bounds memory without changing the result."""
@@ -90,7 +90,7 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
         # One entry for each candidate pair: left[k] in `one`, met[k] in `other`; hit: the pairs that overlap on every dim.
         left, met = owner + part.start, right[first[part][owner] + step]
         low, high = one.offsets[left], other.offsets[met]
-        hit = np.flatnonzero(less(low, high + other.lengths[met]) & less(high, low + one.lengths[left]))
+        hit = np.flatnonzero(all_less(low, high + other.lengths[met]) & all_less(high, low + one.lengths[left]))
         found.append((left[hit], met[hit]))
     if len(found) == 1:
         return found[0]
@@ -268,7 +268,7 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
         left = order[owner + part.start]
         right = order[owner + part.start + 1 + step]
         a, b = offsets[left], offsets[right]
-        hit = np.flatnonzero(less(a, b + lengths[right]) & less(b, a + lengths[left]))
+        hit = np.flatnonzero(all_less(a, b + lengths[right]) & all_less(b, a + lengths[left]))
         if len(hit):
             return int(left[hit[0]]), int(right[hit[0]])
     return None
@@ -292,7 +292,7 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
     while True:
         # begin, end: the boxes clipped to the region low : high; none inside means that the region is free.
         begin, end = np.maximum(offsets, low), np.minimum(offsets + lengths, high)
-        inside = np.flatnonzero(less(begin, end))
+        inside = np.flatnonzero(all_less(begin, end))
         if len(inside) == 0:
             return tuple(low.tolist()), tuple(high.tolist())
         # Cut along a face of some box. The left half is kept if its boxes do not fill it, else the right one, which has the gap

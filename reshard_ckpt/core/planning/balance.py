@@ -39,10 +39,10 @@ class Assigned(ColumnTable):
     count: I64
 
 
-def level(loads: I64, total: int) -> I64:
+def level_shares(loads: I64, total: int) -> I64:
     """Divide ``total`` into shares that bring the loads as level as possible.
 
-    >>> level(np.array([0, 10, 4]), 10).tolist()
+    >>> level_shares(np.array([0, 10, 4]), 10).tolist()
     [7, 0, 3]
     """
     order = np.argsort(loads, kind="stable")
@@ -91,7 +91,7 @@ def _cut_stream(group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_e
     items = group.items
     each, ends = item_bytes[items], np.cumsum(num_elements[items] * item_bytes[items])
     first = ends - num_elements[items] * each
-    quota = level(loads[group.ranks], int(ends[-1]))
+    quota = level_shares(loads[group.ranks], int(ends[-1]))
     at = np.cumsum(quota)[:-1]
     # where[c]: the item in which cut c lies; element[c]: the element of that item before which it cuts.
     where = np.minimum(np.searchsorted(ends, at, side="right"), len(items) - 1)

@@ -148,7 +148,7 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     # Parts that travel with and without the host are two exchanges, each with rounds of its own.
     for device in (0, 1):
         rows = np.flatnonzero((parts.device == device) & (parts.owner != parts.taker))
-        parts.round[rows] = spread(parts.owner[rows], parts.taker[rows], size[rows], len(node), round_bytes)
+        parts.round[rows] = spread_over_rounds(parts.owner[rows], parts.taker[rows], size[rows], len(node), round_bytes)
     return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -_item_bytes(wire)))
 
 
@@ -209,12 +209,12 @@ def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node
     return chosen
 
 
-def spread(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
+def spread_over_rounds(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
     """Give each part a round, so that the parts from one rank to another are spread evenly over all rounds.
 
     >>> zero = np.zeros(4, np.int64)
-    >>> spread(zero, zero + 1, zero + 10, 2, 40).tolist(), spread(zero, zero + 1, zero + 10, 2, 20).tolist()
-    ([0, 0, 0, 0], [0, 1, 2, 3])
+    >>> [spread_over_rounds(zero, zero + 1, zero + 10, 2, round_bytes).tolist() for round_bytes in (40, 20)]
+    [[0, 0, 0, 0], [0, 1, 2, 3]]
     """
     if len(owner) == 0:
         return np.zeros(0, np.int64)

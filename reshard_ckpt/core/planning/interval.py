@@ -86,9 +86,9 @@ class TierCosts:
         best = daly(self.cost_s, 1 / self.failures_per_s) + self.cost_s
         return max(best, self.save_s, self.cost_s / max_overhead)
 
-    def lost(self, interval_s: float) -> Lost:
+    def lost(self, interval_s: float) -> LostShares:
         """Compute the shares of time that are lost with this interval, to first order in the rate of failures."""
-        return Lost(
+        return LostShares(
             saving=0.0 if math.isinf(interval_s) else self.cost_s / interval_s,
             repeating=self.failures_per_s * (interval_s / 2 + self.save_s) if self.failures_per_s else 0.0,
             restoring=self.failures_per_s * self.restore_s,
@@ -96,7 +96,7 @@ class TierCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostShares:
     """Shares of time that are lost, by cause: saves that stall training, steps done again, restarting and loading."""
 
     saving: float
@@ -108,8 +108,8 @@ class Lost:
         """The share of time that is lost, at most 1: with 1, no step is ever finished."""
         return min(1.0, self.saving + self.repeating + self.restoring)
 
-    def __add__(self, other: Lost) -> Lost:
-        return Lost(self.saving + other.saving, self.repeating + other.repeating, self.restoring + other.restoring)
+    def __add__(self, other: LostShares) -> LostShares:
+        return LostShares(self.saving + other.saving, self.repeating + other.repeating, self.restoring + other.restoring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +167,12 @@ class Goodput:
 
     memory_s: float | None
     store_s: float
-    memory: Lost
-    store: Lost
+    memory: LostShares
+    store: LostShares
     memory_survives: float
 
     @property
-    def lost(self) -> Lost:
+    def lost(self) -> LostShares:
         """The shares of time that both tiers lose together."""
         return self.memory + self.store
 
@@ -190,7 +190,7 @@ def best_goodput(job: JobFigures, max_overhead: float = MAX_OVERHEAD) -> Goodput
     memory, store, survives = tiers(job)
     memory_s = None if memory is None else memory.best_interval(max_overhead)
     store_s = max(store.best_interval(max_overhead), memory_s or 0.0)  # only a save to memory can be written to the store
-    nothing = Lost(0.0, 0.0, 0.0)
+    nothing = LostShares(0.0, 0.0, 0.0)
     lost = nothing if memory is None or memory_s is None else memory.lost(memory_s)
     return Goodput(memory_s, store_s, lost, store.lost(store_s), survives)
 

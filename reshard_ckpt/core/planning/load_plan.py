@@ -21,7 +21,7 @@ from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..catalog.specs import PieceColumns, item_bytes_of
 from ..geometry.columns import ColumnTable, batches
-from ..geometry.runs import I64, bounds, decompose, dot, less, pad_left, ranges, strides_of, volumes
+from ..geometry.runs import I64, all_less, bounds, decompose, dot, pad_left, ranges, strides_of, volumes
 from ..geometry.tiling import TensorBoxes, meet
 
 MAX_WINDOWS = 1 << 20
@@ -199,7 +199,7 @@ def _items(
     # low, high: the global bounds of the overlap of that box with the wanted one; empty overlaps are dropped.
     low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
     high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
-    if not (keep := less(low, high)).all():
+    if not (keep := all_less(low, high)).all():
         pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
     # position[i]: where the overlap begins in its row, in elements from the row's first one, which is at rows.offset of its file.
     position = dot(low - origin, strides) - rows.start[pairs.row]

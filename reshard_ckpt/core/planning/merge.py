@@ -24,7 +24,7 @@ from ..geometry.columns import ColumnTable, group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left
 from ..report import summarize
 from .local_metadata import U8, JobMetadata
-from .placement import agreed
+from .placement import agreed_placement
 
 OWN_VALUES = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
 """The advice where ranks have different values under one name."""
@@ -256,7 +256,7 @@ def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[P
     begin = np.append(np.flatnonzero(is_new(tensors)), len(tensors)).tolist()
     for low, high in pairwise(begin):
         distinct = [known[i] for i in placements[low:high].tolist()]
-        declared[int(tensors[low])] = distinct[0] if high - low == 1 else agreed(distinct)
+        declared[int(tensors[low])] = distinct[0] if high - low == 1 else agreed_placement(distinct)
     return tuple(declared)
 
 

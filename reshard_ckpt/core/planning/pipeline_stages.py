@@ -164,7 +164,7 @@ def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
     return {name: bisect_left(order[group], expert) * num // len(order[group]) for name, (group, expert) in found.items()}
 
 
-def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
+def spread_by_size(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
     """Map each key to one of `num` places: the largest size first, each to the place with the least so far."""
     loads = [0] * num
     out = {}

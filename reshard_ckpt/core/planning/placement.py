@@ -158,7 +158,7 @@ def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> 
     return alike
 
 
-def agreed(declared: Sequence[Placement]) -> Placement:
+def agreed_placement(declared: Sequence[Placement]) -> Placement:
     """Return the placement that all ranks declare, axis by axis; an axis on which they differ counts as not declared."""
     first, *rest = list(dict.fromkeys(declared)) or [()]
     return tuple(p for p in first if all(p in other for other in rest))

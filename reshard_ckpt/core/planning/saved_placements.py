@@ -118,26 +118,26 @@ class SavedPlacements:
         ranks = self._writers[self._catalog.rows.file[self._catalog.rows_of(source)]]
         return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 
-    def firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
-        """Return the first coordinate of each tensor on an axis, in the order given, grouped by `home`.
+    def first_coordinates(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
+        """Return the first coordinate of each tensor on an axis, in the order given, grouped by `stages_and_experts`.
 
         The tensors of each pipeline stage and experts' rank formed a vector of their own.
         """
         out: dict[tuple[Ints, ...], list[int]] = {}
         for name in names:
-            out.setdefault(self.home(name), []).append(self.first_coordinate(name, axis))
+            out.setdefault(self.stages_and_experts(name), []).append(self.first_coordinate(name, axis))
         return out
 
-    def home(self, name: str) -> tuple[Ints, ...]:
+    def stages_and_experts(self, name: str) -> tuple[Ints, ...]:
         """Return the pipeline stages and the experts' ranks that held a tensor."""
         saved = self.placements[name]
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 
-    def shared(self, param: str) -> object:
+    def tie_key(self, param: str) -> object:
         """Return a key that is equal for tied parameters. If a parameter is not among the chosen tensors, its name is the key."""
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
-    def unit(self, name: str) -> Unit:
+    def unit_key(self, name: str) -> Unit:
         """Return the key of the tensors that stay together: all state of one parameter, or a parameter by itself."""
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
 

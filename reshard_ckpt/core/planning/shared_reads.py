@@ -52,7 +52,7 @@ class Messages(ColumnTable):
         return int(self.round.max(initial=-1)) + 1
 
 
-def share(wants: Sequence[Wants], round_bytes: int) -> Messages:
+def divide_reads(wants: Sequence[Wants], round_bytes: int) -> Messages:
     """Divide the reading of windows that several ranks want.
 
     Parameters

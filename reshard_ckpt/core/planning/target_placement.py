@@ -25,7 +25,7 @@ from ..catalog.model import Catalog
 from ..catalog.names import optimizer_of
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
-from .pipeline_stages import expert_dim, experts_of, layer_dim, spread, stages_of
+from .pipeline_stages import expert_dim, experts_of, layer_dim, spread_by_size, stages_of
 from .placement_rules import Rule, rules_for, unmatched
 from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 
@@ -48,7 +48,7 @@ class TargetPlacement:
         """The axis along which the tensor is flat, or None."""
         return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
 
-    def on(self, axis: str) -> AxisPlacement:
+    def on_axis(self, axis: str) -> AxisPlacement:
         """Return the placement on one axis."""
         return next(p for p in self.axes if p.axis == axis)
 
@@ -145,8 +145,8 @@ class _Placer:
         # together: for each set of tied tensors the union of their stages.
         together: dict[object, set[int]] = {}
         for param in distinct:
-            together.setdefault(self.saved.shared(param), set()).update(stages[param])
-        return {name: tuple(sorted(together[self.saved.shared(param)])) for name, param in owner.items()}
+            together.setdefault(self.saved.tie_key(param), set()).update(stages[param])
+        return {name: tuple(sorted(together[self.saved.tie_key(param)])) for name, param in owner.items()}
 
     def _place(self, name: str) -> TargetPlacement:
         """Place one tensor on each axis by itself, then number the axes that cut the same dim."""
@@ -265,7 +265,7 @@ class _Placer:
         # divided: these tensors by optimizer and key of the state, so all "exp_avg" of an optimizer together.
         divided: dict[tuple[str, str], list[str]] = {}
         for name, p in self.placed.items():
-            if p.on(axis).kind == "flat" or self._was_divided(name, axis):
+            if p.on_axis(axis).kind == "flat" or self._was_divided(name, axis):
                 link = self.saved.links[name]
                 divided.setdefault((link.optimizer, link.key), []).append(name)
         # flat: the groups that are cut as elements; vectors: the ones among them that are cut end to end as one vector.
@@ -294,18 +294,18 @@ class _Placer:
 
         It did if some of the tensors are flat, or if the ranks that hold them ascend in the optimizer's order of parameters.
         """
-        if any(self.placed[name].on(axis).kind == "flat" for name in members):
+        if any(self.placed[name].on_axis(axis).kind == "flat" for name in members):
             return True
         optimizer = self.saved.optimizer(members[0])
         if all(self.saved.shapes[name] == () for name in members) or optimizer is None:
             return False
-        firsts = self.saved.firsts(self._by_group(members), axis)
+        firsts = self.saved.first_coordinates(self._by_group(members), axis)
         several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
         return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
     def _each_alone(self, members: Sequence[str], axis: str) -> bool:
         """Tell whether each tensor was cut on its own: then all are flat, and each begins on coordinate 0."""
-        if any(self._ruled(name, axis) is not None or self.placed[name].on(axis).kind != "flat" for name in members):
+        if any(self._ruled(name, axis) is not None or self.placed[name].on_axis(axis).kind != "flat" for name in members):
             return False
         return not any(self.saved.first_coordinate(name, axis) for name in members)
 
@@ -316,9 +316,9 @@ class _Placer:
         """
         ordered = self._by_group(members)
         for names in (ordered, ordered[::-1]):
-            if all(map(_ascending, self.saved.firsts(names, axis).values())):
+            if all(map(_ascending, self.saved.first_coordinates(names, axis).values())):
                 return names
-        return sorted(ordered, key=lambda n: (self.saved.home(n), self.saved.first_coordinate(n, axis)))
+        return sorted(ordered, key=lambda n: (self.saved.stages_and_experts(n), self.saved.first_coordinate(n, axis)))
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
         """Sort tensors in the order in which their optimizer lists their parameters."""
@@ -329,12 +329,12 @@ class _Placer:
     def _follow(self, axis: str, whole: Sequence[str], flat: set[str]) -> list[str]:
         """Let whole state follow the flat state of the same parameter; return the whole tensors that have none to follow."""
         # leader: for each parameter a flat tensor of its state.
-        leader = {self.saved.unit(name): name for name in sorted(flat)}
+        leader = {self.saved.unit_key(name): name for name in sorted(flat)}
         # A step count was on all ranks that had a part of its parameter's state, perhaps on all ranks; so replicated ones follow
         # too, if another tensor of the same key was divided.
         kinds = {(self.saved.links[name].optimizer, self.saved.links[name].key) for name in whole}
         for name in self.names:
-            link, leads = self.saved.links[name], leader.get(self.saved.unit(name))
+            link, leads = self.saved.links[name], leader.get(self.saved.unit_key(name))
             if leads is not None and name not in flat and (link.optimizer, link.key) in kinds:
                 self.placed[name] = replace(self.placed[name].with_axis(AxisPlacement(axis, "replicate")), follows=leads)
         return [name for name in whole if self.placed[name].follows is None]
@@ -347,11 +347,11 @@ class _Placer:
             return
         bytes_of: dict[Unit, int] = {}
         for name in whole:
-            unit = self.saved.unit(name)
+            unit = self.saved.unit_key(name)
             bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.saved.shapes[name])
-        chosen = spread(bytes_of, size)
+        chosen = spread_by_size(bytes_of, size)
         for name in whole:
-            self.placed[name] = self.placed[name].with_axis(_resident(axis, (chosen[self.saved.unit(name)],), size))
+            self.placed[name] = self.placed[name].with_axis(_resident(axis, (chosen[self.saved.unit_key(name)],), size))
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:

@@ -33,7 +33,7 @@ time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Travels(ColumnTable):
+class Transfers(ColumnTable):
     """One row for each part: its round, the rank that sends it, the rank that takes it, and its bytes."""
 
     round: I64
@@ -125,7 +125,7 @@ class Mover:
         This rank, and the number of ranks.
     num_rounds
         The number of rounds of the whole exchange.
-    travels
+    transfers
         The parts that this rank sends, or takes from others or from itself. Both ends of a message list its parts in one order.
     wire
         The dtype in which each part travels.
@@ -134,14 +134,21 @@ class Mover:
     """
 
     def __init__(
-        self, rank: int, size: int, num_rounds: int, travels: Travels, wire: Sequence[torch.dtype], *, keeps_views: bool = True
+        self,
+        rank: int,
+        size: int,
+        num_rounds: int,
+        transfers: Transfers,
+        wire: Sequence[torch.dtype],
+        *,
+        keeps_views: bool = True,
     ) -> None:
-        self._size, self.num_rounds, self._wire, self._bytes = size, num_rounds, wire, travels.num_bytes
+        self._size, self.num_rounds, self._wire, self._bytes = size, num_rounds, wire, transfers.num_bytes
         # out[i], into[i]: whether this rank sends, or gets, part i; both, if it takes the part from itself
-        out, into = travels.owner == rank, travels.taker == rank
+        out, into = transfers.owner == rank, transfers.taker == rank
         self._own = np.flatnonzero(out & into)
-        self._sends = _Schedule(travels, out & ~into, travels.taker)
-        self._receives = _Schedule(travels, into & ~out, travels.owner)
+        self._sends = _Schedule(transfers, out & ~into, transfers.taker)
+        self._receives = _Schedule(transfers, into & ~out, transfers.owner)
         self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
         self._keeps = keeps_views and len(wire) <= MAX_VIEWS
         self.received_bytes = int(self._bytes[into & ~out].sum())
@@ -238,10 +245,10 @@ def _begins(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
 class _Schedule:
     """The chosen parts, sorted by round, then by the rank at the other end (`peer`), then by their order in the message."""
 
-    def __init__(self, travels: Travels, chosen: Mask, peer: I64) -> None:
+    def __init__(self, transfers: Transfers, chosen: Mask, peer: I64) -> None:
         rows = np.flatnonzero(chosen)
-        rows = rows[lex_order(travels.round[rows], peer[rows])] if len(rows) else rows
-        self._rows, self._peer, self._round = rows, peer[rows], travels.round[rows]
+        rows = rows[lex_order(transfers.round[rows], peer[rows])] if len(rows) else rows
+        self._rows, self._peer, self._round = rows, peer[rows], transfers.round[rows]
 
     def _of(self, number: int) -> slice:
         return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())

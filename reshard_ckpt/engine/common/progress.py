@@ -10,7 +10,7 @@ The timeline has the steps of a save, timed on all ranks and put on one axis of 
 
 1. Each rank has a `Recorder`. It reads the wall clock at its start, and the monotonic clock from then on.
 2. It records the steps of all threads of a save. `TimedComm` also records when each message was sent and received.
-3. Each rank sends its records with its receipt (`Recorder.sealed`), some 90 bytes. Rank 0 compares the times of each message on
+3. Each rank sends its records with its receipt (`Recorder.encoded`), some 90 bytes. Rank 0 compares the times of each message on
    both sides, for all ranks at once, and corrects the clocks that these contradict. It keeps the steps as they came (`merged`);
    they are decoded when the timeline is read.
 
@@ -287,7 +287,7 @@ class Recorder:
         with self._lock:
             self._steps.append((name, thread, began, self.now(), num_bytes))
 
-    def sealed(self) -> bytes:
+    def encoded(self) -> bytes:
         """Return all records and the current time as bytes. Send them at once: rank 0 compares the time with its own."""
         # Of a call only the end that says something about the clock: when its message left, or when rank 0's came.
         calls = [call.began if call.to_first else call.ended for call in self.calls[:_HEAD_CALLS]]
@@ -338,11 +338,11 @@ def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, 
     Parameters
     ----------
     records
-        `Recorder.sealed` of each rank, by rank. Rank 0's entry is not used: `recorder` has its later steps too.
+        `Recorder.encoded` of each rank, by rank. Rank 0's entry is not used: `recorder` has its later steps too.
     received_at
         Time on rank 0 when it had all of them.
     """
-    records = [recorder.sealed(), *records[1:]]
+    records = [recorder.encoded(), *records[1:]]
     began, num_calls, sealed = (np.array(column) for column in zip(*map(_HEAD.unpack_from, records), strict=True))
     # times[rank, i]: when the rank's message of call i left, or rank 0's came; rank 0 may have made more calls since
     num_common = min(int(num_calls.min()), len(recorder.calls))

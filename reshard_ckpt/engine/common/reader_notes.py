@@ -1,8 +1,8 @@
 """Notes that keep files for their readers, in a store without locks, where nobody knows who reads.
 
 1. A process that removes or replaces a checkpoint leaves its files, and writes the note `REMOVED_KEY` beside them.
-2. A reader that takes longer than `NOTE_EVERY_S` writes a note too, and renews it until it ends (`noted`). A shorter reader makes
-   no request.
+2. A reader that takes longer than `NOTE_EVERY_S` writes a note too, and renews it until it ends (`kept_for_reader`). A shorter
+   reader makes no request.
 3. A later sweep deletes the files, once the grace is over (`removed_within`, `old_enough`) and no reader's note is young
    (`is_read`).
 
@@ -105,7 +105,7 @@ def _age_s(text: str) -> float:
 
 
 @contextmanager
-def noted(storage: Storage, save_id: str) -> Iterator[None]:
+def kept_for_reader(storage: Storage, save_id: str) -> Iterator[None]:
     """Keep the files of a save in a store without locks while the ``with`` block reads them, however long it takes."""
     ended = threading.Event()
     key = f"{save_id}/reader-{uuid.uuid4().hex}"

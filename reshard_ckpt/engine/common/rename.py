@@ -106,17 +106,17 @@ class _NewNames:
     def __post_init__(self) -> None:
         self._old = self.catalog.links()
         for name in (*self.catalog.names, *self.catalog.value_names):
-            self._new[name] = self._explicit(name)
+            self._new[name] = self._given_name(name)
         for name, link in self._old.items():
-            new = self._moved(name, link) if self._new[name] != name else self._following(link)
+            new = self._link_of_renamed(name, link) if self._new[name] != name else self._link_after_parameter(link)
             if new is not None:
                 self._new[name], self._links[new.name] = new.name, new
                 self._fqns.setdefault((link.optimizer, link.fqn), new.fqn)
 
     def __getitem__(self, name: str) -> str:
-        return self._new[name] if name in self._new else self._explicit(name)
+        return self._new[name] if name in self._new else self._given_name(name)
 
-    def _explicit(self, name: str) -> str:
+    def _given_name(self, name: str) -> str:
         """Return the name that the user's mapping or function gives to a name."""
         new = by_mapping(self.rename)(name) if isinstance(self.rename, Mapping) else self.rename(name)
         check_text(new, "a name")
@@ -128,7 +128,7 @@ class _NewNames:
         new = optimizer_of(self[old])
         return optimizer if new is None else new
 
-    def _moved(self, name: str, link: StateLink) -> StateLink | None:
+    def _link_of_renamed(self, name: str, link: StateLink) -> StateLink | None:
         """Return the link of state that was renamed itself; None if its new name is not that of optimizer state.
 
         The new name is divided into optimizer, FQN and key: by the optimizer's new name and the old key if both fit, else by the
@@ -139,12 +139,12 @@ class _NewNames:
         parameter = None if link.parameter is None else self._new[link.parameter]
         if new.startswith(head) and new.endswith(tail) and len(new) > len(head) + len(tail):
             return StateLink(optimizer, new[len(head) : -len(tail)], link.key, parameter)
-        entry = self._explicit(state_name(link.optimizer, link.fqn))
+        entry = self._given_name(state_name(link.optimizer, link.fqn))
         if entry.startswith(head) and new.startswith(f"{entry}."):
             return StateLink(optimizer, entry[len(head) :], new[len(entry) + 1 :], parameter)
         return None
 
-    def _following(self, link: StateLink) -> StateLink:
+    def _link_after_parameter(self, link: StateLink) -> StateLink:
         """Return the link of state that was not renamed itself: it follows its parameter."""
         if link.parameter is None:
             return link
@@ -161,7 +161,7 @@ class _NewNames:
         root = old.removesuffix(fqn).removesuffix(".")
         # A new name below the old root lies deeper in it, also if the mapping names just the root: {"model": "model.inner"}.
         is_deeper = new.startswith(f"{root}.")
-        moved = self._explicit(root) if isinstance(self.rename, Mapping) and root and not is_deeper else root
+        moved = self._given_name(root) if isinstance(self.rename, Mapping) and root and not is_deeper else root
         if moved and new.startswith(f"{moved}."):
             return new[len(moved) + 1 :]
         if f".{new}".endswith(f".{fqn}"):  # the same FQN below another root
@@ -181,7 +181,7 @@ class _NewNames:
             if (optimizer, fqn) in self._fqns:
                 return self._fqns[optimizer, fqn]
             old = state_name(optimizer, fqn)
-            new = self._explicit(old)
+            new = self._given_name(old)
             if new == old and fqn in parameters:
                 return self._fqn(parameters[fqn], self._new[parameters[fqn]], fqn)
             return new.removeprefix(head)

@@ -24,7 +24,7 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm, merge_of_all, union
-from ...comm.shared_memory import SharedMemory, share
+from ...comm.shared_memory import SharedMemory, share_memory
 from ...core.geometry.columns import ColumnTable, Table, columns_of
 from ...core.geometry.runs import I64
 from ...core.report import few
@@ -109,7 +109,7 @@ class Buffers:
     def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
         """Return the memory shared with the ranks of this machine. The first call makes it, and is collective."""
         if self._shared is None:
-            self._shared, self._shared_bytes = share(exchange, num_bytes), num_bytes
+            self._shared, self._shared_bytes = share_memory(exchange, num_bytes), num_bytes
         return self._shared
 
     def next_number(self, traffic: Traffic, memory_bytes: int) -> int:

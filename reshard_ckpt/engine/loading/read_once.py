@@ -35,12 +35,12 @@ from ...core.geometry.columns import ColumnTable, columns_of, concatenated, lex_
 from ...core.geometry.runs import I64, Mask, volumes
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
-from ...core.planning.shared_reads import Messages, Wants, share
+from ...core.planning.shared_reads import Messages, Wants, divide_reads
 from ...errors import CheckpointError
 from ...format.files import digest128
 from ...storage.protocol import Storage
 from ..common.files import in_threads, num_threads
-from ..common.mover import Array, Boxes, Memories, Mover, Travels, View
+from ..common.mover import Array, Boxes, Memories, Mover, Transfers, View
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, pack_columns, pack_table, settle, unpack_columns, unpack_table
 from ..common.tensor_bytes import RAW
@@ -60,7 +60,7 @@ _WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 """A dtype for each element size. Owners do not know the dtypes of the boxes that they send, and need not."""
 
 
-def pays(storage: Storage, catalog: Catalog) -> bool:
+def pays_off(storage: Storage, catalog: Catalog) -> bool:
     """Whether reading once pays where several ranks want the same bytes: a request to the store takes longer than a message."""
     is_slow = not storage.hints.has_locks  # so far only stores of objects lack them
     return is_slow and sum(file.size for file in catalog.files) > SMALL_BYTES
@@ -85,7 +85,7 @@ def execute_once(
     wants = wants_of(reads, task.plan)
     members = _group_of(comm, joining_files(wants))
     exchange = open_exchange(members)
-    messages, rank = share(_of_group(exchange, wants), ROUND_BYTES), exchange.rank
+    messages, rank = divide_reads(_of_group(exchange, wants), ROUND_BYTES), exchange.rank
     # owned: the windows of this rank's reads that it reads for others too. given[w]: the message that brings window w, or -1.
     sent, to_me = messages.take(messages.owner == rank), np.flatnonzero(messages.taker == rank)
     owned = np.unique(_window_of(reads, sent.file, sent.window))
@@ -93,10 +93,10 @@ def execute_once(
     given[_window_of(reads, messages.file[to_me], messages.window[to_me])] = to_me
     alone = np.setdiff1d(np.flatnonzero(given < 0), owned)
     of_item = _window_of(reads, task.plan.file, task.plan.window)
-    items, taken = _taken(task.plan, given[of_item], messages)
-    asked = _ask(exchange, taken) if messages.num_rounds else taken.take(slice(0))
+    items, taken = _boxes_in_messages(task.plan, given[of_item], messages)
+    asked = _send_wanted_boxes(exchange, taken) if messages.num_rounds else taken.take(slice(0))
     # served: the reads of the owned windows, for the items of this rank and of all others.
-    served = reads_of(replace(task, plan=_joint(task.plan, np.isin(of_item, owned), asked), copy=False))
+    served = reads_of(replace(task, plan=_plan_for_all(task.plan, np.isin(of_item, owned), asked), copy=False))
     own_bytes = int(wants.read[alone].sum()) + served.num_bytes
     # With ``copy=False`` no bytes are received from other ranks, so only this rank's own reads count as progress.
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
@@ -221,7 +221,7 @@ class _Boxes(ColumnTable):
     src_strides: I64
 
 
-def _taken(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
+def _boxes_in_messages(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
     """Return the items of this rank's plan that come in messages, and their boxes; ``message[i]`` brings item i, or is -1."""
     items = np.flatnonzero(message >= 0)
     sources = messages.take(message[items])
@@ -233,7 +233,7 @@ def _taken(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxe
     return items, _Boxes(sources.owner, sources.taker, sources.round, sources.file, sources.window, *boxes)
 
 
-def _ask(exchange: Exchange, taken: _Boxes) -> _Boxes:
+def _send_wanted_boxes(exchange: Exchange, taken: _Boxes) -> _Boxes:
     """Send each owner the boxes that this rank takes from its windows; return the boxes that others ask of this rank.
 
     Collective: one swap.
@@ -242,7 +242,7 @@ def _ask(exchange: Exchange, taken: _Boxes) -> _Boxes:
     return concatenated([unpack_columns(_Boxes, data) for data in exchange.swap(messages)])
 
 
-def _joint(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
+def _plan_for_all(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
     """Return a plan that reads this rank's items where `own` is true, and the boxes that others ask for. It has no targets."""
     both = {
         name: np.concatenate([getattr(plan, name)[own], getattr(asked, name)])
@@ -332,9 +332,9 @@ class _SharedWindows(Mover):
         plan, targets = reader.task.plan, reader.task.targets
         self._memory, self._targets = _WindowMemory(), _Targets(targets, reader.devices)
         parts, dest = concatenated([taken, asked]), plan.dest[items]
-        travels = Travels(parts.round, parts.owner, parts.taker, volumes(parts.lengths) * parts.item_bytes)
+        transfers = Transfers(parts.round, parts.owner, parts.taker, volumes(parts.lengths) * parts.item_bytes)
         wire = [targets[i].dtype for i in dest.tolist()] + [_WIRE[size] for size in asked.item_bytes.tolist()]
-        super().__init__(exchange.rank, exchange.size, len(came), travels, wire, keeps_views=False)
+        super().__init__(exchange.rank, exchange.size, len(came), transfers, wire, keeps_views=False)
         # window[i], first[i]: the window of asked box i, and its first byte there.
         window = _window_of(reads, asked.file, asked.window)
         first = asked.src - reads.low[reads.extent_start[:-1]][window]

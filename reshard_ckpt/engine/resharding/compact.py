@@ -47,7 +47,7 @@ from ..common.progress import OnProgress, SharedTally, Tally, silent
 from ..common.sections import share
 from ..common.step_folders import clean_up
 from ..loading.read import REQUEST_BYTES
-from ..saving.commit import look
+from ..saving.commit import read_previous
 from ..saving.options import PreviousCheckpoint
 
 
@@ -113,7 +113,7 @@ def compact(
         return CompactReport(catalog.save_id, 0, 0, ())
     own = [borrowed[i] for i in share((catalog.files[index].size for index in borrowed), comm.rank, comm.size)]
     open_files(storage, catalog, own)
-    before = look(storage) if comm.rank == 0 else None
+    before = read_previous(storage) if comm.rank == 0 else None
 
     def begun() -> str:
         _check_room(storage, [catalog.files[index] for index in borrowed])
@@ -140,7 +140,7 @@ def compact(
     except BaseException as error:
         with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
             # The new catalog is not in place and will not come there, so nothing refers to the copies.
-            if comm.rank == 0 and not isinstance(error, PublishUnknown) and look(storage).catalog == encoded:
+            if comm.rank == 0 and not isinstance(error, PublishUnknown) and read_previous(storage).catalog == encoded:
                 storage.delete(made)
         raise
     tally.finish()

@@ -104,8 +104,8 @@ class DeltaMover(LiveMover):
         takers = [any(of_round[rank] for of_round in self._to) for rank in range(self._size)]
         owners = [any(of_round[rank] for of_round in self._from_rank) for rank in range(self._size)]
         sizes = 8 * self.num_rounds
-        claims = _Small(_sized(owners, _DIGEST_BYTES), _sized(takers, _DIGEST_BYTES), self._claim, self._hear_claim)
-        return [claims, _Small(_sized(takers, sizes), _sized(owners, sizes), self._size_for, self._hear_sizes), self]
+        claims = _SmallMessages(_sized(owners, _DIGEST_BYTES), _sized(takers, _DIGEST_BYTES), self._claim, self._take_claim)
+        return [claims, _SmallMessages(_sized(takers, sizes), _sized(owners, sizes), self._size_for, self._take_sizes), self]
 
     def _claim(self, owner: int) -> bytes:
         """Return the digest of this rank's present elements of the parts that come from a rank."""
@@ -115,7 +115,7 @@ class DeltaMover(LiveMover):
                 digest.update(_raw(self._wanted.region(self._into, i), self._wire[i]).numpy().data)
         return digest.digest()
 
-    def _hear_claim(self, taker: int, data: bytes) -> None:
+    def _take_claim(self, taker: int, data: bytes) -> None:
         self.received_bytes += len(data)
         self._claims[taker] = data
 
@@ -139,7 +139,7 @@ class DeltaMover(LiveMover):
         data: bytes = self._sizes_to[:, taker].astype("<i8").tobytes()
         return data
 
-    def _hear_sizes(self, owner: int, data: bytes) -> None:
+    def _take_sizes(self, owner: int, data: bytes) -> None:
         self._sizes_from[:, owner] = np.frombuffer(data, "<i8")
         self.received_bytes += len(data) + int(self._sizes_from[:, owner].sum())
 
@@ -197,8 +197,8 @@ def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
     return [num_bytes if is_chosen else 0 for is_chosen in chosen]
 
 
-class _Small:
-    """A traffic of one round of small messages. `say` makes the message for a rank, `hear` takes the message of a rank.
+class _SmallMessages:
+    """A traffic of one round of small messages. `make` makes the message for a rank, `take` takes the message of a rank.
 
     ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r.
     """
@@ -206,9 +206,9 @@ class _Small:
     num_rounds = 1
 
     def __init__(
-        self, sent: list[int], received: list[int], say: Callable[[int], bytes], hear: Callable[[int, bytes], None]
+        self, sent: list[int], received: list[int], make: Callable[[int], bytes], take: Callable[[int, bytes], None]
     ) -> None:
-        self._sent, self._received, self._say, self._hear = sent, received, say, hear
+        self._sent, self._received, self._make, self._take = sent, received, make, take
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         return self._sent, self._received
@@ -216,10 +216,10 @@ class _Small:
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         for rank, size in enumerate(self._sent):
             if size:
-                data = torch.frombuffer(bytearray(self._say(rank)), dtype=torch.uint8)
+                data = torch.frombuffer(bytearray(self._make(rank)), dtype=torch.uint8)
                 out[rank][starts[rank] : starts[rank] + size] = data
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         for rank, size in enumerate(self._received):
             if size:
-                self._hear(rank, data[rank][starts[rank] : starts[rank] + size].numpy().tobytes())
+                self._take(rank, data[rank][starts[rank] : starts[rank] + size].numpy().tobytes())

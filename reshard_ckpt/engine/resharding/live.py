@@ -21,7 +21,7 @@ from ...core.geometry.columns import concatenated
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...format.dtypes import TORCH_DTYPES
-from ..common.mover import Boxes, Memories, Mover, Travels
+from ..common.mover import Boxes, Memories, Mover, Transfers
 from ..common.rounds import pack_columns, unpack_columns
 from ..saving.local_shards import LocalShards
 
@@ -152,9 +152,9 @@ class LiveMover(Mover):
 
     def __init__(self, moves: Moves, device: int, rank: int, size: int, held: LocalShards, wanted: LocalShards) -> None:
         parts = moves.of_device(device)
-        travels = Travels(parts.round, parts.owner, parts.taker, parts.num_bytes)
+        transfers = Transfers(parts.round, parts.owner, parts.taker, parts.num_bytes)
         wire = [TORCH_DTYPES[CODES[code]] for code in parts.wire.tolist()]
-        super().__init__(rank, size, moves.num_rounds[device], travels, wire)
+        super().__init__(rank, size, moves.num_rounds[device], transfers, wire)
         # For each part: its row of `held` (or -1), its row of `wanted` (or -1), and its box of the global tensor.
         owner_row = np.where(parts.owner == rank, parts.owner_row, -1)
         taker_row = np.where(parts.taker == rank, parts.taker_row, -1)

@@ -308,7 +308,7 @@ def find_overlaps(
     memory = [*sources.values(), *targets.values()]
     specs = [held.specs[i] for i in sources] + [wanted.specs[i] for i in targets]
 
-    def where(i: int) -> tuple[Any, ...]:
+    def memory_key(i: int) -> tuple[Any, ...]:
         """Return a key that is equal for tensors with the same elements at the same address."""
         return memory[i].data_ptr(), memory[i].dtype, specs[i].pieces
 
@@ -318,7 +318,7 @@ def find_overlaps(
         of_dst = [i for i in shared.targets if i >= len(sources)]
         for j in of_dst:
             # alike: sources (or, without any, destinations) that are exactly the same memory; other: one that is not
-            alike = [i for i in (of_src or of_dst) if where(i) == where(j)]
+            alike = [i for i in (of_src or of_dst) if memory_key(i) == memory_key(j)]
             other = next((i for i in (of_src or of_dst) if i not in alike), j)
             if of_src and not any(loads_from(specs[j].name, specs[i].name) for i in alike):
                 raise UsageError(
@@ -356,7 +356,7 @@ class Spares:
             i: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for i, t in tensors.items()
         }
 
-    def instead_of(self, wanted: LocalShards) -> LocalShards:
+    def with_spares(self, wanted: LocalShards) -> LocalShards:
         """Return the destinations with spare memory in place of their own, where they have any."""
         own = {i: piece.tensor for i, piece in wanted.rows}
         for i in self._partial:  # elements that nothing is loaded into must keep their values when `put` copies the whole tensor

@@ -64,10 +64,10 @@ class SaveThread:
         self._save, self._session, self._job, self._copy, self._target = save, session, job, copy, target
         self._staging = copy.staging
         self._stages = False
-        self._may_go = threading.Event()
+        self._may_begin = threading.Event()
 
     def start(self) -> None:
-        """Start the thread. Once it may `go`, it writes and commits in the session, leaves it, and gives the ring back.
+        """Start the thread. After `let_begin` it writes and commits in the session, leaves the session, and gives the ring back.
 
         Raises
         ------
@@ -85,19 +85,19 @@ class SaveThread:
                     f"no thread to save in can be started ({error}): call checkpoint.save, which needs none"
                 ) from error
 
-    def go(self) -> None:
+    def let_begin(self) -> None:
         """Let the threads begin, now that the caller is done: before, they would have slowed it down."""
-        self._may_go.set()
+        self._may_begin.set()
 
     def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:
-        """Run `fill`, here or in a thread that may `go`; after it the state may change. An error in it fails the save.
+        """Run `fill`, here or in a thread that waits for `let_begin`; then the state may change. Its error fails the save.
 
-        An interrupt (Ctrl-C) in it, if it runs here, is raised as well.
+        An interrupt (Ctrl-C) in `fill`, if it runs here, is raised as well.
         """
         self._stages = True
         if in_background:
             with suppress(RuntimeError):  # if no thread can be started, `fill` runs here
-                self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._may_go.wait() and self._stage(fill)))
+                self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._may_begin.wait() and self._stage(fill)))
                 return
         error = self._stage(fill)
         if error is not None and not isinstance(error, Exception):
@@ -111,14 +111,14 @@ class SaveThread:
 
     def give_up(self, error: BaseException) -> None:
         """Fail the save, and wait until it is over."""
-        self.go()
+        self.let_begin()
         self._staging.fail(error)
         if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it
             self._save.finish_staging()
         self._save.wait()
 
     def _run(self) -> None:
-        self._may_go.wait()
+        self._may_begin.wait()
         recorder = self._job.recorder
         outcome: SaveReport | BaseException
         try:
@@ -191,12 +191,12 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
         raise
     try:
         if copy.staging.copy_streams or not copy.staging.holds_all:
-            thread.go()  # a device copies by itself, and a ring that streams must be drained meanwhile
+            thread.let_begin()  # a device copies by itself, and a ring that streams must be drained meanwhile
         if guard is None:
             thread.stage(copy.fill, in_background=job.options.caller_holds)
         else:
             _stage_lazily(thread, save, copy, guard, guarded.tensors)
-        thread.go()
+        thread.let_begin()
     except BaseException as error:  # Ctrl-C, which may come at any moment
         thread.give_up(error)
         raise

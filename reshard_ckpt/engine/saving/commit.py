@@ -1,6 +1,6 @@
 """The commit of a save, and the two checks before it: the checkpoint that the path holds, and the free space there.
 
-1. Rank 0 reads the catalog and the folders that the path holds (`look`), before any rank makes a file.
+1. Rank 0 reads the catalog and the folders that the path holds (`read_previous`), before any rank makes a file.
 2. Every rank writes its part and sends a receipt (`write_and_commit`).
 3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, syncs the
    folders that name the files of all ranks, and publishes the catalog. After this one step the checkpoint exists. It is refused
@@ -65,7 +65,7 @@ from .unchanged import Base
 from .write import Chunks, chunks_in_place, keys_of, lay_out, remove, write_files
 
 
-def look(storage: Storage) -> PreviousCheckpoint:
+def read_previous(storage: Storage) -> PreviousCheckpoint:
     """Return the catalog and the folders that a path holds. Rank 0 calls it before any rank makes a file."""
 
     def catalog() -> tuple[bytes | None, Version]:
@@ -192,7 +192,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     # If the gather fails, rank 0 cannot commit, so every rank deletes its files. After it, only rank 0 knows whether the catalog
     # was published, so only rank 0 deletes files (`write_and_commit`). An interrupt may come right after the gather.
     try:
-        gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b"")))
+        gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.encoded() if options.timeline else b"")))
         recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
         if gathered is None or job.contents is None:  # both are None on the same ranks
             return None
@@ -203,9 +203,9 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
         for key, data in options.beside.items():
             [held] = storage.read_many([key], MAX_CATALOG_BYTES)
             replaced[key] = held, storage.publish(key, data)
-        see_base = None if job.base is None else partial(_see_base, job.base)
+        check_base = None if job.base is None else partial(_check_base_unchanged, job.base)
         catalog, seen = publish(
-            storage, job.contents, receipts, see_base, recorder=recorder, sha256=options.sha256, grace_s=options.grace_s
+            storage, job.contents, receipts, check_base, recorder=recorder, sha256=options.sha256, grace_s=options.grace_s
         )
         if options.timeline:
             try:
@@ -244,7 +244,7 @@ def _undo(
 def _finish_interrupted(job: SaveJob) -> None:
     """Delete the files of the replaced checkpoint, if an interrupt (Ctrl-C) came after the new catalog was put in place."""
     with suppress(CheckpointError):  # the next save deletes those files
-        found = look(job.storage).catalog
+        found = read_previous(job.storage).catalog
         if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.contents and job.contents.before:
             job.storage.sync([CATALOG_KEY])
             clean_up(job.storage, catalog, job.contents.before.folders, job.options.grace_s)
@@ -268,7 +268,7 @@ def is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool
     if isinstance(error, PublishUnknown):
         return False
     try:
-        catalog = look(storage).catalog
+        catalog = read_previous(storage).catalog
         return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)
     except CheckpointError:
         return False
@@ -278,7 +278,7 @@ def publish(
     storage: Storage,
     contents: SaveContents,
     receipts: Receipts,
-    see_base: Callable[[Storage], None] | None = None,
+    check_base: Callable[[Storage], None] | None = None,
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
@@ -287,11 +287,11 @@ def publish(
 ) -> tuple[Catalog, Callable[[], None]]:
     """Check the receipts of all ranks, publish the catalog, and delete the replaced files; on rank 0 only.
 
-    Return the catalog, and a function to call last: it raises if another job had deleted files of this save (`see_again`).
+    Return the catalog, and a function to call last: it raises if another job deleted files of this save (`check_files_again`).
 
     Parameters
     ----------
-    see_base
+    check_base
         Called with the store once the catalog is published; raises `MissingKey` if files that it refers to may be gone.
     sha256
         Also write a manifest with the SHA-256 of every file.
@@ -317,7 +317,7 @@ def publish(
         if len(others):  # the manifest would lack files
             raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others.tolist()}: pass the same on every rank")
         compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
-        _see_files(storage, receipts, before)
+        _check_files_visible(storage, receipts, before)
     catalog = catalog_of(contents, receipts)
     # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: the bytes of every file are
     # durable and seen, then their names become durable, then the catalog is published, then the replaced files are deleted.
@@ -328,15 +328,18 @@ def publish(
         storage.sync(f"{folder}/{CATALOG_KEY}" for folder in receipts.folders)  # any key in them: folders are synced, not files
     with recorder.step("publish"):
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
-        if see_base is not None:
+        if check_base is not None:
             try:
-                see_base(storage)
+                check_base(storage)
             except MissingKey as error:
                 _put_catalog_back(storage, before, version)
                 raise StorageError(f"{storage.url}: the save is undone: {error}") from None
     again: Callable[[], None] = lambda: None  # noqa: E731 - a lock is never lost
     if not storage.hints.has_locks:
-        again = begin(storage, partial(see_again, storage, partial(_see_files, storage, receipts, None), before, version, lease))
+        again = begin(
+            storage,
+            partial(check_files_again, storage, partial(_check_files_visible, storage, receipts, None), before, version, lease),
+        )
     try:
         with recorder.step("clean up"):
             clean_up(storage, catalog, before.folders if before else storage.folders(), grace_s)
@@ -394,7 +397,7 @@ def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I
     return plan, file, parts.offset, referred
 
 
-def _see_files(storage: Storage, receipts: Receipts, before: PreviousCheckpoint | None) -> None:
+def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousCheckpoint | None) -> None:
     """Refuse the save if rank 0 does not see each file of the receipts, with the size that its rank wrote."""
     sizes = dict(found for folder in receipts.folders for found in storage.list(folder))
     # wanted: each key that a rank has written, with its bytes; None for digests, whose bytes are not compared
@@ -402,7 +405,7 @@ def _see_files(storage: Storage, receipts: Receipts, before: PreviousCheckpoint 
     for i, (key, size) in enumerate(wanted):
         seen = sizes.get(key)
         if seen is None or (size is not None and seen != size):
-            found = look(storage).version if before else ANY
+            found = read_previous(storage).version if before else ANY
             if before and ANY not in (before.version, found) and found != before.version:
                 # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
                 raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
@@ -412,7 +415,7 @@ def _see_files(storage: Storage, receipts: Receipts, before: PreviousCheckpoint 
             )
 
 
-def see_again(
+def check_files_again(
     storage: Storage,
     see: Callable[[], None],
     before: PreviousCheckpoint | None,
@@ -456,7 +459,7 @@ def _put_catalog_back(storage: Storage, before: PreviousCheckpoint | None, versi
     _put_back(storage, CATALOG_KEY, Document(before.catalog, before.version) if before and before.catalog else None, version)
 
 
-def _see_base(base: Base, storage: Storage) -> None:
+def _check_base_unchanged(base: Base, storage: Storage) -> None:
     """Raise `MissingKey` if the base has changed since the save opened it, so that files which the save refers to may be gone.
 
     Whoever replaces the base first publishes its own catalog, and then looks for catalogs that refer to the old files. So either

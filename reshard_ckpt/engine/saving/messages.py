@@ -174,7 +174,7 @@ class Receipt:
     offset: I64
     fingerprints: NDArray[np.uint64]
     record: bytes = b""
-    """Durations of this rank's steps, as `Recorder.sealed` encodes them; empty if no timeline is kept."""
+    """Durations of this rank's steps, as `Recorder.encoded` encodes them; empty if no timeline is kept."""
     parts: StoredRuns | None = None
 
     @property

@@ -87,7 +87,7 @@ class StepGuard:
             if self._follow is not None:
                 self._follow()
                 # Before the first step only: later steps change the tensors, and may.
-                self._seen = self._seen or self._detector.look()
+                self._seen = self._seen or self._detector.take_snapshot()
 
     def release(self) -> None:
         """Let every step through."""
@@ -149,9 +149,9 @@ class ChangeDetector:
         sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
         self._is_whole = sum(tensor.nbytes for tensor in sizeable) <= WHOLE_BYTES
         self._sampled = sizeable if self._is_whole else _spread(sizeable, MAX_SAMPLED)
-        self._before = self.look()
+        self._before = self.take_snapshot()
 
-    def look(self) -> Snapshot:
+    def take_snapshot(self) -> Snapshot:
         """Take a snapshot. On a device it is queued on this thread's current stream, after the work that is queued there."""
         versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         samples = self._sample()
@@ -161,7 +161,7 @@ class ChangeDetector:
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:
         """Whether one of the tensors was written to before `seen` was taken, or before now without `seen`."""
-        now = seen or self.look()
+        now = seen or self.take_snapshot()
         if self._before.versions != now.versions:
             return True
         for mark in now.taken:

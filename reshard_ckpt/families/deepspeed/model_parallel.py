@@ -66,7 +66,9 @@ class TensorParallel:
     def __init__(self, info: Mapping[str, Any]) -> None:
         affine = info.get("affine_map") or {}
         if affine.get("version", 1) != 1:
-            raise UnsupportedError(f"its affine_map has version {affine['version']!r}, and 1 is the newest that is known")
+            raise UnsupportedError(
+                f"its affine_map has version {affine['version']!r}, and only version 1 is read; save with reshard_ckpt instead"
+            )
         self._maps = _by_name(affine.get("params") or {})
         self._unsupported = _by_name(info.get("autotp_unsupported_parameter_patterns") or {})
         self._replicated = _by_name(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
@@ -92,7 +94,8 @@ class TensorParallel:
             return _shard_of(found, name, rank, shapes[rank])
         if (kind := self._other_kinds.get(name)) is not None:
             raise UnsupportedError(
-                f"{name}: is divided among tensor-parallel ranks as {kind} says, and there is no affine_map of it"
+                f"{name}: is divided among tensor-parallel ranks as {kind} says, and no affine_map says how; save with "
+                "reshard_ckpt instead"
             )
         if name in self._replicated:
             return Shard.whole(shapes[rank]) if rank == 0 else Shard(shapes[0], ())
@@ -115,7 +118,9 @@ def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
     """Return the part of a rank if the tensors of all ranks, joined along `dim`, are the whole."""
     # The shapes of all ranks may differ only along `dim`.
     if any(len(shape) <= dim for shape in shapes) or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
-        raise CorruptError(f"{name}: its tensor-parallel shards have shapes {shapes}, which do not fit along dim {dim}")
+        raise CorruptError(
+            f"{name}: its tensor-parallel shards have shapes {shapes}, which do not fit along dim {dim}; use another checkpoint"
+        )
     low = sum(shape[dim] for shape in shapes[:rank])
     shape = list(shapes[rank])
     shape[dim] = sum(other[dim] for other in shapes)
@@ -129,7 +134,9 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
         shape = tuple(found["logical_shape"])
         own = found["ranks"][rank]
         if tuple(own["shard_shape"]) != held:
-            raise CorruptError(f"{name}: its map says that rank {rank} holds {own['shard_shape']}, and it holds {held}")
+            raise CorruptError(
+                f"{name}: its map says that rank {rank} holds {own['shard_shape']}, but it holds {held}; use another checkpoint"
+            )
         segments: list[FlatBox] = []
         for piece in own["pieces"]:
             # Ranks share a piece that is replicated: only the lowest of them counts it.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...plugins import checkpoint, open_storage
 from ...plugins.errors import CheckpointNotFound, CorruptError
-from ...plugins.runs import TAG, close_run, look_at, open_run, run_at, tags_of
+from ...plugins.runs import TAG, close_run, load_without_going_back, open_run, run_at, tags_of
 from ...plugins.states import values_of_all
 from .loading import Saved, find_saved, latest_of, saved_at
 from .names import ROOT
@@ -140,7 +140,7 @@ class NebulaRun:
 
     def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
         """Check the checkpoint of a step of this run, and open it. Collective."""
-        look_at(self._manager, step, {ROOT: {}})  # fails unless it is whole; brings its catalog to every node
+        load_without_going_back(self._manager, step, {ROOT: {}})  # fails unless it is whole; brings its catalog to every node
         self._last = step
         catalog = self._manager.catalog(step)
         assert catalog is not None

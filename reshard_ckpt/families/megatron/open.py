@@ -121,7 +121,8 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
         # Megatron writes ``metadata.json`` last, so it is missing if a save was cut off.
         if storage.size(COMMON_FILE) is not None and any(key.endswith(".distcp") for key, _ in storage.list()):
             raise CorruptError(
-                f"{storage.url}: has {COMMON_FILE}, but no {CONFIG_FILE}, which is written last: the save did not end"
+                f"{storage.url}: has {COMMON_FILE}, but no {CONFIG_FILE}, which is written last: the save did not end, so use "
+                "another checkpoint"
             )
         return False
     try:
@@ -321,7 +322,10 @@ def unflattened(saved: SavedTensor, shape: Ints, name: str) -> SavedTensor:
     fits = len(fragments) == len(shape) and all(f > 0 and size % f == 0 for size, f in zip(shape, fragments, strict=True))
     lengths = tuple(size // f for size, f in zip(shape, fragments, strict=True)) if fits else ()
     if not fits or prod(lengths) != numel or any(n != 1 for chunk in saved.chunks for n in chunk.lengths[:-1]):
-        raise CorruptError(f"{name}: is saved flat, in shape {saved.shape}, which is not a way to cut its true shape {shape}")
+        raise CorruptError(
+            f"{name}: is saved flat, in shape {saved.shape}, which is not a way to cut its true shape {shape}; use another "
+            "checkpoint"
+        )
 
     def run(chunk: Chunk) -> Chunk:
         offsets = tuple(c * size for c, size in zip(chunk.offsets[:-1], lengths, strict=True))

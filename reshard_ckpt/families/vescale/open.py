@@ -75,7 +75,9 @@ class _Folder:
         if path[0] == GROUP_META:
             return None
         if len(path) < 3 or (match := _PARAMETER.fullmatch(str(path[1]))) is None:
-            raise CorruptError(f"{self.storage.url}: {path!r:.200} is not state of veScale's DistributedOptimizer")
+            raise CorruptError(
+                f"{self.storage.url}: {path!r:.200} is not state of veScale's DistributedOptimizer; use another copy"
+            )
         if path[2:] == (MASTER,) and not self.as_saved:
             return MODEL, match[3]
         return OPTIMIZER, STATE, match[3], *path[2:]

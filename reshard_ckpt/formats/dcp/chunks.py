@@ -254,7 +254,9 @@ class _PartFinder:
         size = (self._storage.size(extent.file) or 0) - extent.offset
         wanted = 8 + int.from_bytes(read_range(self._storage, extent.file, extent.offset, min(8, size)), "little")
         if wanted > min(size, MAX_SAFETENSORS_HEADER):
-            raise CorruptError(f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors")
+            raise CorruptError(
+                f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors; use another copy"
+            )
         header = parse_header(read_range(self._storage, extent.file, extent.offset, wanted), name=name)
         placed = zip(header.members, header.offsets, strict=True)
         layouts = {tensor.name: raw_layout(TORCH_DTYPES[tensor.dtype], tensor.shape, at) for tensor, at in placed}

@@ -220,7 +220,9 @@ class _Folder:
         """Read a tensor that is a hyperparameter, from its parts."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
-            raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
+            raise CorruptError(
+                f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has; use another checkpoint"
+            )
         out = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
         for part in self._located.parts[fqn]:
             file, num_bytes = self._builder.files[part.file].key, prod(part.lengths) * saved.dtype.itemsize

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.planning.balance import ReplicaGroup, assign, level
+from reshard_ckpt.core.planning.balance import ReplicaGroup, assign, level_shares
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_level_brings_loads_as_level_as_can_be(loads: list[int], total: int) -> None:
-    share = level(np.array(loads), total)
+    share = level_shares(np.array(loads), total)
     assert (share >= 0).all()
     assert share.sum() == total
     filled = np.array(loads) + share

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.planning.shared_reads import Messages, Wants, share
+from reshard_ckpt.core.planning.shared_reads import Messages, Wants, divide_reads
 
 WINDOW = 100
 
@@ -41,7 +41,7 @@ def rows_of(messages: Messages) -> list[tuple[Window, int, int, int, int]]:
 
 @given(wants_of_ranks(), st.integers(1, 300))
 def test_each_shared_window_has_one_owner_and_reaches_whoever_wants_it(wants: list[Wants], round_bytes: int) -> None:
-    rows = rows_of(share(wants, round_bytes))
+    rows = rows_of(divide_reads(wants, round_bytes))
     by_rank = [taken(one) for one in wants]
     count = Counter(window for one in by_rank for window in one)
     shared = sorted(window for window, num in count.items() if num > 1)
@@ -61,7 +61,7 @@ def test_each_shared_window_has_one_owner_and_reaches_whoever_wants_it(wants: li
 
 @given(wants_of_ranks(), st.integers(1, 300))
 def test_no_round_holds_more_than_its_bytes_or_one_message(wants: list[Wants], round_bytes: int) -> None:
-    messages = share(wants, round_bytes)
+    messages = divide_reads(wants, round_bytes)
     sent: dict[tuple[int, int], list[int]] = {}
     received: dict[tuple[int, int], list[int]] = {}
     last = [0] * len(wants)
@@ -81,7 +81,7 @@ def test_ranks_that_share_nothing_do_not_wait_for_each_other() -> None:
         size = np.full(10, WINDOW)
         return Wants(np.full(10, file), np.arange(10), size, size)
 
-    pairs = share([wants(0), wants(0), wants(1), wants(1)], WINDOW)
-    assert pairs.num_rounds == share([wants(0), wants(0)], WINDOW).num_rounds
+    pairs = divide_reads([wants(0), wants(0), wants(1), wants(1)], WINDOW)
+    assert pairs.num_rounds == divide_reads([wants(0), wants(0)], WINDOW).num_rounds
     owners = Counter(owner for _, owner, *_ in rows_of(pairs))
     assert owners == {0: 5, 1: 5, 2: 5, 3: 5}

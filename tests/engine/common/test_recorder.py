@@ -63,8 +63,8 @@ def test_async_save_shows_what_goes_on_in_the_background(tmp_path: Path, staging
 
 
 def test_record_of_a_rank_has_at_most_100_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, sealed = [], Recorder.sealed
-    monkeypatch.setattr(Recorder, "sealed", lambda self: sent.append(sealed(self)) or sent[-1])
+    sent, encoded = [], Recorder.encoded
+    monkeypatch.setattr(Recorder, "encoded", lambda self: sent.append(encoded(self)) or sent[-1])
     checkpoint.save(tmp_path, {"w": torch.arange(1_000_000.0)})
     assert len(checkpoint.timeline(tmp_path).steps) >= 8
     assert len(sent[0]) <= 100
@@ -143,7 +143,7 @@ def test_clocks_that_disagree_are_put_right_as_far_as_messages_prove(
         began = recorder.now()
         together.wait()
         recorder.add("moment", began)
-        gathered = timed.gather(recorder.sealed())
+        gathered = timed.gather(recorder.encoded())
         if gathered is None:
             return None
         data = merged(recorder, gathered, recorder.now(), save_id="x", mesh=Mesh(("dp",), (comm.size,)))

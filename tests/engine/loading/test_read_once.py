@@ -313,13 +313,13 @@ def load_in_groups(folder: str) -> dict[str, Any]:
     rank, whole, sizes = dist.get_rank(), position_values((ROWS, COLUMNS)), []
     norm = position_values((64,), salt=1)
     checkpoint.save(folder, {"t": shard(rank % 2, 2, 0, whole), "norm": norm.clone()})
-    original = read_once.share
+    original = read_once.divide_reads
 
     def noting(wants: Sequence[Any], *rest: Any) -> Any:
         sizes.append(len(wants))
         return original(wants, *rest)
 
-    read_once.share = noting
+    read_once.divide_reads = noting
     reads, out = Reads(), {}
     for name, value, objects in (
         ("disk", "auto", False), ("small", "auto", True), ("objects", "auto", True), ("once", True, False),

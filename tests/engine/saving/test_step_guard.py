@@ -281,7 +281,7 @@ def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch
 def test_what_is_sampled_is_bounded() -> None:
     tensors = [torch.zeros(2000) for _ in range(1000)]
     detector = ChangeDetector(tensors)
-    assert sum(sample.numel() for sample in detector.look().samples) <= 64 * 16 * 4
+    assert sum(sample.numel() for sample in detector.take_snapshot().samples) <= 64 * 16 * 4
 
 
 def test_step_that_comes_while_the_guard_looks_is_held_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
