@@ -256,7 +256,7 @@ def load_target(
         scaled = Dequantizer(storage, source.catalog, quantized, options.verify).read(parts) if quantized and parts else []
         if together and scaled_folder:
             comm.gather(b"")  # a rank that could not read a scale raises here: the exchange that follows needs all ranks
-        run = partial(execute_once, comm, partial(_among, process_group, timeout_s)) if together else execute
+        run = partial(execute_once, comm, partial(_open_exchange_among, process_group, timeout_s)) if together else execute
         report = reporter(progress if comm.rank == 0 else False)
         try:
             fetched = fetch(storage, saved, resolved, options, report=report, run=run)
@@ -297,7 +297,7 @@ def load_target(
     return done, saved
 
 
-def _among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exchange:
+def _open_exchange_among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exchange:
     """Open the exchange among some ranks of a load of several ranks."""
     exchange = open_exchange(process_group, timeout_s=timeout_s, members=members)
     assert exchange is not None

@@ -14,7 +14,7 @@ def call_of(kind: str, subject: str) -> bytes:
     return json.dumps([kind, subject]).encode()
 
 
-def disagreement(calls: Sequence[bytes]) -> Refusal:
+def different_calls_refusal(calls: Sequence[bytes]) -> Refusal:
     """Make the refusal of different calls. It says which ranks made which call, and blames the ranks in the minority."""
     count = Counter(calls)
     usual = max(count, key=lambda call: (count[call], call == calls[0]))
@@ -24,7 +24,7 @@ def disagreement(calls: Sequence[bytes]) -> Refusal:
     return Refusal("PeerError", message, tuple(rank for rank, made in enumerate(calls) if made != usual))
 
 
-def too_late(call: bytes, rank: int) -> Refusal:
+def late_refusal(call: bytes, rank: int) -> Refusal:
     """Make the refusal of a rank that has come too late for a call twice in a row."""
     kind, subject = json.loads(call)
     message = (
@@ -34,7 +34,7 @@ def too_late(call: bytes, rank: int) -> Refusal:
     return Refusal("PeerError", message, (rank,), absent=(rank,))
 
 
-def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
+def expired_refusal(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
     """Make the refusal of a step whose time is over. It blames the absent ranks, or rank 0 if no rank is known to be absent."""
     if absent:
         return Refusal("PeerError", f"{title}: {did_not_arrive(absent, timeout_s)}", absent, absent=absent)
@@ -43,7 +43,7 @@ def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
     return Refusal("PeerError", message, (0,), absent=(0,))
 
 
-def processes_ended(title: str, ranks: tuple[int, ...]) -> Refusal:
+def ended_refusal(title: str, ranks: tuple[int, ...]) -> Refusal:
     """Make the refusal of a step that needs ranks whose processes have ended."""
     what = f"the {'process' if len(ranks) == 1 else 'processes'} of {name_ranks(ranks)} ended"
     return Refusal("PeerError", f"{title}: {what} before this was done; their own logs say why", ranks, absent=ranks)

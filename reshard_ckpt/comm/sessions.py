@@ -200,7 +200,7 @@ def shared_store(
 @contextmanager
 def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, kind: str, subject: str) -> Iterator[Comm]:
     call = call_of(kind, subject)
-    comm = _come(comm_of, sessions, turn, call)
+    comm = _arrive(comm_of, sessions, turn, call)
     before, sessions.unopened = sessions.unopened, call
     try:
         while not comm.open(kind, subject, before=before):
@@ -215,7 +215,7 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
         comm.gather(b"")  # the vote: everyone has come through
     except BaseException as error:
         comm.abort(error)
-        if comm.late:
+        if comm.came_late:
             _resynchronize(comm_of, sessions, turn, call)
         raise
     finally:
@@ -223,7 +223,7 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
         comm.undo()
 
 
-def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
+def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
     """Return the `Comm` of a session. If rank 0 has not come, note the session as missed, and tell rank 0 as soon as it comes."""
     number = sessions.number(turn)
     try:
@@ -233,7 +233,7 @@ def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: i
         raise
     while sessions.missed:
         missed = sessions.missed.popleft()
-        comm_of(missed.number).miss(missed.call, missed.reason)
+        comm_of(missed.number).give_up_unmet(missed.call, missed.reason)
     return comm
 
 

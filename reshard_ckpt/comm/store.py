@@ -34,7 +34,7 @@ from torch.distributed import DistError
 
 from ..errors import PeerError
 from .bounded import BoundedStore, StoreLost, Waiting
-from .calls import call_of, disagreement, expired, processes_ended, too_late
+from .calls import call_of, different_calls_refusal, ended_refusal, expired_refusal, late_refusal
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
 from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of
@@ -186,13 +186,13 @@ class StoreComm:
             self._refuse_undecided(refusal)
             self._stop_if_over()
 
-        def refuse_ended() -> bool:
+        def ended_refusal() -> bool:
             if self._may_look() and rank in self._ended():
-                refuse(processes_ended(self._title, (rank,)))
+                refuse(ended_refusal(self._title, (rank,)))
             return False
 
-        over = partial(refuse, expired(self._title, (rank,), patience_s))
-        return self._wait_for(key, patience_s, over, refuse_ended, store=store)
+        over = partial(refuse, expired_refusal(self._title, (rank,), patience_s))
+        return self._wait_for(key, patience_s, over, ended_refusal, store=store)
 
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
@@ -223,7 +223,7 @@ class StoreComm:
             except PeerError:
                 if self._is_for_another(call, before):
                     return False
-                if self.late:
+                if self.came_late:
                     raise PeerError(f"{self._refused().message}; this rank came only after that", self._refused().ranks) from None
                 raise
         return True
@@ -235,12 +235,12 @@ class StoreComm:
             return
         calls = self._collect(call)
         if len(set(calls)) > 1:
-            self._refuse(disagreement(calls))
+            self._refuse(different_calls_refusal(calls))
             self._stop_if_over()
         self._decide("gather")
 
     @property
-    def late(self) -> bool:
+    def came_late(self) -> bool:
         """Whether the others had given up this rank before it came to the session."""
         return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
 
@@ -250,7 +250,7 @@ class StoreComm:
         calls = self._others_calls()
         if not calls or call in calls:
             return False
-        return self.late or set(calls) == {before}
+        return self.came_late or set(calls) == {before}
 
     def _others_calls(self) -> list[bytes]:
         """Return the encoded call of each other rank that came to this session in time: the messages of its first step."""
@@ -268,7 +268,7 @@ class StoreComm:
 
     def decline(self, call: bytes) -> bool:
         """Refuse a session that this rank, being late, will not join. Return False if another refusal was there before."""
-        own = too_late(call, self.rank)
+        own = late_refusal(call, self.rank)
         with self._reachable():
             counts = self._refuse(own)
         self.leave(waits=False)
@@ -328,7 +328,7 @@ class StoreComm:
         absent = self._refused().absent
         return self._store.add("left", 0) + len(self._ended() - {*absent}) >= num_others
 
-    def miss(self, call: bytes, reason: PeerError) -> None:
+    def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
         """Give up a session to which this rank came before the store existed; tell the others so."""
         with self._reachable():
             self._store.append(self._key("in"), encode_frames([Frame(self.rank, self.rank, False, call)]))
@@ -509,7 +509,7 @@ class StoreComm:
         missing = tuple(sorted(needed & gone))
         if not missing:
             return False
-        self._refuse(processes_ended(self._title, missing))
+        self._refuse(ended_refusal(self._title, missing))
         return True
 
     def _may_look(self) -> bool:
@@ -532,7 +532,7 @@ class StoreComm:
         if arrived and not absent and self.rank == 0:
             self._store.set(self._key("bell"), b"")  # the last one was just about to
             return
-        self._refuse(expired(self._title, absent, self._timeout_s))
+        self._refuse(expired_refusal(self._title, absent, self._timeout_s))
 
     def _delete_all(self, store: KeyValueStore) -> None:
         """Delete every key of the session, once no rank uses them any more."""

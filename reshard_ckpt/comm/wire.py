@@ -42,11 +42,11 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
     position = 0
     while position < len(inbox):
         if position + _FRAME.size > len(inbox):
-            raise _foreign(inbox)
+            raise _foreign_message(inbox)
         rank, sender, separate, length = _FRAME.unpack_from(inbox, position)
         position += _FRAME.size
         if separate > 1 or position + length > len(inbox):
-            raise _foreign(inbox)
+            raise _foreign_message(inbox)
         yield Frame(rank, sender, bool(separate), inbox[position : position + length])
         position += length
 
@@ -78,10 +78,10 @@ class Refusal:
             kind, message, ranks, problems, absent = json.loads(data)
             return cls(kind, message, tuple(ranks), tuple(problems), tuple(absent))
         except (ValueError, TypeError) as error:  # neither UTF-8 nor JSON
-            raise _foreign(data) from error
+            raise _foreign_message(data) from error
 
 
-def _foreign(data: bytes) -> PeerError:
+def _foreign_message(data: bytes) -> PeerError:
     """Make the error of a message that this library did not send."""
     return PeerError(
         f"the key-value store holds a message that is not of this session ({data[:40]!r}); another program writes to keys "

@@ -24,7 +24,7 @@ from ..core.catalog.packed import PackedRows
 from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
 from ..core.geometry.runs import I64
 from ..errors import CorruptError, UnsupportedError
-from .catalog_check import bombs, link_problems, problems
+from .catalog_check import excessive_claims, link_problems, problems
 from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
 from .files import digest128
 from .values import decode_value, encode_value
@@ -114,7 +114,7 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
             f"catalog: written by a newer version, which says that {unknown!r:.200} must be understood; upgrade reshard_ckpt"
         )
     catalog = _decode_tables(info, open_section)
-    for problem in chain(problems(catalog), bombs(catalog, len(data))):
+    for problem in chain(problems(catalog), excessive_claims(catalog, len(data))):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
     # Only files of foreign formats have no digests, and foreign formats have no catalog file.
     unproved = next((file.key for file in catalog.files if not file.digests_key), None)

@@ -52,7 +52,7 @@ def problems(catalog: Catalog) -> Iterator[str]:
     yield from _values(catalog)
 
 
-def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
+def excessive_claims(catalog: Catalog, num_bytes: int) -> Iterator[str]:
     """Yield the claims of a catalog of `num_bytes` bytes that no save makes, and that would cost a reader much memory or time."""
     rows = catalog.rows
     sizes = np.array([file.size for file in catalog.files], np.float64)

@@ -34,7 +34,7 @@ from ..format.files import CATALOG_KEY, CONVERT_LOCK, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
-from ..storage.posix import MOMENTS_S, tries
+from ..storage.posix import MOMENTS_S, lock_attempts
 from ..storage.protocol import DISK, Document, read_range
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def reading(storage: Storage, timeout_s: float = MOMENTS_S) -> AbstractContextMa
     A process that removes the checkpoint, or cleans up there, is waited for: a reader that went on without the lock might find
     the catalog, and then not its files.
     """
-    for _ in tries(f"{storage.url}/{CATALOG_KEY}", timeout_s):
+    for _ in lock_attempts(f"{storage.url}/{CATALOG_KEY}", timeout_s):
         try:
             if lock := storage.lock(CATALOG_KEY, shared=True):
                 return lock

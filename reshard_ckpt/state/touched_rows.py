@@ -81,7 +81,7 @@ class Table:
         """
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
-        now = {_identity(memory): _version(memory) for memory in (self.parameter, self.memory, *state)}
+        now = {_memory_key(memory): _version(memory) for memory in (self.parameter, self.memory, *state)}
         is_unknown = any(self._versions.get(key) != version for key, version in now.items())
         self._versions |= now
         return is_unknown
@@ -243,7 +243,7 @@ class TouchedRows:
         self._handles: list[Any] = []
         if isinstance(table, torch.Tensor):
             added = self._table(table)
-            hook = _Ref(self._of_gradient, added)
+            hook = _WeakHook(self._of_gradient, added)
             self._handles.append(table.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         else:
             for module in table.modules():
@@ -257,7 +257,7 @@ class TouchedRows:
             (register_optimizer_step_pre_hook, self._before_step),
             (register_optimizer_step_post_hook, self._after_step),
         ):
-            self._handles.append(register(_Ref(call)))
+            self._handles.append(register(_WeakHook(call)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
         """Note that these rows of a table were changed by other means than a step, such as by your own code."""
@@ -286,10 +286,10 @@ class TouchedRows:
             The state has none of the tables, or something else than lookups changes a table's rows.
         """
         tensors = list(tensors)
-        by_key = {_identity(table.memory): table for table in self._tables.values()}
+        by_key = {_memory_key(table.memory): table for table in self._tables.values()}
         found: dict[Table, list[str]] = {}
         for tensor in tensors:
-            of_memory = by_key.get(_identity(tensor.memory))
+            of_memory = by_key.get(_memory_key(tensor.memory))
             if of_memory is not None:
                 if of_memory not in found:
                     of_memory.locate(tensor)
@@ -316,7 +316,7 @@ class TouchedRows:
         A table, or its state, with the name of another tensor of that save would refer to rows of the other one.
         """
         # before, held: the memory of each tensor of the last save and of this one, by name
-        before, held = self._held, {spec.name: _identity(memory) for spec, memory in tensors}
+        before, held = self._held, {spec.name: _memory_key(memory) for spec, memory in tensors}
         self._held = held
         table_of = {name: table for table, names in found.items() for name in names}
         if any(before.get(name, held[name]) != held[name] for name in table_of):
@@ -348,14 +348,14 @@ class TouchedRows:
         """Hook one module, if it looks rows up in tables."""
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             table = self._table(module.weight)
-            self._handles.append(module.register_forward_pre_hook(_Ref(self._of_lookup, table), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(_WeakHook(self._of_lookup, table), with_kwargs=True))
             if module.max_norm is not None:
                 table.renorms = True
-                self._handles.append(module.register_forward_hook(_Ref(self._after_lookup, table)))
+                self._handles.append(module.register_forward_hook(_WeakHook(self._after_lookup, table)))
         elif hasattr(module, "split_embedding_weights") and hasattr(module, "feature_table_map"):
             weights: Sequence[torch.Tensor] = module.split_embedding_weights()  # type: ignore[operator]
             tables = [self._table(weight, is_fused=True) for weight in weights]
-            self._handles.append(module.register_forward_pre_hook(_Ref(self._of_batched, tables), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(_WeakHook(self._of_batched, tables), with_kwargs=True))
 
     def _of_lookup(self, table: Table, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if table.renorms:
@@ -410,7 +410,7 @@ class TouchedRows:
         return [table for key, table in self._tables.items() if key in ids]
 
 
-def _identity(memory: torch.Tensor) -> tuple[Any, ...]:
+def _memory_key(memory: torch.Tensor) -> tuple[Any, ...]:
     """Return equal values for tensor objects that have the same memory."""
     return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
 
@@ -420,7 +420,7 @@ def _version(memory: torch.Tensor) -> int:
     return 0 if memory.is_inference() else memory._version
 
 
-class _Ref:
+class _WeakHook:
     """A hook that keeps no tracker alive: it calls a method, with leading arguments, as long as its object is there."""
 
     def __init__(self, method: Callable[..., None], *first: Any) -> None:

@@ -179,7 +179,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
     elif isinstance(value, Mapping) and value:
         _add_dict(rows, value, path, above, steps_of)
     elif isinstance(value, list | tuple) and not all(type(child) in _PLAIN for child in value):
-        above = _below(value, path, above)
+        above = _checked_above(value, path, above)
         inside: list[Entry] = []
         for i, child in enumerate(value):
             _add(inside, child, (*path, Index(i)), above, steps_of)
@@ -193,7 +193,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
 
 
 def _add_dict(rows: list[Entry], value: Mapping[Any, Any], path: Path, above: tuple[int, ...], steps_of: StepsOf) -> None:
-    above = _below(value, path, above)
+    above = _checked_above(value, path, above)
     form = form_of(value)
     if form == "flattened":
         rows.append(Entry(name_of(path), path, Kind.OBJECT, Flattened(value)))  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def _add_dict(rows: list[Entry], value: Mapping[Any, Any], path: Path, above: tu
             _add(rows, child, below, above, steps_of)
 
 
-def _below(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int, ...]:
+def _checked_above(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int, ...]:
     """Return `above` for the children of a container, once it is known to be neither too deep nor inside of itself."""
     if len(above) >= MAX_STEPS:
         raise UnsupportedError(

@@ -307,7 +307,7 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
     lock = FileLock(fd)
     try:
         # A blocking flock has no timeout: a process that is stopped while it holds the lock would stop all others.
-        for _ in tries(path, timeout_s):
+        for _ in lock_attempts(path, timeout_s):
             if _takes(lock, path, shared):
                 break
     except BaseException:
@@ -316,7 +316,7 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
     return lock
 
 
-def tries(path: str, timeout_s: float) -> Iterator[None]:
+def lock_attempts(path: str, timeout_s: float) -> Iterator[None]:
     """Yield for each try to take a lock, and wait between them; raise a `StorageError` as `await_lock` does."""
     began, most_s = time.monotonic(), min(timeout_s, MOMENTS_S)
     while True:

@@ -42,7 +42,7 @@ class SavedPlacements:
         self.links = {name: self._link(name, frozenset(names)) for name in names}
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.sizes = {} if catalog.mesh is None else catalog.mesh.by_axis
-        self.placements = {name: self._resized(_understood(catalog, catalog.index(name))) for name in names}
+        self.placements = {name: self._resized(_known_placements(catalog, catalog.index(name))) for name in names}
         self._divided = self._divided_on()
 
     def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
@@ -148,7 +148,7 @@ def _writers(catalog: Catalog) -> I64 | None:
     return ranks if catalog.mesh is not None and (ranks < catalog.mesh.size).all() else None
 
 
-def _understood(catalog: Catalog, index: int) -> Placement:
+def _known_placements(catalog: Catalog, index: int) -> Placement:
     """Return a tensor's axis placements that this version knows; a newer one may have written others."""
     ndim = int(catalog.tensors_table.ndim[index])
     understood = (p for p in catalog.placement(index) or () if p.kind in KINDS)

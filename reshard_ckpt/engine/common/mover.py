@@ -217,7 +217,7 @@ class Mover:
                 pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
             return pairs
 
-        for into, source in self._pairs(("out", number, *_begins(out, starts)), make):
+        for into, source in self._pairs(("out", number, *_message_addresses(out, starts)), make):
             _copy(into, source)
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
@@ -233,11 +233,11 @@ class Mover:
         if number == 0:
             self.copy_own()  # only now: the first message has shown that no rank failed before the exchange
         self._done.add(number)  # before the copies: if one fails, its rows may be half overwritten
-        for into, source in self._pairs(("in", number, *_begins(data, starts)), make):
+        for into, source in self._pairs(("in", number, *_message_addresses(data, starts)), make):
             _copy(into, source)
 
 
-def _begins(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
+def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
     """Return the memory address at which the message of each rank begins; kept views are valid only at the same addresses."""
     return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
 

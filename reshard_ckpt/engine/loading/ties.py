@@ -120,11 +120,11 @@ class _TieChecker:
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
-            written = _written(member, plan, size)
+            written = _written_mask(member, plan, size)
             # wrong[i]: an earlier target and this one would both get byte i, and differ
             wrong = (covered & written & (image ^ fresh)) != 0
             if wrong.any():
-                first = next(other for other, done in before if (wrong & (_written(other, done, size) != 0)).any())
+                first = next(other for other, done in before if (wrong & (_written_mask(other, done, size) != 0)).any())
                 return _line(first, member)
             torch.where(written != 0, fresh, image, out=image)
             covered |= written
@@ -151,7 +151,7 @@ def _line(first: TiedTarget, second: TiedTarget) -> str:
     return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint holds different values for them"
 
 
-def _written(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
+def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
     """Return `size` bytes: 0xFF for each byte that the plan of a target writes, 0 for the others.
 
     Elements have the size of the target's dtype, which may differ from the saved dtype.
@@ -246,7 +246,7 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
     high = low + ((lengths - 1) * steps).sum(axis=1) + 1
     # Boxes by device and address; each group is order[begin[g] : end[g]].
     order = np.lexsort((low, device[target]))
-    groups = _meeting(device[target][order], low[order], high[order])
+    groups = _group_starts(device[target][order], low[order], high[order])
     begin = np.flatnonzero(groups)
     end = np.append(begin[1:], len(order))[: len(begin)]
     out = []
@@ -258,7 +258,7 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
     return out
 
 
-def _meeting(device: I64, low: I64, high: I64) -> Mask:
+def _group_starts(device: I64, low: I64, high: I64) -> Mask:
     """Mark the ranges, sorted by device and address, that begin behind the ends of all ranges before them."""
     fresh = is_new(device)
     fresh[1:] |= low[1:] >= running_max(high, fresh)[:-1]

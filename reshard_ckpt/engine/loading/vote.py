@@ -106,7 +106,7 @@ def vote(
     report = LoadReport(**problems)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report, options.offered)])
+        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _advised_options(report, options.offered)])
         suggestions = dict(result["suggestions"])
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
@@ -127,7 +127,7 @@ def _refuse_unequal_options(by_rank: Sequence[Mapping[str, bool]]) -> None:
             raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
-def _cures(report: LoadReport, offered: Collection[str]) -> str:
+def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
     """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last.
 
     `offered` are the options of the function that the user called.
