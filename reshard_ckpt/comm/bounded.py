@@ -360,7 +360,7 @@ class BoundedStore:
 
         def get() -> bytes:
             store = self._part_of(client)
-            # A wait that is over prints a warning. Callers have shorter limits, so only a server that hangs lets it end.
+            # torch prints a warning when this time is over. Callers have shorter limits, so only a server that hangs causes it.
             store.set_timeout(timedelta(seconds=timeout_s + _LATER_S))
             value = bytes(store.get(key))
             free.append(client)

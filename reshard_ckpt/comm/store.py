@@ -186,13 +186,13 @@ class StoreComm:
             self._refuse_undecided(refusal)
             self._stop_if_over()
 
-        def ended_refusal() -> bool:
+        def refuse_if_ended() -> bool:
             if self._may_look() and rank in self._ended():
                 refuse(ended_refusal(self._title, (rank,)))
             return False
 
         over = partial(refuse, expired_refusal(self._title, (rank,), patience_s))
-        return self._wait_for(key, patience_s, over, ended_refusal, store=store)
+        return self._wait_for(key, patience_s, over, refuse_if_ended, store=store)
 
     def _find_refusal(self) -> None:
         """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
@@ -504,7 +504,7 @@ class StoreComm:
         if not self._may_look() or not (gone := self._ended()):
             return False
         arrived = self._arrived()
-        # Of rank 0 the others need the decision; of another rank all is here once it has arrived.
+        # The others still need rank 0's decision. They need nothing more of another rank once its message has arrived.
         needed = {0, *range(self.size if arrived else 0)} - (arrived - {0}) - {self.rank}
         missing = tuple(sorted(needed & gone))
         if not missing:
@@ -525,12 +525,12 @@ class StoreComm:
         return {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
 
     def _expire(self) -> None:
-        """Refuse the step because its time is over, and name the absent ranks. If the last one has just come, ring its bell."""
+        """Refuse the step because its time is over, and name the absent ranks. If all have just come, ring the bell instead."""
         self._stop_if_given_up()
         arrived = self._arrived()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else ()
         if arrived and not absent and self.rank == 0:
-            self._store.set(self._key("bell"), b"")  # the last one was just about to
+            self._store.set(self._key("bell"), b"")  # in place of the last rank, which was about to ring it
             return
         self._refuse(expired_refusal(self._title, absent, self._timeout_s))
 

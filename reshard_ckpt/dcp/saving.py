@@ -25,7 +25,7 @@ from .torch_errors import as_torch_error, torch_compatible
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-except ImportError:  # older releases, such as 2.6, have none
+except ImportError:  # torch 2.6 has neither class
 
     class AsyncCheckpointerType(Enum):  # type: ignore[no-redef]
         """A thread or a process that saves in the background."""

@@ -338,7 +338,7 @@ class StoredSteps:
 
     def remove_leftovers(self) -> None:
         """Remove the files of saves that died. The root is locked, so no other job saves there."""
-        # of managers that were killed as they asked whether the store honours conditions
+        # Probes are left by managers that were killed while they tested whether the store honours conditions.
         finding = begin(self._storage, lambda: find_steps(self._storage, self._names))
         self._storage.delete(f"{folder}/{PROBE}" for folder in self._storage.folders() if SAVE_ID.fullmatch(folder))
         committed, begun = finding()

@@ -149,8 +149,8 @@ class Slot:
             The file system has too little memory; the slot file is removed.
         """
         try:
-            # Opened a second time: a mapping keeps the open file. That of the lock would hold the lock as long as the mapping
-            # lives, also in a forked child.
+            # Opened a second time: a mapping keeps its file open. If that were the lock's file, the lock would be held as long as
+            # the mapping lives, also in a forked child.
             fd = os.open(self.path, _OPEN)
             try:
                 if os.fstat(fd).st_blocks * 512 < self.size:

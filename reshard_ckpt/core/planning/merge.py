@@ -26,7 +26,7 @@ from ..report import summarize
 from .local_metadata import U8, JobMetadata
 from .placement import agreed_placement
 
-OWN_VALUES = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
+OWN_VALUES = "wrap a value that differs on purpose in checkpoint.PerRank, or give different values different names"
 """The advice where ranks have different values under one name."""
 
 

@@ -351,7 +351,7 @@ def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iter
     overwritten = overwritten_text(sorted(merge_of_all(comm, list(changed()), union)))
     if failure is not None:
         if not isinstance(failure, Exception):
-            raise failure  # an interrupt stays itself
+            raise failure  # an interrupt is raised as it is
         error = explain(failure, overwritten)
         raise error from (None if error is failure else failure)
     comm.gather(b"")  # raises the error of the rank that failed

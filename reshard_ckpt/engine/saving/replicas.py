@@ -323,6 +323,7 @@ def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: U64) ->
     }
     if problems:
         advice = (
-            "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
+            "wrap values that differ on purpose in PerRank, declare shards with LocalShard, or give distinct names to different "
+            "tensors"
         )
         raise LayoutError(summarize(list(problems.values()), advice))

@@ -109,7 +109,7 @@ class StepGuard:
             A tensor of the optimizers changed, so the copy may mix values from before and after a step.
         """
         try:
-            # Release only after the comparison: a step that begins now must wait, or it would count as one that came through.
+            # Release only after the comparison: it would take the changes of a step that begins now for changes during the copy.
             with self._lock:
                 has_changed |= self._seen is None and self._detector.has_changed()
                 seen, self._follow = self._seen, None
