@@ -34,7 +34,7 @@ _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
 
 
-def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | None:
+def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = True) -> WeightFiles | None:
     """List the weight files in a folder; return None if there are none.
 
     Parameters
@@ -43,6 +43,9 @@ def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | N
         The ending of files of this kind.
     main
         The name that a single file of the model has; an index with this name comes before others.
+    others
+        Whether files of any name count without an index. If not, they count only beside neither `main` nor numbered parts: a
+        trainer leaves other things in files of this ending.
     """
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
@@ -57,6 +60,8 @@ def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | N
             )
         return found
     files = [key for key in keys if key.endswith(suffix)]
+    if not others:
+        files = [main] if main in files else [key for key in files if _PART.fullmatch(key.removesuffix(suffix))] or files
     _check_parts(storage, files, suffix)
     return dict.fromkeys(files) if files else None
 
@@ -78,9 +83,15 @@ def top_level(storage: Storage) -> list[str]:
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
     """Check that all numbered parts are there: without an index, only the files' names show that one is missing."""
     present = set(files)
-    # Files of ranks are not checked: torch's writer leaves out the numbers of files to which a rank has nothing to add.
-    matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
-    for match in {(match["stem"], match["parts"]): match for match in matches}.values():
+    matches = list(filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files)))
+    # Of files of ranks only the numbers of parts are compared: torch leaves out a file to which a rank has nothing to add.
+    of_ranks = {match["parts"]: match[0] for match in matches if is_shard(match[0])}
+    if len(of_ranks) > 1:
+        first, second, *_ = of_ranks.values()
+        raise CorruptError(
+            f"{storage.url}: {first}{suffix} and {second}{suffix} are of two saves; keep the files of one in the folder"
+        )
+    for match in {(match["stem"], match["parts"]): match for match in matches if not is_shard(match[0])}.values():
         digits, num = len(match["part"]), int(match["parts"])
         for part in range(1, min(num, len(files) + 1) + 1):
             key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{suffix}"

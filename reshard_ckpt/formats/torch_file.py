@@ -47,7 +47,7 @@ def open_torch(storage: Storage, key: str | None) -> Source | None:
     """Open a file of ``torch.save``, or a folder of them; return None for anything else; see `Format.open`."""
     if key is not None:
         return _open_file(storage, key) if _is_torch_file(storage, key) else None
-    weights = weight_files(storage, ".bin", main=_MAIN)
+    weights = weight_files(storage, ".bin", main=_MAIN, others=False)
     if weights is None or not all(_is_torch_file(storage, key) for key in weights):
         return None
     return _open_flat(storage, weights)

@@ -219,6 +219,19 @@ def test_a_folder_of_parts_is_one_model(tmp_path: Path):
         checkpoint.catalog(tmp_path)
 
 
+def test_other_files_beside_a_model_are_not_read_as_weights(tmp_path: Path):
+    """As a Trainer leaves its arguments, and Accelerate an optimizer."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save(Path(), tmp_path / "training_args.bin")
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
+    assert checkpoint.read(tmp_path).keys() == {"model.w"}
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "pytorch_model-00001-of-00001.bin")
+    assert checkpoint.read(tmp_path).keys() == {"model.w"}
+    (tmp_path / "training_args.bin").unlink()
+    (tmp_path / "pytorch_model-00001-of-00001.bin").rename(tmp_path / "weights.bin")
+    assert checkpoint.read(tmp_path).keys() == {"model.w", "model.last_epoch"}
+
+
 @pytest.mark.parametrize("value", [torch.arange(3.0), [torch.arange(3.0)], 7])
 def test_whatever_was_saved_has_a_name(tmp_path: Path, value: Any):
     torch.save(value, tmp_path / "x.pt")
