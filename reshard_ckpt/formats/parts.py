@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,9 +11,13 @@ import numpy as np
 from ..core.catalog.specs import Ints, row_major_strides
 from ..core.geometry.runs import I64
 from ..errors import UnsupportedError
+from ..storage.protocol import Storage, read_range
 
 MAX_PARTS = 1 << 20
 """The most parts of one box."""
+
+COMPARED_BYTES = 1 << 20
+"""Replicas up to this size are compared whole, larger ones at both ends, with this many bytes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +105,16 @@ def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
     number = np.arange(prod(outer))
     corners = np.stack([number // s % n for s, n in zip(row_major_strides(outer), outer, strict=True)], axis=1)
     return lengths, corners, (corners * np.array(strides)).sum(axis=1)
+
+
+def are_alike(storage: Storage, places: Sequence[tuple[str, int]], num_bytes: int) -> bool:
+    """Tell whether files hold the same bytes in these places, as far as `COMPARED_BYTES` of each show.
+
+    Parameters
+    ----------
+    places
+        The key of a file, and the first byte in it, for each of them.
+    """
+    part = num_bytes if num_bytes <= COMPARED_BYTES else COMPARED_BYTES // 2
+    ends = dict.fromkeys((0, num_bytes - part))  # a small one is read whole, once
+    return len({b"".join(read_range(storage, key, at + end, part) for end in ends) for key, at in places}) == 1

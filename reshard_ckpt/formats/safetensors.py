@@ -27,7 +27,7 @@ from math import prod
 
 from ..comm.protocol import Comm, SoloComm
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import ITEM_BYTES
+from ..core.catalog.specs import ITEM_BYTES, Ints
 from ..engine.loading.stream import Run
 from ..errors import CorruptError, UsageError
 from ..format.shard_file import METADATA, Header, Member, header, header_cost, header_num_bytes, parse_header, unique
@@ -35,7 +35,7 @@ from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
 from .huggingface import WeightFiles, is_shard, weight_files
-from .parts import Part
+from .parts import Part, are_alike
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf, Format, Source
 from .tensor_stream import aliases_of, in_natural_order
@@ -77,7 +77,8 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
         for member, part in _parts(header, file, names, sharding, where):
             sharded.setdefault(member.name, []).append((member, part))
     for name, parts in sharded.items():
-        _join_parts(builder, name, parts)
+        with builder.reading(f"{ROOT}.{name}"):
+            _join_parts(builder, storage, name, parts)
     return builder.finish(metadata or None)
 
 
@@ -95,8 +96,8 @@ def _parts(header: Header, file: int, names: frozenset[str] | None, sharding: st
         yield member, Part(begin, member.shape, file, at)
 
 
-def _join_parts(builder: CatalogBuilder, name: str, parts: list[tuple[Member, Part]]) -> None:
-    """Add the parts of one tensor, which lie in several files; if several have the same box, the first counts."""
+def _join_parts(builder: CatalogBuilder, storage: Storage, name: str, parts: list[tuple[Member, Part]]) -> None:
+    """Add the parts of one tensor, which lie in several files. Those with the same box are compared, and the first is read."""
     (first, _), *_ = parts
     for member, _ in parts:
         if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):
@@ -104,11 +105,20 @@ def _join_parts(builder: CatalogBuilder, name: str, parts: list[tuple[Member, Pa
                 f"{builder.where}: {name!r:.200} is {first.dtype} of {len(first.shape)} dims in one file, and {member.dtype} of "
                 f"{len(member.shape)} in another; keep the files of one save in the folder"
             )
+    boxes: dict[tuple[Ints, Ints], list[Part]] = {}
+    for _, part in parts:
+        if part.num_elements:
+            boxes.setdefault((part.offsets, part.lengths), []).append(part)
+    for alike in boxes.values():
+        places = [(builder.files[part.file].key, part.offset) for part in alike]
+        if len(places) > 1 and not are_alike(storage, places, alike[0].num_elements * ITEM_BYTES[first.dtype]):
+            raise CorruptError(
+                f"{builder.where}: {name!r:.200} differs between {places[0][0]} and {places[1][0]}; keep the files of one save "
+                "in the folder"
+            )
     ends = [[low + n for low, n in zip(part.offsets, part.lengths, strict=True)] for _, part in parts]
-    # In reverse, so that of equal boxes the first one stays in the dict.
-    distinct = {(part.offsets, part.lengths): part for _, part in reversed(parts) if prod(part.lengths)}
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    builder.tensor(f"{ROOT}.{name}", first.dtype, shape, distinct.values())
+    builder.tensor(f"{ROOT}.{name}", first.dtype, shape, [alike[0] for alike in boxes.values()])
 
 
 def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:

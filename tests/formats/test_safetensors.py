@@ -369,7 +369,7 @@ def rank_file(offsets: Any, tensor: torch.Tensor | None = None) -> bytes:
 
 def test_a_tensor_in_the_files_of_several_ranks_is_one():
     files = {f"shard-{i + 1:05d}-model-00001-of-00001.safetensors": rank_file([2 * i, 0]) for i in range(3)}
-    path = in_memory({**files, "shard-00004-model-00002-of-00002.safetensors": rank_file([0, 0], torch.ones(2, 3))})
+    path = in_memory({**files, "shard-00004-model-00001-of-00001.safetensors": rank_file([0, 0], torch.ones(2, 3))})
     assert checkpoint.read(path)["model.w"].tolist() == torch.ones(6, 3).tolist()
     assert "DCP_SHARDING_INFO" not in str(checkpoint.catalog(path).metadata)
     with pytest.raises(UsageError, match="what one rank saved; pass the folder"):
@@ -403,6 +403,23 @@ def test_files_of_ranks_that_do_not_fit_together_are_named(other: torch.Tensor):
     files = {"shard-00001-model-00001-of-00001.safetensors": rank_file([0, 0])}
     with pytest.raises(CorruptError, match=r"'w' is F32 of 2 dims in one file, and F(32|16) of \d in another"):
         checkpoint.read(in_memory({**files, "shard-00002-model-00001-of-00001.safetensors": rank_file(offsets, other)}))
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ("shard-00001-model-00001-of-00002", r"of-00001.safetensors and shard-.*-of-00002.safetensors are of two saves"),
+        (
+            "shard-00003-model-00001-of-00001",
+            r"'w' differs between shard-00001-.* and shard-00003-.*; keep the files of one save",
+        ),
+    ],
+)
+def test_files_of_ranks_of_two_saves_are_refused(later: str, message: str):
+    """A save into other numbers of files, or by fewer ranks, leaves files of the save before."""
+    files = {f"shard-{i + 1:05d}-model-00001-of-00001.safetensors": rank_file([2 * i, 0]) for i in range(2)}
+    with pytest.raises(CorruptError, match=message):
+        checkpoint.read(in_memory({**files, f"{later}.safetensors": rank_file([0, 0], torch.zeros(2, 3))}))
 
 
 @pytest.mark.parametrize("end", ["_scale", ".SCB"])

@@ -18,12 +18,10 @@ from math import prod
 from typing import TypeVar
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...storage.protocol import Storage, read_range
+from ...storage.protocol import Storage
+from ..parts import are_alike
 from .chunks import FileSizes
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
-
-COMPARED_BYTES = 1 << 20
-"""Replicas up to this size are compared whole, larger ones at both ends, with this many bytes together."""
 
 Found = TypeVar("Found")
 
@@ -141,13 +139,7 @@ class Merger:
             return True
         if len({extent.length for extent in extents}) > 1:
             return False
-        return len({self._sample(extent) for extent in extents}) == 1
-
-    def _sample(self, extent: Extent) -> bytes:
-        size = extent.length
-        part = size if size <= COMPARED_BYTES else COMPARED_BYTES // 2
-        ends = dict.fromkeys((extent.offset, extent.offset + size - part))  # a small one is read whole, once
-        return b"".join(read_range(self._storage, extent.file, offset, part) for offset in ends)
+        return are_alike(self._storage, [(extent.file, extent.offset) for extent in extents], extents[0].length)
 
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
