@@ -48,16 +48,18 @@ def _latest(storage: Storage) -> str | None:
     return latest
 
 
-def _refuse_longer_files(storage: Storage, saved: Metadata) -> None:
-    """Raise a `CorruptError` if a file is longer than its metadata say, so that its tensors may begin elsewhere.
+def _refuse_files_of_others(storage: Storage, saved: Metadata) -> None:
+    """Raise a `CorruptError` if a file is longer than its metadata say, or if two parts of it overlap.
 
     ByteCheckpoint writes the first metadata of a process again for later steps (its plan cache), although values, which lie
     before the tensors in a file, may have grown. The bytes of tensors have no head that would show it.
     """
     ends: dict[str, int] = {}
     chunks = (chunk.extent for tensor in saved.tensors.values() for chunk in tensor.chunks)
-    for extent in (*chunks, *saved.values.values()):
-        ends[extent.file] = max(ends.get(extent.file, 0), extent.offset + extent.length)
+    for extent in sorted((*chunks, *saved.values.values()), key=lambda extent: extent.offset):
+        if extent.offset < ends.get(extent.file, 0):
+            raise CorruptError(f"{storage.url}: byte {extent.offset} of {extent.file} is of two entries; use another checkpoint")
+        ends[extent.file] = extent.offset + extent.length
     for file, end in ends.items():
         size = storage.size(file) or 0
         if size > end:
@@ -71,7 +73,7 @@ def _source(storage: Storage) -> Source:
     model, optimizer = (read_part(storage, folder, _CLASSES) for folder in (MODEL, OPTIMIZER))
     where, parts = storage.url, []
     for saved in (part for part in (model, optimizer) if part is not None):
-        _refuse_longer_files(storage, saved)
+        _refuse_files_of_others(storage, saved)
     flats = flat_params({} if model is None else model.notes.get("user_defined_dict"), where)
     if model is not None:
         parts.append(renamed(unflattened(model, flats, where), model_paths(model), where))

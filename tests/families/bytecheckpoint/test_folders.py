@@ -158,6 +158,13 @@ def test_a_file_that_is_longer_than_its_metadata_say_is_of_another_save(copied: 
         checkpoint.catalog(copied)
 
 
+def test_metadata_with_overlapping_parts_of_a_file_are_refused(copied: Path) -> None:
+    """The bytes of tensors have no head, so a wrong place would be read without a word."""
+    change(copied / "model" / ".metadata", b"__1_0.distcp", b"__0_0.distcp")
+    with pytest.raises(CorruptError, match=r"byte \d+ of model/__0_0.distcp is of two entries"):
+        checkpoint.catalog(copied)
+
+
 def test_a_folder_whose_metadata_another_save_began_to_replace_is_refused(copied: Path) -> None:
     shutil.copy(copied / "model" / ".metadata", copied / "model" / ".metadata.tmp")
     with pytest.raises(CorruptError, match=r"has model/.metadata.tmp, so a later save there replaced files and did not end"):
