@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from tests.distributed.test_fsdp1 import CPU, Net, adamw, differences, train
 from tests.launch import run_ranks
 
@@ -103,6 +103,14 @@ def test_the_model_of_fsdp1_loads_and_its_flat_optimizer_is_refused(folders: dic
 def test_one_file_of_a_rank_says_that_the_folder_is_the_checkpoint(folders: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedError, match=r"holds DTensors.*one rank's part.*pass the folder"):
         checkpoint.catalog(folders["tp"] / "verl" / "model_world_size_4_rank_0.pt")
+
+
+def test_the_root_of_verl_is_not_taken_for_that_of_megatron(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["tp"] / "verl", tmp_path / "global_step_100" / "actor")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(CheckpointNotFound, match=r"no committed checkpoint: \d+ files \(global_step_100/actor/") as said:
+        checkpoint.catalog(tmp_path)
+    assert "iter_0000100" not in str(said.value)
 
 
 def step_on(folder: Path) -> None:

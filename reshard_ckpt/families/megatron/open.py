@@ -94,8 +94,13 @@ def _advice(catalog: Catalog) -> dict[str, str]:
 
 
 def _latest(storage: Storage) -> str | None:
-    """Return the folder that the root of a run names as its newest; None if the folder is not the root of a run."""
+    """Return the folder that the root of a run names as its newest; None if the folder is not the root of a run.
+
+    The roots of verl and of ByteCheckpoint have a file of this name too, beside folders that Megatron does not make.
+    """
     if storage.size(LATEST_KEY) is None or storage.size(METADATA_KEY) is not None:
+        return None
+    if any(folder.startswith("global_step_") for folder in storage.folders()):
         return None
     text = bytes(storage.read(LATEST_KEY, limit=MAX_SMALL_BYTES)).decode(errors="replace").strip()
     if text != "release" and not text.isdecimal():
