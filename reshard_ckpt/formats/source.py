@@ -196,18 +196,15 @@ def with_options(options: Mapping[str, bool], only: Collection[str] | None = Non
 @contextmanager
 def failing(form: Format, place: str) -> Iterator[None]:
     """Raise an error of a format that is no `CheckpointError` as one that says whose code raised it."""
-    is_own = form.name in OWN
     try:
         yield
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
-        if is_own:
-            raise
         raise StorageError(f"{place}: {_name_of_code(form)} failed ({error!s:.200}); look at the file system") from error
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
         why = f"{type(error).__name__}: {error}"
-        if is_own:
+        if form.name in OWN:
             raise CorruptError(f"{place}: is not as {form.name} writes it ({why:.200}); use another copy") from error
         raise CorruptError(
             f"{place}: {_name_of_code(form)} failed ({why:.200}); if other copies fail too, repair or uninstall the package that "

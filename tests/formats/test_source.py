@@ -171,3 +171,10 @@ def test_waiting_for_the_lock_of_a_checkpoint_ends_after_timeout_s(call: Callabl
         assert lock is not None
         with lock, pytest.raises(StorageError, match=r"another process has had its lock for 0\.2 s"):
             call(path, tmp_path / "out")
+
+
+def test_a_file_that_goes_while_it_is_opened_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    monkeypatch.setattr("reshard_ckpt.formats.torch_file.load_archive", _raising(FileNotFoundError("gone")))
+    with pytest.raises(StorageError, match=r"m.pt: the format 'torch' of .* failed \(gone\); look at the file system"):
+        checkpoint.read(tmp_path / "m.pt")
