@@ -93,11 +93,14 @@ class Table:
         return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]
 
     def is_moved_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of this optimizer may move rows without a gradient, at a learning rate of 1: rates change."""
+        """Return whether a step of this optimizer may move rows without a gradient. An optimizer that cannot be tried may.
+
+        The learning rate counts as 1, because it changes from step to step.
+        """
         group = {**_group_of(optimizer, self), "lr": 1.0}
         key = type(optimizer), comparable(hyperparameters(group))
         if self._tried is None or self._tried[0] != key:
-            self._tried = key, moves_other_rows(optimizer, group)
+            self._tried = key, moves_other_rows(optimizer, group) is not False
         return self._tried[1]
 
     @torch.no_grad()
@@ -454,10 +457,10 @@ def _group_of(optimizer: torch.optim.Optimizer, table: Table) -> Mapping[str, An
     return group
 
 
-def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool | None:
     """Try whether an optimizer changes a row without a gradient, or its state: two steps of a new one on a table of two rows.
 
-    False also if the class cannot be made from the hyperparameters of the group, as one that wraps another.
+    Return None if that cannot be tried: the class takes more than the hyperparameters of the group, as one that wraps another.
 
     >>> table = nn.Parameter(torch.ones(3, 2))
     >>> tried = [torch.optim.Adagrad([table]), torch.optim.AdamW([table]), torch.optim.SGD([table], momentum=0.9)]
@@ -472,7 +475,7 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
     try:
         new = type(optimizer)([tried], **options)
     except Exception:
-        return False
+        return None
     for lookup in ([0, 1], [0]):
         before = [tried.detach().clone(), *(v.clone() for v in new.state[tried].values() if _has_rows(v))]
         for is_sparse in (False, True):
@@ -482,8 +485,9 @@ def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
             try:
                 new.step(lambda: 0.0)  # without a closure, LBFGS takes no step
                 break
-            except RuntimeError:  # SparseAdam takes sparse gradients only
-                continue
+            except Exception:  # SparseAdam takes sparse gradients only
+                if is_sparse:
+                    return None
     held = [tried.detach(), *(v for v in new.state[tried].values() if _has_rows(v))]
     return any(not torch.equal(old[1], now[1]) for old, now in zip(before, held, strict=True))
 

@@ -298,6 +298,31 @@ def test_optimizers_that_move_other_rows_are_refused(tmp_path: Path):
         checkpoint.save(tmp_path / "0", {"model": job.model}, rows=TouchedRows(job.model, policy="most_used"))
 
 
+class DecayedBy(torch.optim.SGD):
+    """An optimizer whose hyperparameters are not all in its groups, so that no other of its kind can be made."""
+
+    def __init__(self, params: Any, factor: float) -> None:
+        super().__init__(params, lr=0.5)
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(self.factor)
+
+
+def test_rows_that_an_unknown_optimizer_may_have_moved_are_written(tmp_path: Path):
+    job = Job("sgd")
+    tracker = TouchedRows(job.model)
+    job.optimizers[0] = job.state["sparse"] = DecayedBy([job.table], 0.9)
+    for n in range(3):
+        job.step([n])
+        checkpoint.save(tmp_path / str(n), job.state, base=tmp_path / str(n - 1) if n else None, rows=tracker)
+        assert_holds(tmp_path / str(n), job.values())
+
+
 @pytest.mark.parametrize("how", ["another decay", "another optimizer", "rate 0"])
 def test_rows_that_earlier_steps_decayed_are_written(tmp_path: Path, how: str):
     """At the save, the optimizer of these steps is gone, or has other hyperparameters."""
