@@ -13,41 +13,35 @@ A survivor's state changes only in the last case. If that fails halfway, the sta
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_first
 from ..comm.wire import name_ranks
-from ..core.catalog.model import Catalog, ValueEntry
-from ..core.catalog.names import bare, optimizer_of, state_name
+from ..core.catalog.model import Catalog
+from ..core.catalog.names import GROUPS, bare, optimizer_of, state_name
 from ..core.catalog.param_groups import NO_GROUP, groups_beyond
-from ..core.catalog.specs import ValueKind, ValueSpec
+from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
-from ..format.values import decode_value
-from ..formats.source import Path
+from ..format.values import decode_value, encode_value
 from ..state.capture import Captured, Target, capture, prepare_load
 from ..state.shards import PerRankValues
-from ..storage import path_text
-from .inspecting import catalog as read_catalog
+from .fall_back import Checkpoints, Loaded, State, step_in, steps_in
 from .live import MEMORY_BYTES
 from .live_job import Job
 from .live_states import Options
-from .loading import LoadOptions, Prepare, load_given
+from .loading import LoadOptions
 from .step_sample import StepSample
 
 SOURCES = ("self", "rank", "memory", "peer", "store")
-
-State = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +122,8 @@ class Recovery:
         self._lost_tensors: list[str] = []
         self._lost_values: list[str] = []
         """The tensors that have lost regions on any rank, and the values that no survivor has."""
+        self._kept_values: list[str] = []
+        """A line for each `PerRank` value that this rank keeps, because it is lost and no checkpoint has it for this rank."""
         self._lost_names: dict[str, bool] = {}
         """The tensors and values that are lost on this rank, and whether survivors have other regions of them."""
 
@@ -166,12 +162,8 @@ class Recovery:
                 step = self._ask_survivors(comm)
                 job = self._begin(comm)
                 lost = self._lost(comm, job)
-                lost_values = [
-                    f"{name}: {name_ranks([rank])} keeps the value that it has, as its own is lost"
-                    for name, ranks in job.lost_values.items()
-                    for rank in ranks
-                ]
                 if not lost:
+                    lost_values = [_kept(name, rank) for name, ranks in job.lost_values.items() for rank in ranks]
                     return self._report(comm, step, job.move_opened(comm), lost_values=lost_values)
         except LayoutError as error:
             return self._go_back(str(error))
@@ -213,7 +205,7 @@ class Recovery:
             No rank is alive, or they are at different steps.
         """
         captured = capture(self._source, process_group=self._session["process_group"])
-        step = _step_of(captured.values) if self._step is None else self._step
+        step = step_in(captured.values) if self._step is None else self._step
         own = [bool(self._source), step, _steps_counted(captured), _without_state(captured), _embedding_tables(self._state)]
         # Each is a tuple with an entry for each rank.
         is_alive, steps, counts, without, tables = zip(*merge_of_all(comm, own), strict=True)
@@ -246,7 +238,10 @@ class Recovery:
         lost = [*report.missing, *report.uncovered, *report.values]
         if lost:
             parts = lost_parts([spec for spec, _ in job.wanted.tensors], job.saved)
-            values = sorted({*job.wanted.values}.difference(job.saved.value_names))
+            # Groups of an optimizer are lost with their parameters, which are among the tensors.
+            values = sorted(
+                name for name in {*job.wanted.values}.difference(job.saved.value_names) if not name.endswith(f".{GROUPS}")
+            )
             of_ranks = merge_of_all(comm, ([spec.name for spec in parts if spec is not None], values))
             self._lost_tensors, self._lost_values = (union(list(names)) for names in zip(*of_ranks, strict=True))
         # A new optimizer wants no state by itself. If survivors have the state of different parameters, as ZeRO by parameters has
@@ -280,7 +275,8 @@ class Recovery:
         except (LayoutError, CheckpointNotFound, CorruptError) as error:
             return self._go_back(str(error))
         with open_session("recovered", f"step {step}", **self._session) as comm:
-            report = self._report(comm, step, moved, loaded)
+            lost_values = merge_of_all(comm, self._kept_values, union)
+            report = self._report(comm, step, moved, loaded, lost_values=lost_values)
             if saved_step == step:
                 return report
             names: dict[str, bool] = {}
@@ -292,7 +288,7 @@ class Recovery:
 
     def _wanted_of(self, live: Catalog, values: Mapping[str, Any], is_exact: bool, saved: Catalog, comm: Comm) -> Target:
         """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
-        for name, step in _steps(saved.values_table).items():
+        for name, step in steps_in(saved.values_table).items():
             if is_exact and step != values.get(name, step):
                 raise LayoutError(f"{name} is {values[name]} on the survivors, {step} in the checkpoint of their step")
         # A new optimizer wants from a checkpoint only the state that is there: other parts would keep the bytes of new memory.
@@ -316,12 +312,25 @@ class Recovery:
             self._lost_names |= dict.fromkeys((name for name in target.values if name not in own), False)
         groups = [value.name for value in saved.values_table if value.kind is ValueKind.PARAM_GROUPS and value.name in own]
 
+        per_rank = {name: value for name, value in values.items() if isinstance(value, PerRankValues) and name not in own}
+        own |= per_rank.keys() - {*saved.value_names}
+
         def wanted(saved_values: Mapping[str, Any]) -> dict[str, Any]:
             found = {name: value for name, value in saved_values.items() if name not in own}
             return found | {name: lost for name in groups if (lost := groups_beyond(values[name], saved_values[name]))}
 
         def check(saved_values: Mapping[str, Any]) -> list[str]:
+            own.update(
+                name
+                for name, live in per_rank.items()
+                if isinstance(found := saved_values.get(name), PerRankValues)
+                and _are_renumbered(live.values, found.values, comm.rank)
+            )
             problems = target.check(wanted(saved_values))
+            # A value of each rank that was saved by another number of ranks, or under other numbers, has no rank here.
+            unfit = [name for name in per_rank if name in own or any(line.startswith(f"{name}: saved by ") for line in problems)]
+            self._kept_values = [_kept(name, comm.rank) for name in unfit]
+            problems = [line for line in problems if not line.startswith(tuple(f"{name}: saved by " for name in unfit))]
             return problems if is_exact else [line for line in problems if NO_GROUP not in line]  # the survivors had these groups
 
         return replace(
@@ -368,16 +377,16 @@ class Recovery:
         return RecoveryReport(step, total, went_back, tuple(lost_values))
 
 
-def _steps(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
-    """Map the names of the values called ``step`` that are the same on all ranks, and no optimizer's, to these values."""
-    named = [v for v in values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
-    return {v.name: decode_value(v.data, name=v.name) for v in named if v.data is not None}
+def _kept(name: str, rank: int) -> str:
+    return f"{name}: {name_ranks([rank])} keeps the value that it has, as its own is lost"
 
 
-def _step_of(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
-    """Return the integer of the values called ``step``; None if no value has this name, or if their integers differ."""
-    found = {step for step in _steps(values).values() if isinstance(step, int) and not isinstance(step, bool)}
-    return found.pop() if len(found) == 1 else None
+def _are_renumbered(live: Sequence[Any], saved: Sequence[Any], rank: int) -> bool:
+    """Whether a survivor has the value that was saved under the number `rank`, and another one was saved under its own number."""
+    if len(live) != len(saved):
+        return False
+    of_saved, own = [encode_value(value, "") for value in saved], encode_value(saved[rank], "")
+    return any(encode_value(value, "") == own != of_saved[r] for r, value in enumerate(live) if value is not None and r != rank)
 
 
 def _steps_counted(captured: Captured) -> dict[str, float]:
@@ -416,73 +425,3 @@ def _without_state(captured: Captured) -> list[str]:
             fqns = [fqn for group in decode_value(value.data, name=value.name) for fqn in group["params"]]
             found += [state_name(optimizer, fqn) for fqn in fqns if (optimizer, fqn) not in having]
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A checkpoint that was loaded, wholly or in part: its step, if that is known, the report, and its `LoadedStep.tier`."""
-
-    step: int | None
-    report: LoadReport
-    tier: str
-
-
-class Checkpoints(Protocol):
-    """The checkpoints to fall back on. All methods but `names` and `go_on_from` are collective."""
-
-    def has(self, step: int) -> bool:
-        """Return whether there is a checkpoint of this very step."""
-
-    def newest(self) -> int | None:
-        """Return the step of the newest checkpoint; None if there is no checkpoint, or if its step is unknown."""
-
-    def load_part(self, step: int, prepare: Prepare) -> Loaded:
-        """Load only the tensors and values in the `Target` that `prepare` returns, from the checkpoint of this step."""
-
-    def load_newest(self, state: State, reason: str) -> Loaded:
-        """Load the newest whole checkpoint; if there is none, raise an error whose message begins with `reason`."""
-
-    def names(self) -> Sequence[str]:
-        """List the names of tensors in the newest checkpoint, on this rank alone."""
-
-    def go_on_from(self, step: int) -> None:
-        """Record that the run goes on from a step, which need not be saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfPath:
-    """The one checkpoint at a path."""
-
-    path: Path
-    session: Mapping[str, Any]
-
-    def has(self, step: int) -> bool:
-        return self.newest() == step
-
-    def newest(self) -> int | None:
-        """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
-
-        def look() -> int | None:
-            found = _step_of(read_catalog(self.path).values_table)
-            number = re.search(r"\d+$", path_text(self.path).rstrip("/"))
-            return int(number[0]) if found is None and number else found
-
-        with open_session("step of", path_text(self.path), **self.session) as comm:
-            step: int | None = value_of_first(comm, look)
-        return step
-
-    def load_part(self, step: int, prepare: Prepare) -> Loaded:
-        return Loaded(step, load_given(self.path, prepare, self.session), "store")
-
-    def load_newest(self, state: State, reason: str) -> Loaded:
-        report = load_given(self.path, state, self.session)
-        step = self.newest()
-        return Loaded(step, report, "store")
-
-    def names(self) -> Sequence[str]:
-        with suppress(CheckpointNotFound):  # nothing was saved yet
-            return read_catalog(self.path).names
-        return ()
-
-    def go_on_from(self, step: int) -> None:
-        pass

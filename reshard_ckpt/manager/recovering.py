@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.fall_back import Checkpoints, Loaded, OfPath, State
 from ..checkpoint.loading import Prepare
-from ..checkpoint.recovering import Checkpoints, Loaded, OfPath, Policy, Recovery, RecoveryReport, State
+from ..checkpoint.recovering import Policy, Recovery, RecoveryReport
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager

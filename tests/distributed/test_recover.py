@@ -512,6 +512,42 @@ def test_value_of_each_rank_that_is_lost_is_named_and_kept_fresh():
         assert (own, step) == ("fresh" if rank == 1 else 10 * rank, 3)
 
 
+def own_of(rank: int, size: int, step: int) -> dict[str, Any]:
+    """The part of a rank of 12 numbers, and a value of its own; blank at step 0."""
+    part = torch.arange(12).chunk(size)[rank].float()
+    own = checkpoint.PerRank(f"of {rank}" if step else None)
+    return {
+        "w": LocalShard(part.clone() if step else torch.zeros_like(part), (12,), (len(part) * rank,)),
+        "own": own,
+        "step": step,
+    }
+
+
+def numbers_job(folder: str) -> list[Any]:
+    """Parts and values of ranks 2 are lost. Two new processes make 4 ranks of 3; or the last rank of 4 gets number 2."""
+    rank, answers = dist.get_rank(), []
+    for size, olds in ((3, [0, 1]), (4, [0, 1, 3])):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            checkpoint.save(f"{folder}/{size}", own_of(rank, size, 5), process_group=group)
+        dist.barrier()
+        state = own_of(rank, SIZE, 0)
+        old = own_of(olds[rank], size, 5) if rank < len(olds) else False
+        report = checkpoint.recover(state, alive=old, path=f"{folder}/{size}")
+        answers.append((report.went_back, report.lost_values, state["w"].tensor.tolist(), state["own"].value))
+    return answers
+
+
+def test_values_of_ranks_that_have_other_numbers_than_in_the_checkpoint_are_kept_and_named(tmp_path: Path):
+    for rank, answers in enumerate(run_ranks(numbers_job, SIZE, str(tmp_path))):
+        for (went_back, lost, part, own), new, values in zip(
+            answers, ([2, 3], [3]), (["of 0", "of 1", None, None], ["of 0", "of 1", "of 3", None]), strict=True
+        ):
+            assert (went_back, part) == ("", [3.0 * rank + i for i in range(3)])
+            assert lost == tuple(f"own: rank {n} keeps the value that it has, as its own is lost" for n in new)
+            assert own == values[rank]
+
+
 class Tables:
     """A model with an embedding table divided by rows, and a dense layer that is on all ranks, or divided by rows too."""
 
@@ -620,21 +656,24 @@ def test_partial_recovery_keeps_rows_that_are_newer_than_those_in_the_checkpoint
 
 
 def on_rank_3(step: int, lr: float = 0.5, *, has_value: bool = False) -> dict[str, Any]:
-    """A dense layer on all ranks, and on rank 3 alone a table in a group of its own, and a value."""
-    modules = {"dense": nn.Linear(2, 2), **({"table": nn.Embedding(5, 2)} if dist.get_rank() == 3 else {})}
-    model = nn.ModuleDict(modules)
-    groups = [{"params": list(part.parameters()), "lr": lr / (i + 1)} for i, part in enumerate(modules.values())]
-    optimizer = torch.optim.Adagrad(groups, lr=lr)
-    for parameter in model.parameters():
-        parameter.data.fill_(step)
-        optimizer.state[parameter]["sum"].fill_(step)
-        optimizer.state[parameter]["step"].fill_(step)
-    own = {"schedule": {"at": step}} if has_value and dist.get_rank() == 3 else {}
-    return {"model": model, "optimizer": optimizer, "step": step, **own}
+    """A dense layer on all ranks, and on rank 3 alone tables, one in a group and one in an optimizer of its own, and a value."""
+    tables = {"table": nn.Embedding(5, 2), "apart": nn.Embedding(5, 2)} if dist.get_rank() == 3 else {}
+    model = nn.ModuleDict({"dense": nn.Linear(2, 2), **tables})
+    groups = [{"params": list(part.parameters()), "lr": lr / n} for n, part in enumerate([*model.values()][:2], 1)]
+    optimizers = {"optimizer": torch.optim.Adagrad(groups)}
+    if tables:
+        optimizers["other"] = torch.optim.Adagrad(tables["apart"].parameters(), lr=lr)
+    for optimizer in optimizers.values():
+        for parameter, held in optimizer.state.items():
+            parameter.data.fill_(step)
+            held["sum"].fill_(step)
+            held["step"].fill_(step)
+    own = {"schedule": {"at": step}} if has_value and tables else {}
+    return {"model": model, **optimizers, "step": step, **own}
 
 
 def lost_alone_job(folder: str) -> list[Any]:
-    """Rank 3 is lost with a whole table and its hyperparameters; then with a value that no other rank has."""
+    """Rank 3 is lost with whole tables and their hyperparameters; then with a value that no other rank has."""
     rank, answers = dist.get_rank(), []
     for has_value in (False, True):
         path = f"{folder}/{has_value}"
@@ -645,23 +684,29 @@ def lost_alone_job(folder: str) -> list[Any]:
             answers.append(outcome(lambda: checkpoint.recover(state, **options)))  # noqa: B023
             options["allow_mixed"] = True
         report = checkpoint.recover(state, **options)
-        answers.append((report.went_back, report.steps, [group["lr"] for group in state["optimizer"].param_groups]))
-        answers.append([float(part.flatten()[0]) for part in state["model"].parameters()])
-        answers.append(state.get("schedule"))
-    return answers
+        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        answers.append((report.went_back, report.steps, rates, [float(p.flatten()[0]) for p in state["model"].parameters()]))
+    return [*answers, state.get("schedule")]
 
 
 def test_partial_recovery_restores_hyperparameters_and_refuses_to_mix_values(tmp_path: Path):
     for rank, answers in enumerate(run_ranks(lost_alone_job, SIZE, str(tmp_path))):
-        (went_back, steps, rates), weights, _, refused, (_, mixed, _), _, schedule = answers
-        names = "model.table.weight", "optimizer.state.table.weight.step", "optimizer.state.table.weight.sum"
-        table = dict.fromkeys(names, (2,))
-        assert (went_back, steps) == ("", table)
-        assert rates == ([0.1, 0.1] if rank == 3 else [0.1])  # the table's own rate was 0.2 / 2
-        assert weights == [5.0, 5.0, *([2.0] if rank == 3 else [])]
+        (went_back, steps, rates, weights), refused, (_, mixed, _, _), schedule = answers
+        names = (
+            "model.apart.weight",
+            "model.table.weight",
+            "optimizer.state.table.weight.step",
+            "optimizer.state.table.weight.sum",
+        )
+        others = "other.param_groups", "other.state.apart.weight.step", "other.state.apart.weight.sum"
+        wanted = dict.fromkeys((*names, *others), (2,))
+        assert (went_back, steps) == ("", wanted)
+        assert rates == [0.1, *([0.1, 0.2] if rank == 3 else [])]  # those of the tables at step 2 were 0.2 / 2 and 0.2
+        assert weights == [5.0, 5.0, *([2.0, 2.0] if rank == 3 else [])]
         assert refused.error == "UsageError"
         assert "schedule.at: lost" in refused.message
-        assert mixed == {**table, "schedule.at": (2,)}
+        assert mixed == {**wanted, "schedule.at": (2,)}
         assert schedule == ({"at": 2} if rank == 3 else None)
 
 

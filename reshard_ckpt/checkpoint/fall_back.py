@@ -1,0 +1,104 @@
+"""The checkpoints that a recovery falls back on, and the step that the values of a state or of a checkpoint tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..comm import open_session, value_of_first
+from ..core.catalog.model import ValueEntry
+from ..core.catalog.specs import ValueKind, ValueSpec
+from ..core.report import LoadReport
+from ..errors import CheckpointNotFound
+from ..format.values import decode_value
+from ..formats.source import Path
+from ..storage import path_text
+from .inspecting import catalog as read_catalog
+from .loading import Prepare, load_given
+
+State = Mapping[str, Any]
+
+
+def steps_in(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
+    """Map the names of the values called ``step`` that are the same on all ranks, and no optimizer's, to these values."""
+    named = [v for v in values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
+    return {v.name: decode_value(v.data, name=v.name) for v in named if v.data is not None}
+
+
+def step_in(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
+    """Return the integer of the values called ``step``; None if no value has this name, or if their integers differ."""
+    found = {step for step in steps_in(values).values() if isinstance(step, int) and not isinstance(step, bool)}
+    return found.pop() if len(found) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was loaded, wholly or in part: its step, if that is known, the report, and its `LoadedStep.tier`."""
+
+    step: int | None
+    report: LoadReport
+    tier: str
+
+
+class Checkpoints(Protocol):
+    """The checkpoints to fall back on. All methods but `names` and `go_on_from` are collective."""
+
+    def has(self, step: int) -> bool:
+        """Return whether there is a checkpoint of this very step."""
+
+    def newest(self) -> int | None:
+        """Return the step of the newest checkpoint; None if there is no checkpoint, or if its step is unknown."""
+
+    def load_part(self, step: int, prepare: Prepare) -> Loaded:
+        """Load only the tensors and values in the `Target` that `prepare` returns, from the checkpoint of this step."""
+
+    def load_newest(self, state: State, reason: str) -> Loaded:
+        """Load the newest whole checkpoint; if there is none, raise an error whose message begins with `reason`."""
+
+    def names(self) -> Sequence[str]:
+        """List the names of tensors in the newest checkpoint, on this rank alone."""
+
+    def go_on_from(self, step: int) -> None:
+        """Record that the run goes on from a step, which need not be saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfPath:
+    """The one checkpoint at a path."""
+
+    path: Path
+    session: Mapping[str, Any]
+
+    def has(self, step: int) -> bool:
+        return self.newest() == step
+
+    def newest(self) -> int | None:
+        """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
+
+        def look() -> int | None:
+            found = step_in(read_catalog(self.path).values_table)
+            number = re.search(r"\d+$", path_text(self.path).rstrip("/"))
+            return int(number[0]) if found is None and number else found
+
+        with open_session("step of", path_text(self.path), **self.session) as comm:
+            step: int | None = value_of_first(comm, look)
+        return step
+
+    def load_part(self, step: int, prepare: Prepare) -> Loaded:
+        return Loaded(step, load_given(self.path, prepare, self.session), "store")
+
+    def load_newest(self, state: State, reason: str) -> Loaded:
+        report = load_given(self.path, state, self.session)
+        step = self.newest()
+        return Loaded(step, report, "store")
+
+    def names(self) -> Sequence[str]:
+        with suppress(CheckpointNotFound):  # nothing was saved yet
+            return read_catalog(self.path).names
+        return ()
+
+    def go_on_from(self, step: int) -> None:
+        pass
