@@ -132,8 +132,8 @@ class RankFolder:
         self._url = storage.url
         self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
         """The boxes of each tensor that were added: another rank may hold the same."""
-        self._looks: dict[str, Any] = {}
-        """The content of plain tensors and values that must be the same on all ranks, see `_look`."""
+        self._first: dict[str, tuple[Any, TorchFile]] = {}
+        """The first rank's plain tensors and values that must be the same on all ranks, each with its file."""
         self._params: list[tuple[str, Ints]] = []
         """The name and the shape of each parameter, in the order of the model; a tied one once."""
 
@@ -235,8 +235,7 @@ class RankFolder:
         if self.builder.is_unreadable(name):
             return
         try:
-            look = _look(value, file) if compares else None
-            if self._looks.setdefault(name, look) != look:
+            if compares and not _are_same(self._first.setdefault(name, (value, file)), (value, file)):
                 raise UnsupportedError(
                     f"{self._url}: {file.key}: {name} differs from that of the ranks before, and a plain tensor does not say "
                     "which part of a global one it is; load the file of one rank by its own path, if that is what you want"
@@ -278,12 +277,31 @@ def has_parts(files: Sequence[TorchFile]) -> bool:
 
 
 def are_alike(files: Sequence[TorchFile]) -> bool:
-    """Tell whether the plain tensors and values in the files of all ranks are the same, as far as `_look` shows."""
+    """Tell whether the plain tensors and values in the files of all ranks are the same, as far as `_are_same` shows."""
+    leaves_of = [dict(flatten(file.content, children_of_dict)) for file in files]
     try:
-        looks = [[(path, _look(leaf, file)) for path, leaf in flatten(file.content, children_of_dict)] for file in files]
+        return all(
+            found.keys() == leaves_of[0].keys()
+            and all(_are_same((leaf, files[0]), (found[path], file)) for path, leaf in leaves_of[0].items())
+            for found, file in zip(leaves_of[1:], files[1:], strict=True)
+        )
     except CheckpointError:
         return True  # who adds them gets the error again
-    return all(look == looks[0] for look in looks)
+
+
+def _are_same(one: tuple[Any, TorchFile], other: tuple[Any, TorchFile]) -> bool:
+    """Tell whether plain tensors or values of two ranks, each with its file, are the same.
+
+    The checksums of their storages tell, unless a tensor is a part of its storage, or the files have none. Then the tensors are
+    read: whole, or at both ends if they are large.
+    """
+    (a, file), (b, another) = one, other
+    if isinstance(a, PickledTensor) and isinstance(b, PickledTensor) and replace(a, storage=b.storage) == b:
+        crcs = file.crc(a), another.crc(b)
+        is_whole = prod(a.shape) * a.dtype.itemsize == a.storage.num_bytes
+        if all(crcs) and (is_whole or crcs[0] == crcs[1]):
+            return crcs[0] == crcs[1]
+    return bool(_look(a, file) == _look(b, another))
 
 
 def _look(value: Any, file: TorchFile) -> Any:

@@ -77,6 +77,11 @@ class TorchFile:
             )
         return self._zipped.begin(record) + tensor.offset * tensor.dtype.itemsize
 
+    def crc(self, tensor: PickledTensor) -> int:
+        """Return the CRC-32 of a tensor's storage, without reading it; 0 if the file has none."""
+        record = f"data/{tensor.storage.key}"
+        return self._zipped.crc(record) if record in self._zipped else 0
+
     def elements(self, tensor: PickledTensor, first: int, count: int) -> torch.Tensor:
         """Read `count` elements of a row-major tensor, from element `first` on."""
         return torch.frombuffer(self.memory(tensor, first, count), dtype=tensor.dtype)

@@ -105,6 +105,10 @@ class ZipRecords:
         """Return the number of bytes of a record."""
         return self._members[key].file_size
 
+    def crc(self, key: str) -> int:
+        """Return the CRC-32 of a record by the directory; 0 from a writer that was told to compute none."""
+        return self._members[key].CRC
+
     def storages(self) -> list[str]:
         """List the records that hold storages."""
         return [key for key in self._members if key.startswith("data/") and key != "data/"]

@@ -160,11 +160,14 @@ def test_plain_tensors_that_differ_between_ranks_may_be_parts_and_are_refused(tm
     """As a program with tensor parallelism of its own saves them, without a word about where they lie."""
     for rank in range(2):
         large = torch.zeros(100_000)
-        large[-1] = rank
+        large[50_000] = rank
         state = {"w": torch.full((4,), float(rank)), "large": large, "norm": torch.ones(3), "config": {"rank": rank}}
+        ends = torch.tensor([1.0, 1.0, rank])
+        state |= {"front": ends[:2], "end": ends[2:], "shape": torch.ones(2 + rank), "empty": torch.ones(0)}
         torch.save(state, tmp_path / f"model_rank_{rank}.pt")
-    assert checkpoint.read(tmp_path, ["model.norm"])["model.norm"].tolist() == [1, 1, 1]
-    for name in ("w", "large", "config.rank"):
+    for name in ("norm", "front", "empty"):
+        assert checkpoint.read(tmp_path, [f"model.{name}"])[f"model.{name}"].eq(1).all()
+    for name in ("w", "large", "config.rank", "end", "shape"):
         with pytest.raises(UnsupportedError, match=rf"model_rank_1.pt: model.{name} differs from that of the ranks before"):
             checkpoint.read(tmp_path, [f"model.{name}"])
     assert checkpoint.read(tmp_path / "model_rank_1.pt")["w"].tolist() == [1] * 4
