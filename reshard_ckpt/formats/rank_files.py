@@ -130,8 +130,8 @@ class RankFolder:
         self.builder = CatalogBuilder(format, storage.url)
         self._reader = FileReader(storage)
         self._url = storage.url
-        self._boxes: dict[str, set[tuple[Ints, Ints]]] = {}
-        """The boxes of each tensor that were added: another rank may hold the same."""
+        self._boxes: dict[str, dict[tuple[Ints, Ints], tuple[PickledTensor, TorchFile]]] = {}
+        """The boxes of each tensor that were added, with the first rank's tensor and file: another rank may hold the same."""
         self._first: dict[str, tuple[Any, TorchFile]] = {}
         """The first rank's plain tensors and values that must be the same on all ranks, each with its file."""
         self._params: list[tuple[str, Ints]] = []
@@ -250,7 +250,7 @@ class RankFolder:
                     )
                 self._add_part(name, _Part(value, value.shape, None), file)
             elif name not in self._boxes:
-                self._boxes[name] = set()
+                self._boxes[name] = {}
                 self.builder.value(path, file.plain(value))
         except UnsupportedError as error:
             self.builder.tensors.pop(name, None)
@@ -258,17 +258,23 @@ class RankFolder:
 
     def _add_part(self, name: str, part: _Part, file: TorchFile) -> None:
         is_known = name in self._boxes
-        boxes = self._boxes.setdefault(name, set())
+        boxes = self._boxes.setdefault(name, {})
         self.builder.tensor(name, part.local.dtype, part.shape, again=is_known)
         if part.layout is None:
             if not is_known:
                 self.builder.view(name, file, part.local)
             return
-        for box in part.layout.boxes:
-            if (box.offsets, box.lengths) not in boxes and 0 not in box.lengths:
-                boxes.add((box.offsets, box.lengths))
-                first = part.local.offset + sum(o * s for o, s in zip(box.local_offsets, part.local.strides, strict=True))
-                self.builder.view(name, file, replace(part.local, offset=first, shape=box.lengths), box.offsets)
+        for box in (box for box in part.layout.boxes if 0 not in box.lengths):
+            first = part.local.offset + sum(o * s for o, s in zip(box.local_offsets, part.local.strides, strict=True))
+            view = replace(part.local, offset=first, shape=box.lengths)
+            held = boxes.setdefault((box.offsets, box.lengths), (view, file))
+            if held[1] is file:
+                self.builder.view(name, file, view, box.offsets)
+            elif not _are_same(held, (view, file)):
+                raise UnsupportedError(
+                    f"{self._url}: {name} differs between {held[1].key} and {file.key}, which hold the same part of it: files of "
+                    "two saves are mixed, or the replicas have drifted apart; use another checkpoint"
+                )
 
 
 def has_parts(files: Sequence[TorchFile]) -> bool:

@@ -180,3 +180,18 @@ def test_a_plain_tensor_beside_dtensors_has_one_shape_on_all_ranks(folders: dict
         torch.save({**torch.load(path, weights_only=False), "seen": torch.zeros(1 + rank // 3)}, path)
     with pytest.raises(CorruptError, match=r"model.seen is F32 of shape \(1,\) in one file and F32 of shape \(2,\)"):
         checkpoint.catalog(tmp_path / "verl")
+
+
+def test_replicas_that_differ_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As files of two saves leave them: the optimizer of the later one was not written yet."""
+    shutil.copytree(folders["tp"] / "verl", tmp_path / "verl")
+    path = tmp_path / "verl" / "model_world_size_4_rank_1.pt"
+    model = torch.load(path, weights_only=False)
+    replicated = [name for name, tensor in model.items() if name.endswith("down.bias")]
+    for tensor in model.values():
+        getattr(tensor, "_local_tensor", tensor).add_(1)
+    torch.save(model, path)
+    for name in replicated:
+        with pytest.raises(UnsupportedError, match=rf"{name} differs between .*rank_0.pt and .*rank_1.pt, which hold"):
+            checkpoint.read(tmp_path / "verl", [f"model.{name}"])
+    assert replicated
