@@ -83,7 +83,7 @@ class Home:
         return client
 
     def _meet(self, title: str, timeout_s: float) -> None:
-        """Meet the other ranks. It may be called again if it has failed, also where only a reply was lost."""
+        """Connect to rank 0's store, which rank 0 starts here, and register with it. After a failure it may be called again."""
         meeting = self._meeting.open(timeout_s)
         meeting.allow(timeout_s)
         if self._rank == 0:

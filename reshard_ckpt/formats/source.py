@@ -240,7 +240,7 @@ def _latest(form: Format, storage: Storage) -> str | None:
 
 
 class _StorageOf(FollowedStorage):
-    """The store of a source of another package's format, whose errors are raised as those of `failing`."""
+    """The store of a source in the format of another package. It turns the errors of reads as `failing` does."""
 
     def __init__(self, form: Format, own: Storage) -> None:
         super().__init__(own, {})

@@ -79,7 +79,9 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -
 
 
 def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, Any]:
-    """Return the columns `optimizer`, `key` and `parameter` of entries; a link that does not spell its entry's name is left out.
+    """Encode the link of each name as the columns `optimizer`, `key` and `parameter` of `TensorDescriptions`.
+
+    A link whose own name differs from the entry's name is left out.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ class _Window(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """Bytes of a file whose digest does not fit; with a `text`, another problem. File -1 stands for the catalog."""
+    """A problem with bytes of a file, by the file's index; -1 is the catalog. An empty `text` says that a digest does not fit."""
 
     file: int
     begin: int
