@@ -23,7 +23,7 @@ import torch
 from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_first
 from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import GROUPS, bare, optimizer_of, state_name
+from ..core.catalog.names import GROUPS, STATE, bare, optimizer_of, state_name
 from ..core.catalog.param_groups import NO_GROUP, groups_beyond
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
@@ -32,7 +32,8 @@ from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
 from ..format.values import decode_value, encode_value
-from ..state.capture import Captured, Target, capture, prepare_load
+from ..state.capture import Captured, Target, capture, prepare_load, walk_state
+from ..state.entries import Kind
 from ..state.shards import PerRankValues
 from .fall_back import Checkpoints, Loaded, State, step_in, steps_in
 from .live import MEMORY_BYTES
@@ -186,7 +187,7 @@ class Recovery:
 
     def _refuse_to_mix(self, saved_step: int) -> None:
         """Raise a UsageError if a region is lost that is not of an embedding table, unless the caller allows that."""
-        state = tuple(f".state.{table.partition('.')[2]}." for table in self._tables)
+        state = tuple(f".{STATE}.{fqn}." for fqn in self._tables.values())
         lost = [*self._lost_tensors, *self._lost_values]
         dense = [name for name in lost if name not in self._tables and not any(part in name for part in state)]
         if dense and not self._policy.allow_mixed:
@@ -210,7 +211,8 @@ class Recovery:
         # Each is a tuple with an entry for each rank.
         is_alive, steps, counts, without, tables = zip(*merge_of_all(comm, own), strict=True)
         survivors = [rank for rank, alive in enumerate(is_alive) if alive]
-        self._without, self._tables = union(list(without)), union(list(tables))
+        self._without = union(list(without))
+        self._tables = {name: fqn for of_rank in tables for name, fqn in of_rank.items()}
         self._is_alone = len(survivors) == 1
         if not survivors:
             raise LayoutError("no rank's state is alive")
@@ -400,15 +402,16 @@ def _steps_counted(captured: Captured) -> dict[str, float]:
     return found
 
 
-def _embedding_tables(state: State) -> list[str]:
-    """Name the weights of all embeddings among the modules of a state."""
-    modules = [(key, value) for key, value in state.items() if isinstance(value, torch.nn.Module)]
-    return [
-        f"{key}.{bare(f'{name}.weight' if name else 'weight')}"
-        for key, module in modules
-        for name, part in module.named_modules()
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
-    ]
+def _embedding_tables(state: State) -> dict[str, str]:
+    """Map the names of the weights of all embeddings among the modules of a state, at any depth, to their FQNs."""
+    rows = [row for tree in walk_state(state)[0] for row in tree.rows if row.kind is Kind.MODULES]
+    modules = [(row.name, at, inner) for row in rows for module in row.value for at, inner in module.children.items()]
+    found: dict[str, str] = {}
+    for name, at, inner in modules:
+        if isinstance(inner, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            fqn = bare(f"{at}.weight" if at else "weight")
+            found[f"{name}.{fqn}"] = fqn
+    return found
 
 
 def _without_state(captured: Captured) -> list[str]:

@@ -669,7 +669,7 @@ def on_rank_3(step: int, lr: float = 0.5, *, has_value: bool = False) -> dict[st
             held["sum"].fill_(step)
             held["step"].fill_(step)
     own = {"schedule": {"at": step}} if has_value and tables else {}
-    return {"model": model, **optimizers, "step": step, **own}
+    return {"all": {"stages": [model]}, **optimizers, "step": step, **own}
 
 
 def lost_alone_job(folder: str) -> list[Any]:
@@ -686,7 +686,9 @@ def lost_alone_job(folder: str) -> list[Any]:
         report = checkpoint.recover(state, **options)
         optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-        answers.append((report.went_back, report.steps, rates, [float(p.flatten()[0]) for p in state["model"].parameters()]))
+        answers.append(
+            (report.went_back, report.steps, rates, [float(p.flatten()[0]) for p in state["all"]["stages"][0].parameters()])
+        )
     return [*answers, state.get("schedule")]
 
 
@@ -694,8 +696,8 @@ def test_partial_recovery_restores_hyperparameters_and_refuses_to_mix_values(tmp
     for rank, answers in enumerate(run_ranks(lost_alone_job, SIZE, str(tmp_path))):
         (went_back, steps, rates, weights), refused, (_, mixed, _, _), schedule = answers
         names = (
-            "model.apart.weight",
-            "model.table.weight",
+            "all.stages.apart.weight",
+            "all.stages.table.weight",
             "optimizer.state.table.weight.step",
             "optimizer.state.table.weight.sum",
         )
@@ -718,11 +720,12 @@ def stateless_job(folder: str) -> Any:
         torch.manual_seed(7)
         table = nn.Embedding(12, 3)
         table.weight = nn.Parameter(distribute_tensor(table.weight.detach(), init_device_mesh("cpu", (SIZE,)), [Shard(0)]))
-        return {"model": table, "optimizer": torch.optim.Adam(table.parameters()), "step": 0}
+        return {"all": [table], "optimizer": torch.optim.Adam(table.parameters()), "step": 0}
 
     state, fresh = made(), made()
     checkpoint.save(f"{folder}/step_0", state)
-    state["model"].weight.grad = torch.ones_like(state["model"].weight)
+    weight = state["all"][0].weight
+    weight.grad = torch.ones_like(weight)
     state["optimizer"].step()
     state["step"] = 1
     state = fresh if rank == 3 else state
