@@ -12,7 +12,8 @@
 An object store has no folder to move. There a result is written in place, into a prefix that was empty. A lease under a key of
 its own marks it as unfinished: no reader takes it for a checkpoint, and the next conversion deletes the files of a killed one. To
 replace a checkpoint, the result is made below ``.NAME.partial``; then the old files are deleted, and the store copies the new
-ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again.
+ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again, with the request to
+replace: the old checkpoint may still be whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ from ..engine.common.step_folders import referred_by_others
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.catalog import MAX_CATALOG_BYTES
 from ..format.files import CATALOG_KEY, CONVERT_LOCK
-from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, Storage, is_object_path, open_storage, resolved_path
+from ..storage import (
+    LocalStorage,
+    Lock,
+    LocksUnsupported,
+    MissingKey,
+    Storage,
+    holder_text,
+    is_object_path,
+    open_storage,
+    resolved_path,
+)
 from ..storage.posix import Explained, sync_folder
 from ..storage.protocol import PROBE, Document, at_once, copy_file
 from ..storage.swap import swap
@@ -41,6 +52,9 @@ from .source import known_formats, open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 _TRIES = 10
+_MAX_LOCK_BYTES = 1 << 16
+_REPLACEMENT = "replacement"
+"""The note in the lease of a conversion that replaces an old checkpoint."""
 
 
 class OutputFolder(NamedTuple):
@@ -125,7 +139,14 @@ def _new_prefix(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[St
         above, _, name = storage.url.rpartition("/")
         beside = f"{above}/.{name}.partial"
         found = {key for key, _ in storage.list()}
-        if CONVERT_LOCK in found or all(posixpath.basename(key) == PROBE for key in found):
+        if not overwrite and CONVERT_LOCK in found:
+            with suppress(MissingKey):
+                # The old checkpoint may be whole yet.
+                if holder_text(storage.read(CONVERT_LOCK, _MAX_LOCK_BYTES)) == _REPLACEMENT:
+                    raise _exists(dst)
+        # With a catalog it is whole, also beside the lease of a process that was killed just after it took that.
+        is_empty = all(posixpath.basename(key) == PROBE for key in found)
+        if is_empty or (CONVERT_LOCK in found and CATALOG_KEY not in found):
             with _leased(storage) as lease:
                 storage.delete(found - {CONVERT_LOCK})  # of a killed process
                 if CONVERT_LOCK in found:  # it may have been replacing a checkpoint
@@ -147,7 +168,7 @@ def _new_prefix(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[St
             yield made
             _refuse_referred(storage.url)  # again, because it may have taken hours to make the result
             keys = sorted((key for key, _ in made.list() if key != CONVERT_LOCK), key=lambda key: (key == CATALOG_KEY, key))
-            with _leased(storage) as lease:
+            with _leased(storage, _REPLACEMENT) as lease:
                 _retire(storage)
                 storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
                 at_once(storage, *(partial(copy_file, made, key, storage) for key in keys if key != CATALOG_KEY))
@@ -175,8 +196,8 @@ def _retire(storage: Storage) -> None:
 
 
 @contextmanager
-def _leased(storage: Storage) -> Iterator[Lock]:
-    lease = storage.lease(CONVERT_LOCK, b"conversion", once=True)
+def _leased(storage: Storage, note: str = "conversion") -> Iterator[Lock]:
+    lease = storage.lease(CONVERT_LOCK, note.encode(), once=True)
     if lease is None:
         raise _busy_error(storage.url)
     with lease:

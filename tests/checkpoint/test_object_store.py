@@ -26,6 +26,7 @@ from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.object_client import client_of
+from reshard_ckpt.storage.object_lease import content
 from reshard_ckpt.storage.object_store import _QUOTED, ObjectStorage
 from reshard_ckpt.storage.protocol import read_range
 from tests.cli.running import run
@@ -167,10 +168,10 @@ def test_what_refers_to_it_in_the_last_moment_of_a_conversion_survives(url: str,
     checkpoint.save(f"{url}/run/step_1", shared)
     checkpoint.save(f"{url}/other", state(2))
 
-    def late(storage: Any) -> Any:
+    def late(storage: Any, *note: str) -> Any:
         if storage.url.endswith("/step_1"):
             checkpoint.save(f"{url}/run/step_2", shared, base=f"{url}/run/step_1")
-        return leased(storage)
+        return leased(storage, *note)
 
     monkeypatch.setattr(destination, "_leased", late)
     with pytest.raises(UsageError, match="step_1: is not replaced: step_2"):
@@ -186,6 +187,23 @@ def test_what_a_killed_conversion_left_is_no_checkpoint(url: str) -> None:
         storage.publish(CONVERT_LOCK, b"")
     with pytest.raises(CheckpointNotFound, match="a conversion writes there now, or was killed"):
         checkpoint.read(f"{url}/hf")
+
+
+def test_a_checkpoint_that_a_killed_conversion_was_to_replace_is_deleted_only_on_request(url: str) -> None:
+    """The conversion had its lease, and had deleted nothing yet."""
+    checkpoint.save(f"{url}/own", state(1))
+    checkpoint.save(f"{url}/new", state(2))
+    for to in ("reshard", "safetensors"):
+        checkpoint.convert(f"{url}/own", f"{url}/{to}", to=to)
+        with open_storage(f"{url}/{to}") as storage:
+            storage.publish(CONVERT_LOCK, content(b"replacement", 0.0))
+            before = storage.list()
+            with pytest.raises(UsageError, match="already exists; pass another path, or overwrite=True"):
+                checkpoint.convert(f"{url}/new", f"{url}/{to}", to=to)
+            assert storage.list() == before
+        checkpoint.convert(f"{url}/new", f"{url}/{to}", to=to, overwrite=True)
+        checkpoint.convert(f"{url}/new", f"{url}/fresh-{to}", to=to)
+        assert same(f"{url}/{to}", checkpoint.read(f"{url}/fresh-{to}"))
 
 
 def test_compact_lets_the_store_copy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
