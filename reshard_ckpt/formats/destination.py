@@ -12,8 +12,8 @@
 An object store has no folder to move. There a result is written in place, into a prefix that was empty. A lease under a key of
 its own marks it as unfinished: no reader takes it for a checkpoint, and the next conversion deletes the files of a killed one. To
 replace a checkpoint, the result is made below ``.NAME.partial``; then the old files are deleted, and the store copies the new
-ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again, with the request to
-replace: the old checkpoint may still be whole.
+ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again, with the request
+to replace: the old checkpoint may still be whole.
 """
 
 from __future__ import annotations
