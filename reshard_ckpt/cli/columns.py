@@ -35,7 +35,7 @@ class Preview(str):
 
 
 def _guide(name: str) -> str:
-    """Return the vertical lines of the tree that continue above a line of it."""
+    """Return the vertical strokes of the tree that begin `name`, as a further line of the same name begins."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 

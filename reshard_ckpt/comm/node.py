@@ -241,7 +241,11 @@ class NodeComm(StoreComm):
         return not in_time and self._store.check([key]) and not self._ends(decided, self._timeout_s / 16, lambda: False)
 
     def _pass_on(self, decision: bytes, call: str = "") -> None:
-        """Copy a decision into the machine's store. The leader names its call, and copies the payload of its machine before."""
+        """Copy a decision into the machine's store, for the other ranks of this machine.
+
+        The leader passes the name of the call that is under way (`call`). Then the payload that its machine gets in that call is
+        copied first, because the others look for it once they see the decision.
+        """
         if self._near is None:
             return  # it is lost, but rank 0 had let the step pass
         if call == "broadcast" and INLINE not in decision and self._store.check([f"{self._key('all')}/0"]):

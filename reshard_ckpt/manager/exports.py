@@ -126,7 +126,10 @@ def _class_name(kind: type) -> str:
 
 
 def _config(config: Any, name: str | None, catalog: Catalog) -> str:
-    """Return a config as JSON, with the class of the model and the dtype of its tensors, if `name` is that class."""
+    """Return a config of transformers as JSON text.
+
+    If `name` is given, it is put there as the class of the model, with the dtype of the first floating-point tensor.
+    """
     if name is None:
         return str(config.to_json_string())
     values = json.loads(config.to_json_string())

@@ -120,7 +120,7 @@ class StoredSteps:
         return f"{self._root.rstrip('/')}/{folder}"
 
     def steps(self) -> list[int]:
-        """List the committed steps, in order, with the checkpoints of other libraries."""
+        """List the committed steps in order, checkpoints of other libraries included."""
         return list(self.folders())
 
     def folders(self) -> dict[int, str]:

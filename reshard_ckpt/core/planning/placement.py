@@ -66,7 +66,7 @@ def derive(
         The declared placement of each tensor, which wins over the one that its pieces show.
     shape : (T, D), ndim : (T,)
     box_offsets, box_lengths : (B, D)
-        The boxes that `holding` numbers.
+        The boxes, to which the rows of `holding` refer by index.
     """
     # Few tensors declare different placements, and equal ones share one tuple, so they are numbered by identity.
     declarations = {id(placement): placement for placement in declared}

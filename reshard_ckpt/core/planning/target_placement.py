@@ -34,9 +34,10 @@ from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 class TargetPlacement:
     """How one tensor lies on a mesh.
 
-    ``axes`` has a placement for each axis of the mesh; a placement that shards has its turn. A tensor that is flat is cut into
-    equal runs. If it has a ``vector`` (number of the vector, position in it), all tensors of that vector are cut end to end, as
-    if they were one. If it ``follows`` another tensor, it lies on the ranks that hold a part of that tensor.
+    ``axes`` has a placement for each axis of the mesh; a placement that shards also has the position of its axis in the order
+    in which axes cut the dim. A tensor that is flat is cut into equal runs. If it has a ``vector`` (number of the vector,
+    position in it), all tensors of that vector are cut end to end, as if they were one. If it ``follows`` another tensor, it
+    lies on the ranks that hold a part of that tensor.
     """
 
     axes: tuple[AxisPlacement, ...]
@@ -360,9 +361,10 @@ def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:
 
 
 def _ascending(numbers: Sequence[int]) -> bool:
-    """Tell whether at least four of five neighbours ascend.
+    """Return whether the numbers ascend, but for at most one step down in five numbers.
 
-    A few exceptions are normal: replicas that ranks cut at different places show only the ranks that wrote them.
+    The numbers are the first mesh coordinates of tensors that lie one after the other in a vector. Where ranks share the writing
+    of replicas, a tensor shows the rank that wrote it, which need not be the first that held it: so a few steps down are normal.
     """
     return 5 * sum(a > b for a, b in pairwise(numbers)) <= len(numbers)
 

@@ -94,7 +94,7 @@ class SaveOptions:
 
     @property
     def more_held(self) -> list[Optimizer]:
-        """Optimizers to hold back in addition to those in the state."""
+        """Return the optimizers of `hold=`, whose steps wait for the copy although they are not in the state."""
         if isinstance(self.hold, str):
             return []
         return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)

@@ -99,7 +99,7 @@ class StagedCopy:
 
     @contextmanager
     def changed(self, job: SaveJob) -> Iterator[Chunks]:
-        """Wait until all is copied, and return the chunks that the base of the job lacks. The ring holds all images."""
+        """Wait until all is copied, and return the chunks that the base checkpoint lacks. The ring must hold all files."""
         self.staging.wait_finished()
         local_shards, items = self.staging.copied_items(job.local_shards)
         copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))

@@ -276,7 +276,7 @@ class ShardFileWriter:
         return self._hasher.values
 
     def write(self, chunk: memoryview) -> None:
-        """Append bytes; of packed rows, the bytes of the plain file."""
+        """Append bytes to the file. If it packs rows, pass the rows as they are; this method packs them."""
         for stored, plain in [(chunk, chunk)] if self._packer is None else self._packer.add(chunk):
             self._write(memoryview(stored), memoryview(plain))
 
