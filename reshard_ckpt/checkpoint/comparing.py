@@ -47,8 +47,8 @@ class Diff:
     removed, added
         Names of tensors and values that only the first checkpoint has, and that only the second has.
     kind, shape, dtype
-        A `Change` for each name that is a tensor in one checkpoint and a value in the other; for each tensor whose global shape
-        differs; for each tensor whose dtype differs.
+        A `Change` for each name that is a tensor in one checkpoint and a value in the other, or that cannot be read from one of
+        them; for each tensor whose global shape differs; for each tensor whose dtype differs.
     placement
         A `Change` for each tensor whose placement differs, and for each per-rank value whose number of ranks differs. ``equal``
         ignores these.
@@ -119,7 +119,7 @@ def diff(
         open_shared_source(comm, b, timeout_s=timeout_s) as two,
     ):
         first, second = one.catalog, two.catalog
-        in_a, in_b = ({*catalog.names, *catalog.value_names} for catalog in (first, second))
+        kinds_a, kinds_b = _kinds(first), _kinds(second)
         tensors = [name for name in first.names if name in second]
         saved = set(second.value_names)
         both = [name for name in first.value_names if name in saved]
@@ -135,13 +135,12 @@ def diff(
         return Diff(
             a=str(a),
             b=str(b),
-            removed=tuple(sorted(in_a - in_b)),
-            added=tuple(sorted(in_b - in_a)),
-            # A name in both checkpoints, but as a tensor in one and a value in the other.
+            removed=tuple(sorted(kinds_a.keys() - kinds_b.keys())),
+            added=tuple(sorted(kinds_b.keys() - kinds_a.keys())),
             kind=tuple(
-                Change(name, *("tensor" if name in catalog else "value" for catalog in (first, second)))
-                for name in sorted(in_a & in_b)
-                if (name in first) != (name in second)
+                Change(name, kinds_a[name], kinds_b[name])
+                for name in sorted(kinds_a.keys() & kinds_b.keys())
+                if kinds_a[name] != kinds_b[name] or kinds_a[name] == UNREADABLE
             ),
             shape=shapes,
             dtype=tuple(_changes(tensors, first, second, Catalog.dtype)),
@@ -150,6 +149,15 @@ def diff(
             tensors=tuple(compare(comparable, left, right, report, comm)) if values else (),
             num_compared=len(comparable) if values else 0,
         )
+
+
+UNREADABLE = "unreadable"
+
+
+def _kinds(catalog: Catalog) -> dict[str, str]:
+    """Tell by name whether a checkpoint has a tensor, a value, or something that cannot be read."""
+    kinds = dict.fromkeys(catalog.names, "tensor") | dict.fromkeys(catalog.value_names, "value")
+    return kinds | dict.fromkeys(catalog.unreadable, UNREADABLE)
 
 
 def _changes(

@@ -249,6 +249,20 @@ def test_a_missing_or_short_file_spoils_its_own_tensors(tmp_path):
     assert len(report.problems) == 2
 
 
+def test_what_cannot_be_read_is_not_equal_to_itself(tmp_path, folder: Path):
+    """Two damaged copies would count as equal, if a comparison passed over what it cannot read."""
+    copies = [shutil.copytree(folder, tmp_path / name) for name in ("one", "two")]
+    assert checkpoint.diff(*copies, values=True).equal
+    for path in copies:
+        (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-100])
+        found = checkpoint.diff(*copies, values=True)
+        assert not found.equal
+        assert (found.removed, found.added) == ((), ())
+    lost = checkpoint.catalog(copies[0]).unreadable.keys()
+    assert lost
+    assert [(change.name, change.a, change.b) for change in found.kind] == [(n, "unreadable", "unreadable") for n in sorted(lost)]
+
+
 def test_metadata_that_name_other_bytes(tmp_path):
     """A chunk whose file has another size or dtype than .metadata say is refused, as its place is unknown."""
     path = save({"model": {"w": torch.arange(6.0).reshape(2, 3)}}, tmp_path / "ckpt")
