@@ -253,8 +253,11 @@ class RankFolder:
                 self._boxes[name] = {}
                 self.builder.value(path, file.plain(value))
         except UnsupportedError as error:
-            self.builder.tensors.pop(name, None)
-            self.builder.unreadable(name, error)
+            self._leave_out(name, error)
+
+    def _leave_out(self, name: str, why: CheckpointError) -> None:
+        self.builder.tensors.pop(name, None)
+        self.builder.unreadable(name, why)
 
     def _add_part(self, name: str, part: _Part, file: TorchFile) -> None:
         is_known = name in self._boxes
@@ -271,10 +274,12 @@ class RankFolder:
             if held[1] is file:
                 self.builder.view(name, file, view, box.offsets)
             elif not _are_same(held, (view, file)):
-                raise UnsupportedError(
+                why = (
                     f"{self._url}: {name} differs between {held[1].key} and {file.key}, which hold the same part of it: files of "
                     "two saves are mixed, or the replicas have drifted apart; use another checkpoint"
                 )
+                self._leave_out(name, CorruptError(why))
+                return
 
 
 def has_parts(files: Sequence[TorchFile]) -> bool:

@@ -192,6 +192,7 @@ def test_replicas_that_differ_are_refused(folders: dict[str, Path], tmp_path: Pa
         getattr(tensor, "_local_tensor", tensor).add_(1)
     torch.save(model, path)
     for name in replicated:
-        with pytest.raises(UnsupportedError, match=rf"{name} differs between .*rank_0.pt and .*rank_1.pt, which hold"):
+        with pytest.raises(CorruptError, match=rf"{name} differs between .*rank_0.pt and .*rank_1.pt, which hold"):
             checkpoint.read(tmp_path / "verl", [f"model.{name}"])
     assert replicated
+    assert any("differs between" in problem for problem in checkpoint.verify(tmp_path / "verl").problems)
