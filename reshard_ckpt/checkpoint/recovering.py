@@ -3,7 +3,7 @@
 1. `_ask_survivors`: all ranks say whether they are alive, and at which step. The survivors must be at one step.
 2. `Job.begin` opens the states of the survivors as a checkpoint that may lack regions. `_lost` names the regions that it lacks.
 3. If it lacks none, `Job.move_opened` fills the other ranks from the survivors. Storage is not touched.
-4. If it lacks some, and there is a checkpoint of that very step, survivors compare a sample of their state with it (`StepSample`).
+4. If it lacks some, and there is a checkpoint of that step, survivors compare a sample of their state with it (`StepSample`).
    Then `Job.move_opened` fills all that the survivors have, and a load reads the lost regions alone (`core.planning.lost`).
 5. Otherwise all ranks go back to the newest whole checkpoint, and the report says why. With ``policy="partial"``, only the lost
    regions come from that checkpoint (CPR: Maeng et al., 2020), if they are regions of embedding tables, or with `allow_mixed`.
