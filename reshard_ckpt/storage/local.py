@@ -182,7 +182,7 @@ class LocalStorage(Storage):
     def stamp(self, key: str) -> object:
         with suppress(OSError):
             status = os.stat(_path_of(self._root, key))
-            return status.st_mtime_ns, status.st_ino, status.st_size
+            return status.st_mtime_ns, status.st_size  # no number of the file: file systems over object stores make it up anew
         return None
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
