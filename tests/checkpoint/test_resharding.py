@@ -81,8 +81,6 @@ def pairs(draw: st.DrawFn) -> tuple[Job, Job, dict[str, dict[str, object]]]:
     zero = draw(st.sampled_from([None, None, "vector", "each"]))
     fsdp = zero is None and draw(st.booleans())
     layers, hidden, vocab = draw(st.integers(3, 5)), draw(st.integers(3, 6)), draw(st.integers(1, 13))
-    if zero == "vector":  # where tp ranks have unequal shares, each cuts its vector elsewhere, and placements are told by chance
-        hidden, vocab = 6, 12
     # A vector is in the order in which the ranks list their parameters, which experts on other ranks change.
     experts = draw(st.sampled_from([0, 0, 3])) if zero is None else 0
     fused, tied = draw(st.booleans()), draw(st.booleans())
@@ -92,6 +90,8 @@ def pairs(draw: st.DrawFn) -> tuple[Job, Job, dict[str, dict[str, object]]]:
     if zero and old_mesh["dp"] == 1:  # nothing shows that this was ZeRO
         zero = "vector"
         rules["optimizer.state.*"] = {"dp": "flat"}
+    if zero == "vector":  # where tp ranks have unequal shares, each cuts its vector elsewhere, and placements are told by chance
+        hidden, vocab = 6, 12
     if fused and old_mesh["tp"] == 1:
         rules["model.layers.*.qkv.weight"] = {"sections": {0: [2 * hidden, hidden, hidden]}}
     weights = transformer(layers, hidden, vocab, fused=fused, experts=experts)
