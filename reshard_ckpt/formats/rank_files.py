@@ -312,10 +312,10 @@ def _are_same(one: tuple[Any, TorchFile], other: tuple[Any, TorchFile]) -> bool:
         is_whole = prod(a.shape) * a.dtype.itemsize == a.storage.num_bytes
         if all(crcs) and (is_whole or crcs[0] == crcs[1]):
             return crcs[0] == crcs[1]
-    return bool(_look(a, file) == _look(b, another))
+    return bool(_sample(a, file) == _sample(b, another))
 
 
-def _look(value: Any, file: TorchFile) -> Any:
+def _sample(value: Any, file: TorchFile) -> Any:
     """Return something to compare a plain tensor or value by: its bytes, or the first and the last bytes of a large tensor."""
     if not isinstance(value, PickledTensor):
         return encode_value(file.plain(value), file.key)

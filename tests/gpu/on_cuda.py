@@ -22,7 +22,7 @@ def _differ(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 def rows_to_columns(path: Path, backend: str) -> list[str]:
-    """Save DTensors cut by rows, and load them as columns and as replicas; the names of those that are wrong."""
+    """Save DTensors cut by rows, and load them as columns and as replicas. Return the names of wrong tensors."""
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(0)
@@ -50,7 +50,7 @@ def rows_to_columns(path: Path, backend: str) -> list[str]:
 
 
 def live_rows_to_columns() -> list[str]:
-    """Move rows to columns between ranks that share a device; the names of those that are wrong."""
+    """Move rows to columns between ranks that share a device. Return the runs whose columns are wrong."""
     rank = dist.get_rank()
     wrong: list[str] = []
     rows, columns = WHOLE.chunk(2)[rank].cuda(), torch.zeros(3000, 500, device="cuda")
@@ -91,7 +91,7 @@ class _Job:
 
 
 def fsdp2_goes_on(path: Path, backend: str) -> dict[str, Any]:
-    """Train, save lazily and train on; then load into a new job, which trains on too. Both lists of losses."""
+    """Train, save lazily and train on; then load into a new job, which trains on too. Return both lists of losses."""
     torch.cuda.set_device(0)
     dist.init_process_group(backend)
     job = _Job()
@@ -113,7 +113,7 @@ def fsdp2_goes_on(path: Path, backend: str) -> dict[str, Any]:
 
 
 def dcp_calls(path: Path) -> list[str]:
-    """Save and load by the calls of DCP on NCCL; the names of tensors that are wrong."""
+    """Save and load by the calls of DCP on NCCL. Return the names of wrong tensors."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (1,))

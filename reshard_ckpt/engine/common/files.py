@@ -224,7 +224,7 @@ def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, obje
     for index, stamp in stamps(storage, catalog, list(before)).items():
         if stamp not in (None, before[index]):
             raise StorageError(
-                f"{storage.url}: {catalog.files[index].key} was changed while it was read, so what was read may be of two saves; "
+                f"{storage.url}: {catalog.files[index].key} was changed while it was read, so the bytes may be of two saves; "
                 "read it again when nobody writes there"
             )
 
