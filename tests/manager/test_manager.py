@@ -516,13 +516,15 @@ def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("target", ["first", "../runs/first"])
+@pytest.mark.parametrize("target", ["first", "../runs/first", "../disk/first"])
 def test_a_run_stays_where_it_began_if_a_link_to_its_root_moves(tmp_path: Path, target: str):
     """Else the steps of the other run, whose lock this manager does not have, would be removed."""
-    (tmp_path / "runs").mkdir()
     root = tmp_path / "runs" / "current"
-    for name in ("first", "other"):
-        with Manager(tmp_path / "runs" / name) as manager:
+    runs = {"first": root.parent / target, "other": root.with_name("other")}
+    for path in (root, tmp_path / "disk" / "first"):
+        path.parent.mkdir()
+    for path in runs.values():
+        with Manager(path) as manager:
             manager.save(1, state(1))
     root.symlink_to(target)
     with Manager(root, keep_last=1) as manager:
@@ -530,7 +532,7 @@ def test_a_run_stays_where_it_began_if_a_link_to_its_root_moves(tmp_path: Path, 
         root.symlink_to("other")
         manager.save(2, state(2))
         assert manager.load_latest(empty()).step == 2
-    steps = {name: [path.name for path in (tmp_path / "runs" / name).glob("step_*")] for name in ("first", "other")}
+    steps = {name: [step.name for step in path.glob("step_*")] for name, path in runs.items()}
     assert steps == {"first": ["step_2"], "other": ["step_1"]}
 
 

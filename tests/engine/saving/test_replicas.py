@@ -38,9 +38,12 @@ def oracle(data: bytes, packed: int = 1 << 20) -> int:
     return total & MASK
 
 
-@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.sampled_from([16, 1 << 20]), st.integers(0, 8))
-def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int, first: int) -> None:
-    runs = [whole(torch.tensor(list(bytes(first) + data), dtype=torch.uint8)[first:]) for data in parts]
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.sampled_from([16, 1 << 20]), *[st.integers(0, 8)] * 2)
+def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int, first: int, start: int) -> None:
+    runs = []
+    for data in parts:  # from `start` on of a tensor that begins at byte `first` of its storage
+        run = whole(torch.tensor([7] * (first + start) + list(data), dtype=torch.uint8)[first:])
+        runs.append(LocalRun(run.local, start, len(data)))
     with mock.patch.object(replicas, "PACKED_BYTES", packed):
         sums = weighted_sums(runs, CPU)
     assert [total & MASK for total in sums.tolist()] == [oracle(data, packed) for data in parts]
