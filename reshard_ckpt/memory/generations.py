@@ -48,6 +48,9 @@ class Generation:
         The bytes of the catalog, as they would be on disk; empty if the file is damaged.
     holders
         By key of a shard file: ids of the nodes that held it at the commit. Slots may have been refilled since.
+    older
+        Ids of the saves of the same step that memory and the store had at the commit. If the store has any other save of the
+        step, that one is newer.
     """
 
     run: str
@@ -57,6 +60,7 @@ class Generation:
     save_id: str
     catalog: bytes
     holders: Mapping[str, Sequence[str]]
+    older: Sequence[str] = ()
 
     @property
     def is_damaged(self) -> bool:
@@ -76,7 +80,8 @@ class Generation:
     def encoded(self) -> bytes:
         """Return the bytes of the generation file, which are also sent to other ranks."""
         holders = {key: list(nodes) for key, nodes in self.holders.items()}
-        return NOTE.encoded([self.run, self.attempt, self.step, self.number, self.save_id, self.catalog, holders])
+        fields = [self.run, self.attempt, self.step, self.number, self.save_id, self.catalog, holders, list(self.older)]
+        return NOTE.encoded(fields)
 
     def decoded_catalog(self) -> Catalog:
         """Return the decoded catalog. Its file must not be damaged."""
@@ -84,12 +89,13 @@ class Generation:
 
 
 def _parsed(value: Any) -> Generation:
-    run, attempt, step, number, save_id, catalog, holders = value
+    run, attempt, step, number, save_id, catalog, holders, older = value
     nodes_of = {str(key): tuple(map(str, nodes)) for key, nodes in holders.items()}
-    return Generation(str(run), int(attempt), int(step), int(number), str(save_id), bytes(catalog), nodes_of)
+    ids = tuple(map(str, older))
+    return Generation(str(run), int(attempt), int(step), int(number), str(save_id), bytes(catalog), nodes_of, ids)
 
 
-NOTE = Note(GENERATION_SUFFIX, 3, 2 * MAX_CATALOG_BYTES, _parsed, "so this copy of the catalog is not used")
+NOTE = Note(GENERATION_SUFFIX, 4, 2 * MAX_CATALOG_BYTES, _parsed, "so this copy of the catalog is not used")
 """A generation file, which is also sent to ranks that lack it."""
 
 
@@ -136,10 +142,19 @@ def find_generations(folder: Path) -> list[Generation]:
     return sorted(found, key=lambda generation: generation.order)
 
 
+def _names(folder: Path) -> list[re.Match[str]]:
+    found = (_NAME.fullmatch(path.name) for path in files_in(folder, GENERATION_SUFFIX))
+    return [name for name in found if name is not None]
+
+
 def next_number(folder: Path) -> int:
     """Return a `Generation.number` above those of all generations on this node, damaged ones included."""
-    names = (_NAME.fullmatch(path.name) for path in files_in(folder, GENERATION_SUFFIX))
-    return 1 + max((int(name[4]) for name in names if name is not None), default=0)
+    return 1 + max((int(name[4]) for name in _names(folder)), default=0)
+
+
+def saves_of(folder: Path, step: int) -> list[str]:
+    """List the ids of the saves of a step on this node, damaged ones included."""
+    return [name[5] for name in _names(folder) if int(name[3]) == step]
 
 
 def _opened(path: str, flags: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from ..storage.protocol import at_once
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy
 from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
-from .persist import is_persisted, publish, write_files
+from .persist import is_older, is_persisted, publish, stored_save_id, write_files
 from .restore import whole_files
 
 
@@ -155,11 +155,13 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
     """
     path = _run(root, folder)
     with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
-        chosen, passed_over = _chosen(path, storage, step)
-        return replace(
-            _persist(path, f"{resolved_path(root).rstrip('/')}/{names_at(storage).of(chosen.step)}", folder, chosen),
-            passed_over=passed_over,
-        )
+        names = names_at(storage)
+
+        def target(generation: Generation) -> str:
+            return f"{resolved_path(root).rstrip('/')}/{names.of(generation.step)}"
+
+        chosen, passed_over = _chosen(path, storage, step, target)
+        return replace(_persist(path, target(chosen), folder, chosen), passed_over=passed_over)
 
 
 @contextmanager
@@ -219,7 +221,9 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
     return num_bytes
 
 
-def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation, tuple[str, ...]]:
+def _chosen(
+    path: Path, storage: Storage, step: int | None, target: Callable[[Generation], str]
+) -> tuple[Generation, tuple[str, ...]]:
     """Return the newest generation that counts, and a line for each newer one that is damaged.
 
     If the root and with it the run's lineage is lost, all generations count.
@@ -231,9 +235,13 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation,
     passed: list[str] = []
     for generation in reversed(found):
         if step in (None, generation.step):
-            if not generation.is_damaged:
-                return generation, tuple(passed)
-            passed.append(f"step {generation.step} in memory: its catalog is damaged on this node")
+            if generation.is_damaged:
+                passed.append(f"step {generation.step} in memory: its catalog is damaged on this node")
+                continue
+            with open_storage(target(generation)) as stored:
+                if not is_older(generation.save_id, generation.older, stored_save_id(stored)):
+                    return generation, tuple(passed)
+            passed.append(f"step {generation.step} in memory: the store has a newer save of that step")
     steps = ", ".join(str(generation.step) for generation in found if not generation.is_damaged) or "none"
     raise CheckpointNotFound(
         "; ".join([f"{storage.url}: the memory of this node has no such checkpoint; the steps there: {steps}", *passed])

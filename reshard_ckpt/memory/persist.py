@@ -148,11 +148,20 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 
 def stored_save_id(storage: Storage) -> str:
     """Return the id by which the lineage knows the save in the store; empty if the store has no save, or a damaged catalog."""
+    return id_in(read_previous(storage).catalog)
+
+
+def id_in(catalog: bytes | None) -> str:
+    """Return the id by which the lineage knows the save of this catalog; empty for none and for a damaged one."""
     try:
-        found = read_previous(storage).catalog
-        return decode_catalog(found).lineage_id if found else ""
+        return decode_catalog(catalog).lineage_id if catalog else ""
     except CorruptError:
         return ""
+
+
+def is_older(save_id: str, older: Collection[str], stored: str) -> bool:
+    """Whether the save of a generation, with its `Generation.older`, is older than the save of its step that the store has."""
+    return stored not in ("", save_id, *older)
 
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:

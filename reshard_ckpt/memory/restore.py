@@ -28,6 +28,7 @@ from ..formats.source import Source
 from ..storage import Storage
 from ..storage.protocol import DISK, flat_bytes, read_parts
 from .generations import NOTE, Generation, NodeImages, files_here, find_generations
+from .persist import is_older
 from .topology import Topology
 
 VERIFY_BYTES = 1 << 20
@@ -93,6 +94,7 @@ def find_newest(
     topology: Topology,
     wanted: Callable[[Generation], bool],
     at_least: Callable[[], int],
+    stored: Callable[[int], str],
     excluded: Sequence[str] = (),
     *,
     verify: bool = True,
@@ -105,6 +107,8 @@ def find_newest(
         Called on each node for the generations that it knows; returns False for a superseded one.
     at_least
         Called on rank 0; generations of older steps than it returns are not considered.
+    stored
+        Called on rank 0 with a step; returns the id of its save in the store. An older generation is not considered.
     excluded
         Ids of saves to leave out.
     verify
@@ -114,10 +118,10 @@ def find_newest(
     by_save_id = {g.save_id: g for g in find_generations(folder)}
     candidates = [g for g in by_save_id.values() if wanted(g) and g.save_id not in excluded]
     listed = [
-        (*g.order, -1 if g.is_damaged else len(g.holders), files_here(folder, g) if leads else [], _lost(g, ids))
+        (*g.order, -1 if g.is_damaged else len(g.holders), g.older, files_here(folder, g) if leads else [], _lost(g, ids))
         for g in candidates
     ]
-    least, proposals = _proposals(comm, topology, listed, at_least)
+    least, proposals = _proposals(comm, topology, listed, at_least, stored)
     passed: dict[str, PassedOver] = {}
     for proposal in proposals:
         if proposal.line:
@@ -156,23 +160,30 @@ class _Proposal(NamedTuple):
     owners: Mapping[str, Sequence[int]]
 
 
-def _proposals(comm: Comm, topology: Topology, listed: Sequence[Any], at_least: Callable[[], int]) -> tuple[int, list[_Proposal]]:
+def _proposals(
+    comm: Comm, topology: Topology, listed: Sequence[Any], at_least: Callable[[], int], stored: Callable[[int], str]
+) -> tuple[int, list[_Proposal]]:
     """Return rank 0's `at_least` and the proposals, the newest first, on all ranks, from the list of each rank. Collective."""
 
     def proposed(of_ranks: list[Any]) -> Any:
         least = at_least()
         found: dict[tuple[Any, ...], _Told] = {}
         for rank, of_rank in enumerate(of_ranks):
-            for *order, num_files, keys, is_lost in of_rank:
+            for *order, num_files, older, keys, is_lost in of_rank:
                 if order[1] < least:
                     continue
                 told = found.setdefault(tuple(order), _Told())
                 _own(told.owners, keys, topology, rank)
                 told.is_lost |= is_lost
                 if num_files >= 0:  # −1: the rank's note of the generation is damaged
-                    told.num_files = num_files
+                    told.num_files, told.older = num_files, older
                     told.knowing.append(rank)
-        return least, [told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)]
+        counted = [
+            (order, told)
+            for order, told in sorted(found.items(), reverse=True)
+            if not told.knowing or not is_older(order[-1], told.older, stored(order[1]))
+        ]
+        return least, [told.proposal(order, comm.size) for order, told in counted]
 
     least, proposals = merge_of_all(comm, listed, proposed)
     return least, [_Proposal(*fields) for fields in proposals]
@@ -189,6 +200,7 @@ class _Told:
     """The facts of all nodes about a generation: its number of files, the owners of each whole file, the ranks that know it."""
 
     num_files: int = 0
+    older: Sequence[str] = ()
     owners: dict[str, list[int]] = field(default_factory=dict)
     knowing: list[int] = field(default_factory=list)
     is_lost: bool = False

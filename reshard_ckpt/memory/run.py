@@ -279,7 +279,13 @@ class MemoryRun:
             return self._is_current(generation) and step in (None, generation.step)
 
         with open_session("find in memory", f"{self._root} at {step}", **self._session) as comm:
-            return find_newest(comm, self._folder, self._tier.topology, wanted, at_least, excluded, verify=verify)
+            return find_newest(
+                comm, self._folder, self._tier.topology, wanted, at_least, self._stored_id, excluded, verify=verify
+            )
+
+    def _stored_id(self, step: int) -> str:
+        with open_storage(self._path(step)) as storage:
+            return stored_save_id(storage)
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place, as `load_given` does. Return the report, and the tier: ``"memory"`` or ``"peer"``."""

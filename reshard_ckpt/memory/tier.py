@@ -35,9 +35,19 @@ from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.files import BlockHasher, decode_digests, digest128, digests_file_bytes, digests_key, wrong_blocks
-from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, next_number, reserve_generation
+from .generations import (
+    SPARE,
+    Generation,
+    drop_generations,
+    find_generations,
+    keep_generation,
+    next_number,
+    reserve_generation,
+    saves_of,
+)
 from .node import NoRoom, run_path
 from .options import Memory
+from .persist import id_in
 from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
 from .slots import HEADER_BYTES, Slot, SlotRange, SlotTable, decode_table, slot_bytes
 from .topology import Topology
@@ -247,11 +257,13 @@ class Tier:
             # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all
             # nodes.
             number = max(number for _, _, number in told)
-            return catalog, holders, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
+            stored = contents.before.catalog if contents.before else None
+            older = sorted({*saves_of(self.folder, step), id_in(stored)})
+            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
 
         answer = (encode_receipt(receipt), held, next_number(self.folder))
-        catalog, holders, number, copies, persist = merge_of_all(job.comm, answer, published)
-        generation = Generation(self.pool.run, self.attempt, step, number, job.save_id, catalog, holders)
+        catalog, holders, older, number, copies, persist = merge_of_all(job.comm, answer, published)
+        generation = Generation(self.pool.run, self.attempt, step, number, job.save_id, catalog, holders, older)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
             self._spare_bytes = max(2 * len(catalog), MIN_SPARE_BYTES)

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError
 from reshard_ckpt.memory import background
 from reshard_ckpt.memory.generations import find_generations
 from reshard_ckpt.memory.node import run_path
+from reshard_ckpt.memory.offline import persist_held
 from reshard_ckpt.memory.run import MemoryRun
-from reshard_ckpt.memory.tier import MemoryTarget
+from reshard_ckpt.memory.tier import MemoryTarget, Tier
 from tests.cli.running import run
 from tests.memory.test_manager import assert_is, flip, killed, loaded, slot_of, state
 
@@ -67,6 +69,39 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         manager.load(5, into)
         assert_is(into, 5)
         killed(manager)
+
+
+@pytest.mark.parametrize("how", ["save", "no room"])
+def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_before_memory_forgot_the_older_one(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    """A later one in memory is newer again, also where the store has got the one before it meanwhile."""
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(5, state(51)).result()
+    with monkeypatch.context() as dying:
+        dying.setattr(MemoryRun, "forget", lambda *_: False)
+        dying.setattr(Tier, "_forget_older", lambda *_: None)
+        if how == "save":
+            manager.save(5, state(5))
+        else:
+            dying.setattr(Tier, "target", lambda *_: None)
+            manager.async_save(5, state(5)).result()
+    killed(manager)
+    assert len(find_generations(run_path(memory.folder, str(tmp_path)))) == 1
+    with pytest.raises(CheckpointNotFound, match="the store has a newer save of that step"):
+        persist_held(str(tmp_path), memory.folder)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (5, "store")
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 5)
+    checkpoint.load(tmp_path / "step_5", into := state(0))
+    assert_is(into, 5)
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(5, state(5)).result()
+    killed(manager)
+    with Manager(tmp_path, memory=memory) as manager:
+        assert loaded(manager) == (5, "memory")
 
 
 def three_steps(root: Path, memory: Memory) -> dict[int, str]:
