@@ -29,7 +29,7 @@ from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
-from ..formats.source import Format, Path, Source, known_formats, locate, open_shared_source, open_source, with_options
+from ..formats.source import Format, Path, Source, failing, known_formats, locate, open_shared_source, open_source, with_options
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
@@ -449,5 +449,6 @@ def _write_folder(
             with names_kept():
                 values = plain_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
             if writer.shares or comm.rank == 0:
-                kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
+                with failing(writer, place.dst, writes=True):
+                    kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
         return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != CONVERT_LOCK]), kept

@@ -28,7 +28,7 @@ from ..engine.common.files import Found, Identified, identified_catalog, open_sa
 from ..engine.common.packed_files import UnpackedStorage
 from ..engine.common.reader_notes import kept_for_reader
 from ..engine.common.step_folders import describe_run
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UnsupportedError
 from ..format.catalog import encode_catalog
 from ..format.files import CATALOG_KEY, CONVERT_LOCK, digest128
 from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_storage, path_text
@@ -194,7 +194,7 @@ def with_options(options: Mapping[str, bool], only: Collection[str] | None = Non
 
 
 @contextmanager
-def failing(form: Format, place: str) -> Iterator[None]:
+def failing(form: Format, place: str, *, writes: bool = False) -> Iterator[None]:
     """Raise an error of a format that is no `CheckpointError` as one that says whose code raised it."""
     try:
         yield
@@ -204,6 +204,11 @@ def failing(form: Format, place: str) -> Iterator[None]:
         raise StorageError(f"{place}: {_name_of_code(form)} failed ({error!s:.200}); look at the file system") from error
     except Exception as error:  # a damaged pickle may have anything where the format expects what its library writes
         why = f"{type(error).__name__}: {error}"
+        if writes:
+            raise UnsupportedError(
+                f"{place}: {_name_of_code(form)} could not write it ({why:.200}); convert to another format, or repair or "
+                "uninstall the package that brings it"
+            ) from error
         if form.name in OWN:
             raise CorruptError(f"{place}: is not as {form.name} writes it ({why:.200}); use another copy") from error
         raise CorruptError(
@@ -236,7 +241,10 @@ def _latest(form: Format, storage: Storage) -> str | None:
     if form.latest is None:
         return None
     with failing(form, storage.url):
-        return form.latest(storage)
+        tag = form.latest(storage)
+        if tag is not None and {"", ".", ".."} & {*tag.split("/")}:  # the root itself would be opened again without end
+            raise ValueError(f"latest returned {tag!r:.200}, which is no folder below the root")
+        return tag
 
 
 class _StorageOf(FollowedStorage):

@@ -14,7 +14,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common import entry_points
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, StorageError, UnsupportedError
 from reshard_ckpt.format.files import CATALOG_KEY
 from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.source import GROUP, OWN, Format, Source, known_formats
@@ -137,6 +137,7 @@ def _late(error: Exception) -> Callable[..., Any]:
         ({"open": lambda *_: True}, CorruptError, r"failed \(TypeError: open returned a bool, not a Source\)"),
         ({"open": lambda *_: Source(None, None)}, CorruptError, r"failed \(\w+Error: "),  # type: ignore[arg-type]
         ({"open": lambda *_: None, "latest": _raising(ValueError("odd"))}, CorruptError, r"failed \(ValueError: odd\)"),
+        ({"open": lambda *_: None, "latest": lambda _: "."}, CorruptError, r"failed \(\w+Error: .*'\.'"),
         ({"open": _late(LookupError("too late"))}, CorruptError, r"w.bin: the format .* failed \(LookupError: too late\)"),
         ({"open": _late(TimeoutError("slow"))}, StorageError, r"w.bin: the format .* failed \(slow\)"),
     ],
@@ -150,6 +151,23 @@ def test_an_error_of_a_format_of_another_package_names_that(
         with pytest.raises(error, match=message) as caught:
             call(tmp_path)
         assert "the format 'theirs' of tests.formats.test_source" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "message"),
+    [
+        (TypeError("odd"), UnsupportedError, r"could not write it \(TypeError: odd\); convert to another format, or repair"),
+        (PermissionError("no"), StorageError, r"failed \(no\); look at the file system"),
+    ],
+)
+def test_an_error_of_a_writer_of_another_package_names_that(
+    install, tmp_path: Path, raised: Exception, error: type[Exception], message: str
+) -> None:
+    checkpoint.save(tmp_path / "n", {"w": torch.arange(6.0)})
+    install("theirs", Format("theirs", "anything", lambda *_: None, write=_raising(raised)))
+    with pytest.raises(error, match=rf"out: the format 'theirs' of tests.formats.test_source {message}"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "out", to="theirs")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
