@@ -206,10 +206,8 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
         while not comm.open(kind, subject, before=before):
             comm.leave()
             sessions.skip()
-            comm, before = (
-                comm_of(sessions.number(turn)),
-                b"",
-            )  # once: two ranks that call things crosswise must not go on for ever
+            comm = comm_of(sessions.number(turn))
+            before = b""  # accepted once: two ranks that make their calls in opposite orders must not go on for ever
         sessions.unopened = sessions.late = b""
         yield comm
         comm.gather(b"")  # the vote: everyone has come through
