@@ -50,8 +50,8 @@ if PROFILE == "fixed" and hasattr(providers, "_get_local_constants"):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than there are processors: a worker waits a third of its time, for processes and for time limits."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    """Return two workers more than there are processors: a worker waits a third of its time, for processes and time limits."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
 
 
 @pytest.hookimpl(optionalhook=True)

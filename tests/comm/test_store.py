@@ -187,11 +187,11 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same(server: Server):
 def test_an_error_with_endless_text_is_cut(server: Server):
     def body(comm: StoreComm) -> None:
         if comm.rank == 1:
-            raise MismatchError("\U0001f600" * 10_000_000, ["\U0001f600" * 100] * 100_000)
+            raise MismatchError("\U0001f600" * 1_000_000, ["\U0001f600" * 100] * 10_000)
 
     other, _ = run_session(server, 2, body)
     assert type(other) is MismatchError
-    assert 1000 < len(other.problems) < 100_000
+    assert 1000 < len(other.problems) < 10_000
 
 
 def test_an_error_is_raised_again_by_every_later_call(server: Server):

@@ -29,6 +29,7 @@ from tests.distributed.net import (
     merged,
     named,
     reference,
+    share_device,
 )
 
 
@@ -147,6 +148,7 @@ def wrong_whole(path: Path, layout: Layout) -> list[str]:
 
 def wrong_pairings(folder: Path, layouts: Sequence[Layout], pairings: Iterable[tuple[int, int]]) -> list[str]:
     """Save each layout; read each as a whole, on ranks by turns; load one into another. What came wrong on this rank."""
+    share_device()
     cases = [Case(layout) for layout in layouts]
     wrong: list[str] = []
     for i, case in enumerate(cases):

@@ -6,7 +6,6 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.checkpoint import live_job
@@ -27,7 +25,7 @@ from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.state import capture
 from tests.deadlines import over_when
 from tests.distributed.cases import Case
-from tests.distributed.net import Layout, blank
+from tests.distributed.net import Layout, blank, share_device
 from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
@@ -107,26 +105,6 @@ def missing_bytes(held: list[Held], wanted: list[Held]) -> int:
         own = [other.mask for other in held if other.name == one.name]
         total += one.item_bytes * int((one.mask & ~np.logical_or.reduce([*own, np.zeros_like(one.mask)])).sum())
     return total
-
-
-def share_device() -> None:
-    """Make the groups of this process from now on use one device. Where torch has no such names, each has its own as before.
-
-    The thread of each device wakes a hundred times a second: eight ranks with twenty groups each spend a fifth of a core on that.
-    """
-    # All private: torch's own way to make a group leaves no choice of the device.
-    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if not hasattr(gloo, "_Options") or not hasattr(gloo, "create_default_device"):
-        return
-    device = gloo.create_default_device()
-
-    class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = [device], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
 
 
 def matrix_job(layouts: tuple[Layout, ...], chosen: list[tuple[int, int]]) -> list[str]:

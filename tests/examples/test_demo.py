@@ -174,7 +174,7 @@ def test_each_module_of_torch_that_the_demo_uses_is_imported(path: Path):
 
 @pytest.mark.slow
 def test_demo_changes_layout_twice_bit_for_bit(tmp_path: Path):
-    command = [warm_python(), "-m", "examples.demo", "--out", str(tmp_path / "out"), "--steps", "4", "2", "2"]
+    command = [warm_python(), "-m", "examples.demo", "--out", str(tmp_path / "out"), "--steps", "1", "1", "1"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)  # no deadline: a busy machine takes its time
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("148 of 148") == 2

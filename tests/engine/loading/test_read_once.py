@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def shard(rank: int, size: int, dim: int, tensor: torch.Tensor) -> LocalShard:
     return LocalShard(part, tuple(tensor.shape), tuple(offsets))
 
 
+@cache
 def whole() -> dict[str, torch.Tensor]:
+    """The tensors, which nothing changes: jobs copy their parts."""
     return {
         "rows": position_values((ROWS, COLUMNS)),
         "columns": position_values((ROWS, COLUMNS), salt=1),
