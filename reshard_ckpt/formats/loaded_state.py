@@ -16,7 +16,6 @@ import torch
 
 from ..core.catalog.model import ValueEntry
 from ..core.catalog.specs import is_row_major
-from ..core.geometry.runs import decompose
 from ..core.trees import Path, children_of_dict, flatten, name_of, put
 from ..errors import CheckpointError
 from ..format.columns import dtype_code
@@ -70,7 +69,7 @@ def serve_state(
             builder.piece(spec.name, file=numbers[found[0]], offset=found[1])
             continue
         key = f"{folder}/{len(served)}"
-        served[key] = memory.detach()
+        served[key] = memory.cpu()
         builder.piece(spec.name, file=builder.file(key, memory.numel() * memory.itemsize), offset=0)
     for value in captured.values:
         builder.entry(ValueEntry(value.name, value.path, value.kind, value.data, link=value.link))
@@ -172,18 +171,12 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
     >>> row_major_bytes(torch.arange(6, dtype=torch.int16).reshape(2, 3).T, 2, 3).tolist()
     [3, 0, 1]
     """
-    tensor = tensor if tensor.shape else tensor.reshape(1)
     each = tensor.itemsize
-    # Elements [first, last) cover the wanted bytes. `decompose` cuts this run of the tensor into boxes, and each box is copied.
+    # Elements [first, last) cover the wanted bytes. numpy's flat iterator copies just these, whatever the strides are.
     first, last = offset // each, -(-(offset + num_bytes) // each)
-    cut = decompose(np.array([tensor.shape], np.int64), np.array([first]), np.array([last - first]))
-    parts = []
-    for low, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
-        part = tensor
-        for dim, (begin, length) in enumerate(zip(low, lengths, strict=True)):
-            part = part.narrow(dim, begin, length)
-        # Copy even if it counts as contiguous: the stride of a dim of length 1 may be anything, and torch then views no bytes.
-        copied = torch.empty(part.numel(), dtype=part.dtype, device="cpu").copy_(part.reshape(-1))
-        parts.append(copied.view(torch.uint8).numpy())
-    data = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-    return data.data[offset - first * each :][:num_bytes]
+    elements = tensor.view(_DTYPE_OF_SIZE[each]).numpy().flat[first:last]
+    return elements.view(np.uint8).data[offset - first * each :][:num_bytes]
+
+
+_DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""For each size of an element in bytes a dtype that numpy has, too."""

@@ -28,11 +28,9 @@ ALIGNMENT = 64
 MAX_PICKLE_BYTES = 1 << 30
 """The most bytes of the pickle of one file: a thousand times the size that a large model needs."""
 
-_LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
+_LOCAL_HEADER_BYTES = 30
 _ENCRYPTED, _SIZES_BEHIND = 1, 8
-_UNKNOWN, _MOST_RECORDS, _ZIP64, _UNIX = 0xFFFFFFFF, 0xFFFF, 45, 3
-_DAY = 33
-"""The first day that a zip knows: 1980-01-01."""
+_UNIX = 3
 
 _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
@@ -179,16 +177,22 @@ class ZipRecord:
     size: int
     at: int
 
+    def info(self, crc: int = 0) -> zipfile.ZipInfo:
+        """Return the entry in the directory, given the CRC-32 of the data; the header is made from it, too."""
+        found = zipfile.ZipInfo(f"archive/{self.name}")
+        found.create_system, found.external_attr, found.flag_bits = _UNIX, 0o600 << 16, _SIZES_BEHIND
+        found.file_size, found.compress_size, found.header_offset, found.CRC = self.size, self.size, self.at, crc
+        # Pad the header so that the data begin aligned: torch maps storages into memory. The padding is an extra field "FB": two
+        # bytes of name, two of length, then as many bytes as are needed.
+        found.extra = b"FB\0\0"
+        padding = -(self.at + len(found.FileHeader(self._is_large))) % ALIGNMENT
+        found.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        return found
+
     @property
     def head(self) -> bytes:
-        """The header, padded so that the data begin aligned: torch maps storages into memory."""
-        # The extra field "FB" pads it: two bytes of name, two of length, then the padding.
-        plain = self.at + _LOCAL_HEADER_BYTES + len(self._path) + 4 + _ZIP64_BYTES * self._is_large
-        # Checksum and sizes stand behind the data.
-        extra = self._padding(-plain % ALIGNMENT) + (struct.pack("<HHQQ", 1, 16, 0, 0) if self._is_large else b"")
-        size = _UNKNOWN if self._is_large else 0
-        fields = (b"PK\3\4", self._version, _SIZES_BEHIND, 0, 0, _DAY, 0, size, size, len(self._path), len(extra))
-        return struct.pack("<4s5H3L2H", *fields) + self._path + extra
+        """The header; checksum and sizes stand behind the data."""
+        return self.info().FileHeader(self._is_large)
 
     def tail(self, crc: int) -> bytes:
         """Return the bytes behind the data, given the CRC-32 of the data."""
@@ -199,37 +203,9 @@ class ZipRecord:
         """Where the next record begins."""
         return self.at + len(self.head) + self.size + len(self.tail(0))
 
-    def entry(self, crc: int) -> bytes:
-        """Return the entry in the directory."""
-        padding = len(self.head) - _LOCAL_HEADER_BYTES - len(self._path) - 4 - _ZIP64_BYTES * self._is_large
-        large = [self.size] * 2 if self.size > zipfile.ZIP64_LIMIT else []
-        far = [self.at] if self.at > zipfile.ZIP64_LIMIT else []
-        beyond = struct.pack(f"<HH{len(large + far)}Q", 1, 8 * len(large + far), *large, *far) if large or far else b""
-        extra = beyond + self._padding(padding)
-        version, size = _ZIP64 if beyond else self._version, _UNKNOWN if large else self.size
-        made_by = version | _UNIX << 8
-        return (
-            struct.pack("<4s6H3L", b"PK\1\2", made_by, version, _SIZES_BEHIND, 0, 0, _DAY, crc, size, size)
-            + struct.pack("<5H2L", len(self._path), len(extra), 0, 0, 0, 0o600 << 16, _UNKNOWN if far else self.at)
-            + self._path
-            + extra
-        )
-
-    @property
-    def _path(self) -> bytes:
-        return f"archive/{self.name}".encode("ascii")
-
     @property
     def _is_large(self) -> bool:
         return self.size > zipfile.ZIP64_LIMIT // 2
-
-    @property
-    def _version(self) -> int:
-        return _ZIP64 if self._is_large else 20
-
-    @staticmethod
-    def _padding(num: int) -> bytes:
-        return b"FB" + num.to_bytes(2, "little") + b"Z" * num
 
 
 def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
@@ -245,13 +221,23 @@ def whole_record(record: ZipRecord, data: bytes) -> bytes:
     return b"".join((record.head, data, record.tail(zlib.crc32(data))))
 
 
-def directory(records: Sequence[ZipRecord], crcs: Sequence[int]) -> bytes:
+def directory(records: Sequence[ZipRecord], crcs: Iterable[int]) -> bytes:
     """Return the end of a zip, which lists its records with the CRC-32 of each."""
-    entries = b"".join(record.entry(crc) for record, crc in zip(records, crcs, strict=True))
-    at, size, num = records[-1].end if records else 0, len(entries), len(records)
-    far = b""
-    if num > _MOST_RECORDS or max(at, size) > zipfile.ZIP64_LIMIT:
-        far = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, _ZIP64, _ZIP64, 0, 0, num, num, size, at)
-        far += struct.pack("<4sLQL", b"PK\6\7", 0, at + size, 1)
-    num, size, at = min(num, _MOST_RECORDS), min(size, _UNKNOWN), min(at, _UNKNOWN)
-    return entries + far + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, num, num, size, at, 0)
+    end = _End(records[-1].end)
+    with zipfile.ZipFile(end, "w") as archive:
+        archive.filelist += (record.info(crc) for record, crc in zip(records, crcs, strict=True))
+    return bytes(end.data)
+
+
+class _End(io.RawIOBase):
+    """The end of a file, from byte `begin` on: collects what `zipfile` writes there."""
+
+    def __init__(self, begin: int) -> None:
+        self._begin, self.data = begin, bytearray()
+
+    def tell(self) -> int:
+        return self._begin + len(self.data)
+
+    def write(self, data: Any) -> int:
+        self.data += data
+        return len(data)
