@@ -6,7 +6,7 @@ A command is a function under ``@command(example)`` that returns its exit code (
 - `print_json` prints JSON on stdout; with ``--json`` nothing else may be printed there;
 - `print_note` prints on stderr;
 - ``with progress() as on_progress:`` gives the function to which long work reports. It draws a bar on stderr, or nothing if
-  stderr is not a terminal.
+  stderr is not a terminal. ``with together(timeout_s) as shared:`` gives it among the options of a call that processes share.
 
 A `CheckpointError` is printed as its message, with options as people type them (`spelling`). The exit code is then 1, or 2 if the
 call was wrong. On several ranks only rank 0 prints.
@@ -190,6 +190,15 @@ def as_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return as_plain(value.item()) if hasattr(value, "item") and getattr(value, "size", 0) == 1 else repr(value)
+
+
+@contextmanager
+def together(timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the options by which a call reports its progress, and shares its work with the other processes under torchrun."""
+    from ..comm import launched_group
+
+    with launched_group(), progress() as on_progress:
+        yield {"progress": on_progress, "process_group": None, "timeout_s": timeout_s}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine.common.progress import size_text
-from .app import command, print_json, print_text, progress
+from .app import command, print_json, print_text, together
 from .formatting import plural
 from .options import AsJson, Path, TimeoutS, Workers
 
@@ -20,10 +20,9 @@ def compact(
     Under torchrun all processes share the work.
     """
     from ..checkpoint import compact as compact_checkpoint
-    from ..comm import launched_group
 
-    with launched_group(), progress() as on_progress:
-        report = compact_checkpoint(path, workers=workers, progress=on_progress, process_group=None, timeout_s=timeout_s)
+    with together(timeout_s) as shared:
+        report = compact_checkpoint(path, workers=workers, **shared)
     if as_json:
         print_json(report)
     elif not report.num_files:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..engine.common.progress import size_text
-from .app import command, print_json, print_note, print_text, progress
+from .app import command, print_json, print_note, print_text, together
 from .formatting import plural
 from .options import AsJson, Cast, Exclude, Rename, Select, Src, TimeoutS, parse_pairs, refuse_memory
 
@@ -67,10 +67,9 @@ def convert(
     Run again after a kill, it keeps the files that were finished. Under torchrun all processes share the work.
     """
     from ..checkpoint import convert as convert_checkpoint
-    from ..comm import launched_group
 
     refuse_memory(dst)
-    with launched_group(), progress() as on_progress:
+    with together(timeout_s) as shared:
         report = convert_checkpoint(
             src,
             dst,
@@ -85,9 +84,7 @@ def convert(
             cast=parse_pairs("--cast", cast),
             overwrite=overwrite,
             verify=not no_verify,
-            progress=on_progress,
-            process_group=None,
-            timeout_s=timeout_s,
+            **shared,
         )
     if as_json:
         print_json(report)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.catalog.name_tree import shorten
-from .app import PROBLEM, as_plain, command, print_json, print_text, progress
+from .app import PROBLEM, as_plain, command, print_json, print_text, together
 from .columns import Columns
 from .formatting import placement, plural, shape, short
 from .options import AsJson, TimeoutS
@@ -36,10 +36,9 @@ def diff(
     Under torchrun all processes share the tensors.
     """
     from ..checkpoint import diff as diff_checkpoints
-    from ..comm import launched_group
 
-    with launched_group(), progress() as on_progress:
-        found = diff_checkpoints(a, b, values=values, progress=on_progress, process_group=None, timeout_s=timeout_s)
+    with together(timeout_s) as shared:
+        found = diff_checkpoints(a, b, values=values, **shared)
     if as_json:
         print_json({"equal": found.equal, **as_plain(found)})
     else:

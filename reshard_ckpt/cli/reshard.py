@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.common.progress import size_text
-from .app import as_plain, command, print_json, print_note, print_text, progress
+from .app import as_plain, command, print_json, print_note, print_text, together
 from .columns import Columns
 from .formatting import placement, plural
 from .options import AsJson, Cast, Exclude, Rename, Select, Src, TimeoutS, parse_mesh, parse_numbers, parse_pairs, refuse_memory
@@ -64,11 +64,10 @@ def reshard(
     Under torchrun all processes share the work.
     """
     from ..checkpoint import reshard as reshard_checkpoint
-    from ..comm import launched_group
 
     refuse_memory(dst)
     axes = parse_mesh("--mesh", mesh)
-    with launched_group(), progress() as on_progress:
+    with together(timeout_s) as shared:
         report = reshard_checkpoint(
             src,
             dst,
@@ -82,8 +81,7 @@ def reshard(
             cast=parse_pairs("--cast", cast),
             dry_run=dry_run,
             verify=verify,
-            timeout_s=timeout_s,
-            progress=on_progress,
+            **shared,
         )
     for axis in report.idle_axes:
         print_note(

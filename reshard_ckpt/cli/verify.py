@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..engine.common.progress import size_text
-from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, progress
+from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, together
 from .formatting import plural
 from .options import AsJson, Path, TimeoutS, Workers
 
@@ -25,12 +25,9 @@ def verify(
     Under torchrun all processes share the work.
     """
     from ..checkpoint import verify as verify_checkpoint
-    from ..comm import launched_group
 
-    with launched_group(), progress() as on_progress:
-        report = verify_checkpoint(
-            path, sha256=sha256, workers=workers, progress=on_progress, process_group=None, timeout_s=timeout_s
-        )
+    with together(timeout_s) as shared:
+        report = verify_checkpoint(path, sha256=sha256, workers=workers, **shared)
     if as_json:
         print_json({"ok": report.ok, **as_plain(report)})
     else:
