@@ -54,41 +54,26 @@ Place = tuple[str, Chunk]
 """The name of a tensor, and one of its chunks."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPlaces:
-    """The parts of each tensor, and the errors of tensors that cannot be read."""
-
-    parts: Mapping[str, Sequence[Part]]
-    unreadable: Mapping[str, CheckpointError]
-
-
 def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
     """Find the bytes of all chunks, and add their files to a catalog."""
-    unreadable: dict[str, CheckpointError] = {}
+    found = ChunkPlaces(builder, storage, tensors)
     # In order of file and offset, so that neighbouring heads are read together.
     places = sorted(
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
         key=lambda place: (place[1].extent.file, place[1].extent.offset),
     )
-    sizes = FileSizes(storage)
     for fqn, chunk in places:
-        if fqn not in unreadable and (why := sizes.problem(fqn, chunk.extent)) is not None:
-            unreadable[fqn] = why
-    readable = [place for place in places if place[0] not in unreadable]
-    files: dict[str, int] = {}
-    for file in dict.fromkeys(chunk.extent.file for _, chunk in readable):
-        writer = _OF_RANK.search(file)
-        files[file] = builder.file(file, sizes[file] or 0, int(writer[1]) if writer else 0)
-    finder = _PartFinder(storage, tensors, files, sizes, unreadable)
+        found.check(fqn, chunk.extent)
+    readable = [place for place in places if place[0] not in found.unreadable]
     # Chunks whose heads are in the metadata need no read.
     for fqn, chunk in readable:
         if chunk.head is not None:
-            finder.find(fqn, chunk, memoryview(b""))
+            found.add(fqn, chunk, memoryview(b""))
     for window, data in _read_windows(storage, [place for place in readable if place[1].head is None]):
         for fqn, chunk in window.places:
             begin = chunk.extent.offset - window.low
-            finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
-    return ChunkPlaces(finder.parts, unreadable)
+            found.add(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
+    return found
 
 
 class FileSizes(dict[str, int | None]):
@@ -169,37 +154,40 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
             yield from zip(batch, buffers.result(), strict=True)
 
 
-class _PartFinder:
-    """Converts chunks to parts of tensors, given the heads of the chunks."""
+class ChunkPlaces:
+    """The parts of each tensor, found from the heads of its chunks, and the errors of tensors that cannot be read."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        tensors: Mapping[str, SavedTensor],
-        files: Mapping[str, int],
-        sizes: FileSizes,
-        unreadable: dict[str, CheckpointError],
-    ) -> None:
+    def __init__(self, builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, SavedTensor]) -> None:
         self.parts: dict[str, list[Part]] = {fqn: [] for fqn in tensors}
-        self._storage, self._tensors, self._files, self._unreadable = storage, tensors, files, unreadable
-        self._sizes, self._budget = sizes, FileBudget()
+        self.unreadable: dict[str, CheckpointError] = {}
+        self._builder, self._storage, self._tensors = builder, storage, tensors
+        self._files: dict[str, int] = {}
+        self._sizes, self._budget = FileSizes(storage), FileBudget()
         self._heads = HeadParser()
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
-    def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
+    def check(self, fqn: str, extent: Extent) -> None:
+        """Note the error of a tensor if the bytes of one of its chunks cannot be read; else add the file of the chunk."""
+        if fqn in self.unreadable:
+            return
+        if (why := self._sizes.problem(fqn, extent)) is not None:
+            self.unreadable[fqn] = why
+        elif (file := extent.file) not in self._files:
+            writer = _OF_RANK.search(file)
+            self._files[file] = self._builder.file(file, self._sizes[file] or 0, int(writer[1]) if writer else 0)
+
+    def add(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
         """Add the parts of one chunk, whose first bytes are `data`; or note the error of its tensor."""
-        if fqn in self._unreadable:
+        if fqn in self.unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
         try:
-            head, room = self._layout(fqn, chunk, data, name)
+            head = self._layout(fqn, chunk, data, name)
             if head.dtype != self._tensors[fqn].dtype or head.shape != chunk.lengths:
                 raise CorruptError(
                     f"{name}: .metadata has {self._tensors[fqn].dtype} of size {chunk.lengths} at {chunk.offsets}, and its file "
                     f"{head.dtype} of size {head.shape}; torch saved it wrongly, so use another checkpoint"
                 )
-            if head.end > room:
-                raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
             key, run, each = chunk.extent.file, chunk.run, head.dtype.itemsize
             self._budget.spend(key, self._sizes[key] or 0, chunk.num_elements * each, name)
             file, base = self._files[key], chunk.extent.offset + head.at
@@ -210,18 +198,22 @@ class _PartFinder:
             else:
                 raise CorruptError(f"{name}: its flat chunk has strides {head.strides}; use another checkpoint")
         except CheckpointError as error:
-            self._unreadable[fqn] = error
+            self.unreadable[fqn] = error
 
-    def _layout(self, fqn: str, chunk: Chunk, data: memoryview, name: str) -> tuple[TensorLayout, int]:
-        """Return the layout of a chunk's tensor, and the byte of the chunk that its storage may reach to."""
+    def _layout(self, fqn: str, chunk: Chunk, data: memoryview, name: str) -> TensorLayout:
+        """Return the layout of a chunk's tensor."""
+        extent = chunk.extent
         if chunk.head:
-            return self._heads.parse_alone(chunk.head, name=name), chunk.extent.length
-        if chunk.head is not None:
-            return raw_layout(self._tensors[fqn].dtype, chunk.lengths), chunk.extent.length
-        if bytes(data[:4]) == ZIP_MAGIC:
-            return self._zip_head(chunk.extent, data, name), chunk.extent.length
-        layout = self._safetensors_layout(fqn, chunk.extent, name)
-        return layout, layout.end
+            layout = self._heads.parse_alone(chunk.head, name=name)
+        elif chunk.head is not None:
+            layout = raw_layout(self._tensors[fqn].dtype, chunk.lengths)
+        elif bytes(data[:4]) == ZIP_MAGIC:
+            layout = self._zip_head(extent, data, name)
+        else:
+            return self._safetensors_layout(fqn, extent, name)  # its file may hold other chunks, too
+        if layout.end > extent.length:
+            raise CorruptError(f"{name}: its chunk in {extent.file} ends before its data do; use another checkpoint")
+        return layout
 
     def _zip_head(self, extent: Extent, data: memoryview, name: str) -> TensorLayout:
         try:

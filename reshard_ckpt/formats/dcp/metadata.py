@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,7 +33,6 @@ MAX_METADATA_BYTES = 4 << 30
 MAX_ELEMENTS = 1 << 58
 """The most elements of a tensor, so that its bytes, and sums of such, fit in an int64."""
 
-Found = TypeVar("Found")
 Key = str | int
 """A step of a path: a key of a dict, or an index of a list."""
 
@@ -184,15 +183,13 @@ def _fields(made: Any, kind: str) -> dict[str, Any]:
 
 def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
     described = _dict(root["state_dict_metadata"], "state_dict_metadata")
-    listed: dict[str, list[tuple[Ints | None, Extent]]] = {}
-    extents: dict[int, Extent] = {}
-    for index, info in _dict(root["storage_data"], "storage_data").items():
-        fqn, offset = _index(index)
-        if id(info) not in extents:
-            extents[id(info)] = _extent(info)
-        listed.setdefault(fqn, []).append((offset, extents[id(info)]))
-    places = {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
-    heads = _heads(root.get("all_tensor_metadata"))
+    stored = _by_name(root["storage_data"], "storage_data")
+    # One extent for each object: a hostile pickle refers to one object many times.
+    infos = {id(info): info for of_name in stored.values() for info in of_name.values()}
+    extents = {key: _extent(info) for key, info in infos.items()}
+    places = {fqn: {offset: extents[id(info)] for offset, info in of_name.items()} for fqn, of_name in stored.items()}
+    # Some writers have the heads of chunks in the metadata.
+    heads = _by_name(root.get("all_tensor_metadata") or {}, "all_tensor_metadata")
     num_chunks = 0
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
@@ -214,34 +211,25 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
     return Metadata(tensors, values, paths, {key: value for key, value in root.items() if key not in _READ})
 
 
-def _heads(described: Any) -> dict[str, dict[Ints | None, Any]]:
-    """Return the heads of chunks by name and offset, if a writer has them in the metadata."""
+def _by_name(indexed: Any, what: str) -> dict[str, dict[Ints | None, Any]]:
+    """Return the entries of a dict by the name and the offset in their keys; refuse too many offsets with the same hash."""
     listed: dict[str, list[tuple[Ints | None, Any]]] = {}
-    for index, head in _dict(described or {}, "all_tensor_metadata").items():
-        fqn, offset = _index(index)
-        listed.setdefault(fqn, []).append((offset, head))
-    return {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
-
-
-def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Found]]) -> dict[Ints | None, Found]:
-    """Make a dict of the entries of one name by offset; refuse too many offsets with the same hash before that."""
-    if too_many_alike([offset for offset, _ in pairs]):
-        raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
-    return dict(pairs)
+    for index, entry in _dict(indexed, what).items():
+        fields = _fields(index, "MetadataIndex")
+        fqn, offset = fields["fqn"], fields.get("offset")
+        if not isinstance(fqn, str):
+            raise ValueError("an index without a name")
+        listed.setdefault(fqn, []).append((None if offset is None else SIZE.make(offset), entry))
+    for fqn, pairs in listed.items():
+        if too_many_alike([offset for offset, _ in pairs]):
+            raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
+    return {fqn: dict(pairs) for fqn, pairs in listed.items()}
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not a dict")
     return value
-
-
-def _index(index: Any) -> tuple[str, Ints | None]:
-    fields = _fields(index, "MetadataIndex")
-    fqn, offset = fields["fqn"], fields.get("offset")
-    if not isinstance(fqn, str):
-        raise ValueError("an index without a name")
-    return fqn, None if offset is None else SIZE.make(offset)
 
 
 def _extent(info: Any) -> Extent:
