@@ -49,9 +49,9 @@ SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
 """The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
 Path = tuple[Any, ...]
 _STATE_NAME = f"{OPTIMIZER}.state."
-_SPELLED = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
+_SPELLED = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
-_MODEL = re.compile(r"model\d*\.")
+_MODEL = re.compile(r"^model\d*\.")
 _CLAIM = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
@@ -85,18 +85,6 @@ def tensor_name(key: str) -> str:
     if link is not None:
         return link.name
     return key if is_bucket(key) else f"{MODEL}.{key}"
-
-
-def tensor_key(name: str, link: StateLink | None, master: str = MASTER) -> str:
-    """Convert the name of a tensor to Megatron's key. A name that fits no rule, such as one that is a key already, stays.
-
-    >>> tensor_key("model.output_layer.weight", None)
-    'output_layer.weight'
-    """
-    link = link or link_of(name)
-    if link is not None:
-        return f"optimizer.state.{master if link.key in (MASTER, OLD_MASTER) else link.key}.{link.fqn}"
-    return re.sub(rf"^{MODEL}\d*\.", "", name)
 
 
 def object_path(key: str) -> tuple[str, ...]:
@@ -133,7 +121,7 @@ def checkpoint_key(key: str) -> str:
     >>> checkpoint_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
     'optimizer.state.param.output_layer.weight'
     """
-    return _SPELLED.sub(lambda found: found[1] + (found[2] or ""), key, count=1) if _SPELLED.match(key) else key
+    return _SPELLED.sub(lambda found: found[1] + (found[2] or ""), key)
 
 
 def has_keys(catalog: Catalog) -> bool:
@@ -162,7 +150,7 @@ def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
         if name not in tensors and name not in unreadable:
             return object_key(name) or name
         link = links.get(name)
-        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"{_STATE_NAME}{link.key}.{link.fqn}")
+        return checkpoint_key(_MODEL.sub("", name) if link is None else f"{_STATE_NAME}{link.key}.{link.fqn}")
 
     return key_of
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,9 +32,9 @@ from .names import (
     SHARDING,
     has_keys,
     is_bucket,
+    keys_of_catalog,
     link_of,
     object_key,
-    tensor_key,
 )
 from .places import is_of_megatron
 from .values import inner_paths, mark_namespaces
@@ -96,13 +97,12 @@ def _refuse_other_models(catalog: Catalog) -> None:
 
 
 def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> FolderLayout:
-    links = catalog.links()
+    key_of = keys_of_catalog(catalog)
     tensors: dict[str, int] = {}
     for name in catalog.names:
-        # If the names are keys, a name that begins with "model." is a key that begins so.
-        key = name if has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
+        key = re.sub(rf"^optimizer\.state\.{MASTER}\.", f"optimizer.state.{master}.", key_of(name))
         if key in tensors:
-            other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
+            other = catalog.tensors_table.names[tensors[key]]
             raise NameCollisionError(
                 f"{name} and {other} are both {key} in a checkpoint of Megatron; leave one out with exclude="
             )

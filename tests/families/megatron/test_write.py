@@ -17,6 +17,7 @@ from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.families.megatron import places
 from reshard_ckpt.families.megatron.buckets import name_buckets
+from reshard_ckpt.families.megatron.names import keys_of_catalog
 from reshard_ckpt.families.megatron.open import read_metadata
 from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.parts import Part
@@ -29,6 +30,13 @@ from tests.families.megatron.folders import expected, unpack
 def keys_of(path: Path) -> set[str]:
     saved = read_metadata(open_storage(str(path)))
     return {*saved.tensors, *saved.values}
+
+
+def test_only_the_beginning_of_a_name_stands_for_the_model(tmp_path: Path) -> None:
+    state = {"model": {"decoder.model.weight": torch.ones(2)}, "net": {"model.weight": torch.ones(2)}}
+    checkpoint.save(tmp_path / "saved", state)
+    saved = checkpoint.catalog(tmp_path / "saved")
+    assert {keys_of_catalog(saved)(name) for name in saved.names} == {"decoder.model.weight", "net.model.weight"}
 
 
 @pytest.mark.parametrize("name", ["0.16.1-moe", "0.16.1-plain", "0.16.1-buckets", "0.16.1-separate"])
