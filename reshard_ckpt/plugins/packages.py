@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["Replaced", "needed", "trainer_steps"]
+__all__ = ["Replaced", "needed", "newest_step", "trainer_steps"]
 
 
 @contextmanager
@@ -66,3 +66,9 @@ def trainer_steps(folder: str | Path) -> dict[int, Path]:
     """Return the folders ``checkpoint-<step>`` that the Trainer of transformers wrote below a folder, by step."""
     found = {re.fullmatch(r"checkpoint-(\d+)", path.name): path for path in Path(folder).iterdir() if path.is_dir()}
     return {int(match[1]): path for match, path in found.items() if match}
+
+
+def newest_step(folder: str | Path, is_whole: Callable[[Path], bool]) -> str | None:
+    """Return the newest whole folder that the Trainer wrote below a folder, as its ``get_last_checkpoint`` does; None without."""
+    whole = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
+    return str(whole[max(whole)]) if whole else None

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ...plugins import CATALOG_KEY, checkpoint
 from ...plugins.errors import UsageError
-from ...plugins.packages import needed, trainer_steps
+from ...plugins.packages import needed, newest_step
 
 _OF_DCP = ".metadata"
 
@@ -63,13 +63,8 @@ def _callback_class() -> type:
         modules: list[Any] = [importlib.import_module(f"transformers.{name}") for name in names]
     trainer, utils, callbacks = modules
 
-    def get_last_checkpoint(folder: Any) -> str | None:
-        """Return the newest whole checkpoint of a folder; None without one."""
-        whole = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
-        return str(whole[max(whole)]) if whole else None
-
     for module in (trainer, utils):
-        module.get_last_checkpoint = get_last_checkpoint
+        module.get_last_checkpoint = partial(newest_step, is_whole=is_whole)
 
     class BackgroundSaves(callbacks.TrainerCallback):  # type: ignore[misc, name-defined]
         """Saves FSDP checkpoints of the Trainer in the background."""

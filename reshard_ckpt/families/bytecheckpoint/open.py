@@ -10,13 +10,17 @@ The path is the folder of a step, or the root above it with ``latest_checkpointe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...plugins import CatalogBuilder, Format, Source, Storage, open_below
-from ...plugins.dcp import METADATA_KEY, Metadata, add_parts, advice_on_numbers, is_written_by, read_part, renamed
+from ...plugins.dcp import METADATA_KEY, KeyPath, Metadata, add_parts, advice_on_numbers, is_written_by, read_part, renamed
 from ...plugins.errors import CorruptError, few
-from .names import MODEL, NAME, OPTIMIZER, model_paths, optimizer_path
+from ...plugins.names import name_of, unwrapped, unwrapped_keys
 from .places import flat_params, unflattened
 from .values import add_extra_state
 
+NAME = "bytecheckpoint"
+MODEL, OPTIMIZER = "model", "optimizer"
 LATEST = "latest_checkpointed_iteration.txt"
 
 _MODULE = "bytecheckpoint.checkpointer.meta_type"
@@ -76,14 +80,26 @@ def _source(storage: Storage) -> Source:
         _refuse_files_of_others(storage, saved)
     flats = flat_params({} if model is None else model.notes.get("user_defined_dict"), where)
     if model is not None:
-        parts.append(renamed(unflattened(model, flats, where), model_paths(model), where))
+        parts.append(renamed(unflattened(model, flats, where), _model_paths(model), where))
     if optimizer is not None:
-        parts.append(renamed(unflattened(optimizer, flats, where), optimizer_path, where))
+        parts.append(renamed(unflattened(optimizer, flats, where), _optimizer_path, where))
     builder = CatalogBuilder(NAME, where)
     add_parts(builder, storage, parts, parameters=[part.fqn for held in flats.values() for part in held])
     served, advice = add_extra_state(builder, storage)
     catalog = builder.finish()
     return Source(served, catalog, NAME, {**advice_on_numbers(catalog), **advice})
+
+
+def _model_paths(model: Metadata) -> Callable[[KeyPath], KeyPath]:
+    """Return the function that converts the paths of a model, without the steps that wrappers add; `model` is as it was saved."""
+    names = [name_of(model.paths.get(fqn, (fqn,))) for fqn in (*model.tensors, *model.values)]
+    clean = dict(zip(names, unwrapped_keys(names), strict=True))
+    return lambda path: (MODEL, clean.get(name_of(path)) or unwrapped(name_of(path)))
+
+
+def _optimizer_path(path: KeyPath) -> KeyPath:
+    """Convert a path of an optimizer."""
+    return OPTIMIZER, *(unwrapped(key) if isinstance(key, str) else key for key in path)
 
 
 FORMAT = Format(

@@ -11,15 +11,17 @@ keeps its meaning.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ...plugins.errors import UsageError
+from ...plugins.packages import Replaced
 from .engine import REPLACED, Engine, OldMethods, tells_tag_alone
 from .loading import load_checkpoint
 from .nebula import NebulaBlock, NebulaRun
@@ -193,29 +195,26 @@ def install(*, always: bool = False) -> None:
         DeepSpeedEngine.reshard_ckpt_always = True
         if importlib.util.find_spec("transformers") is not None:
             see_commits()
-    if getattr(DeepSpeedEngine._configure_checkpointing, "of_reshard_ckpt", False):
+    _REPLACED.install({"_configure_checkpointing": _configure_checkpointing})
+
+
+_REPLACED = Replaced(lambda: [importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine])
+
+
+def _configure_checkpointing(engine: Any, *arguments: Any) -> None:
+    """Attach an engine that chooses this library, in the place of DeepSpeed's method of this name."""
+    stock = _REPLACED.stock["_configure_checkpointing"]
+    if chosen_by(config_of(engine)) is None and not getattr(engine, "reshard_ckpt_always", False):
+        stock(engine, *arguments)
         return
-    DeepSpeedEngine._configure_checkpointing = _configured(DeepSpeedEngine._configure_checkpointing)
-
-
-def _configured(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return a method in the place of DeepSpeed's ``_configure_checkpointing``: it attaches engines that choose this library."""
-
-    def configure(engine: Any, *arguments: Any) -> None:
-        if chosen_by(config_of(engine)) is None and not getattr(engine, "reshard_ckpt_always", False):
-            stock(engine, *arguments)
-            return
-        with ExitStack() as disabled:
-            for name in BLOCKS.values():  # DeepSpeed would import the packages of these checkpoint engines
-                if (block := getattr(engine._config, name, None)) is not None:
-                    disabled.callback(setattr, block, "enabled", block.enabled)
-                    block.enabled = False
-            stock(engine, *arguments)
-        attach(engine)
-        see_commits_in_lightning()
-
-    configure.of_reshard_ckpt = True  # type: ignore[attr-defined]
-    return configure
+    with ExitStack() as disabled:
+        for name in BLOCKS.values():  # DeepSpeed would import the packages of these checkpoint engines
+            if (block := getattr(engine._config, name, None)) is not None:
+                disabled.callback(setattr, block, "enabled", block.enabled)
+                block.enabled = False
+        stock(engine, *arguments)
+    attach(engine)
+    see_commits_in_lightning()
 
 
 class _Loading:

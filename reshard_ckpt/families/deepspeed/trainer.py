@@ -16,14 +16,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ...plugins.errors import UsageError
-from ...plugins.packages import trainer_steps
+from ...plugins.packages import Replaced, needed, newest_step, trainer_steps
 from .engine import Engine
 from .names import LATEST
 
@@ -40,46 +39,36 @@ def see_commits() -> None:
     Raises
     ------
     UsageError
-        The Trainer of this release lacks one of them.
+        The Trainer of this release lacks one of them, so its saves in the background cannot be made safe.
     """
-    transformers, trainer, trainer_utils = (
-        importlib.import_module(f"transformers{module}") for module in ("", ".trainer", ".trainer_utils")
-    )
-    names = ("get_last_checkpoint", "rotate_checkpoints", "sort_checkpoints")
-    if not all(hasattr(trainer, name) for name in names) or not hasattr(trainer.Trainer, "_finalize_training"):
-        raise UsageError(
-            f"install(always=True): transformers {transformers.__version__} has another Trainer than release 5.23, so its saves "
-            "in the background cannot be made safe; install transformers 5.23, or attach engines of your own"
+    with needed("the Trainer", "transformers>=5.23"):
+        _METHODS.install({"_finalize_training": _finalize_training})
+        _FUNCTIONS.install(
+            {"get_last_checkpoint": partial(newest_step, is_whole=is_whole), "rotate_checkpoints": _rotate_checkpoints}
         )
-    if getattr(trainer.Trainer._finalize_training, "of_reshard_ckpt", False):
-        return
-    stock_rotate, stock_finalize = trainer.rotate_checkpoints, trainer.Trainer._finalize_training
 
-    def get_last_checkpoint(folder: Any) -> str | None:
-        """Return the newest whole checkpoint of a folder; None without one."""
-        found = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
-        return str(found[max(found)]) if found else None
 
-    def rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None, *arguments: Any, **options: Any) -> None:
-        """Delete old checkpoints as the stock function does, with one more kept for each that is not whole."""
-        if save_total_limit:
-            save_total_limit += sum(not is_whole(path) for path in trainer_steps(output_dir).values())
-        stock_rotate(output_dir, save_total_limit, *arguments, **options)
+_FUNCTIONS = Replaced(lambda: [importlib.import_module(f"transformers.{name}") for name in ("trainer", "trainer_utils")])
+_METHODS = Replaced(lambda: [importlib.import_module("transformers.trainer").Trainer])
 
-    def finalize(self: Any, trial: Any, *arguments: Any) -> Any:
-        ours = getattr(self.model_wrapped, "checkpoint_engine", None)
-        if isinstance(ours, Engine):
-            ours.finish()
-            dist.barrier()  # rank 0 has written `latest` now
-            if self.args.should_save:
-                best = self.state.best_model_checkpoint
-                rotate_checkpoints(self._get_output_dir(trial=trial), self.args.save_total_limit, best, use_mtime=True)
-        return stock_finalize(self, trial, *arguments)
 
-    finalize.of_reshard_ckpt = True  # type: ignore[attr-defined]
-    for module in (trainer, trainer_utils):
-        vars(module).update(get_last_checkpoint=get_last_checkpoint, rotate_checkpoints=rotate_checkpoints)
-    trainer.Trainer._finalize_training = finalize
+def _rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None, *arguments: Any, **options: Any) -> None:
+    """Delete old checkpoints as the stock function does, with one more kept for each that is not whole."""
+    if save_total_limit:
+        save_total_limit += sum(not is_whole(path) for path in trainer_steps(output_dir).values())
+    _FUNCTIONS.stock["rotate_checkpoints"](output_dir, save_total_limit, *arguments, **options)
+
+
+def _finalize_training(self: Any, trial: Any, *arguments: Any) -> Any:
+    """Wait for the last save, and rotate the folders once more, before the stock method."""
+    ours = getattr(self.model_wrapped, "checkpoint_engine", None)
+    if isinstance(ours, Engine):
+        ours.finish()
+        dist.barrier()  # rank 0 has written `latest` now
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            _rotate_checkpoints(self._get_output_dir(trial=trial), self.args.save_total_limit, best, use_mtime=True)
+    return _METHODS.stock["_finalize_training"](self, trial, *arguments)
 
 
 def see_commits_in_lightning() -> None:

@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from ...plugins.packages import needed
+from ...plugins.packages import Replaced, needed
 from .fabric import FabricSaves
 from .saving import TrainerSaves, WholeFileLoads, is_ours, read_whole
 
@@ -43,17 +43,15 @@ def strategy(name: str) -> type:
 
 def install() -> None:
     """Let ``load_from_checkpoint`` of Lightning's modules read checkpoints of this library too."""
-    saving: Any = _module("pytorch", "core.saving")
-    stock = saving.pl_load
-    if getattr(stock, "of_reshard_ckpt", False):
-        return
+    _REPLACED.install({"pl_load": _pl_load})
 
-    def pl_load(path: Any, *arguments: Any, **options: Any) -> Any:
-        is_path = not hasattr(path, "read") and not str(path).startswith(("http://", "https://"))
-        return read_whole(str(path)) if is_path and is_ours(str(path)) else stock(path, *arguments, **options)
 
-    pl_load.of_reshard_ckpt = True  # type: ignore[attr-defined]
-    saving.pl_load = pl_load
+def _pl_load(path: Any, *arguments: Any, **options: Any) -> Any:
+    """Read a whole checkpoint in the place of Lightning's function of this name."""
+    is_path = not hasattr(path, "read") and not str(path).startswith(("http://", "https://"))
+    if is_path and is_ours(str(path)):
+        return read_whole(str(path))
+    return _REPLACED.stock["pl_load"](path, *arguments, **options)
 
 
 def _module(part: str, name: str) -> Any:
@@ -62,3 +60,6 @@ def _module(part: str, name: str) -> Any:
     is_alone = (alone in sys.modules and "lightning" not in sys.modules) or importlib.util.find_spec("lightning") is None
     with needed("lightning", "lightning>=2.6"):
         return importlib.import_module(f"{alone}.{name}" if is_alone else f"lightning.{part}.{name}")
+
+
+_REPLACED = Replaced(lambda: [_module("pytorch", "core.saving")])
