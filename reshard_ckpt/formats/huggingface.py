@@ -136,11 +136,11 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, left_
         size = source.size(key)
         if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
             continue
-        if key == CONFIG and left_out:
-            config = {name: value for name, value in json.loads(source.read(key, MAX_SIDE_BYTES)).items() if name not in left_out}
-            with target.create(key) as writer:
-                writer.write((json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
-            continue
         with target.create(key) as writer:
+            if key == CONFIG and left_out:
+                config = json.loads(source.read(key, MAX_SIDE_BYTES))
+                kept = {name: value for name, value in config.items() if name not in left_out}
+                writer.write((json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode())
+                continue
             for _, part in read_parts(source, key, size, _STEP_BYTES):
                 writer.write(part)

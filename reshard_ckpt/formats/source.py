@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ..core.catalog.model import Catalog
@@ -35,7 +35,7 @@ from ..storage import LocksUnsupported, MissingKey, Storage, open_beside, open_s
 from ..storage.followed import FollowedStorage
 from ..storage.listed import ListedStorage
 from ..storage.posix import MOMENTS_S, lock_attempts
-from ..storage.protocol import DISK, Document, read_range
+from ..storage.protocol import DISK, read_range
 
 if TYPE_CHECKING:
     from ..comm.protocol import Comm
@@ -247,28 +247,26 @@ def _latest(form: Format, storage: Storage) -> str | None:
         return tag
 
 
+def _explained(name: str) -> Any:
+    """Return a method of `_StorageOf` that calls the store's method of this name; its first argument is a key."""
+
+    def call(self: _StorageOf, key: str, *args: Any) -> Any:
+        with failing(self.form, f"{self.url}: {key}"):
+            return getattr(self._own, name)(key, *args)
+
+    return call
+
+
 class _StorageOf(FollowedStorage):
     """The store of a source in the format of another package. It turns the errors of reads as `failing` does."""
 
     def __init__(self, form: Format, own: Storage) -> None:
         super().__init__(own, {})
-        self._form = form
+        self.form = form
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        with failing(self._form, f"{self.url}: {key}"):
-            super().read_into(key, offset, buffers)
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        with failing(self._form, self.url):
-            self._own.read_ranges(ranges)
-
-    def size(self, key: str) -> int | None:
-        with failing(self._form, f"{self.url}: {key}"):
-            return super().size(key)
-
-    def document(self, key: str, limit: int) -> Document:
-        with failing(self._form, f"{self.url}: {key}"):
-            return super().document(key, limit)
+    read_into = _explained("read_into")
+    size = _explained("size")
+    document = _explained("document")
 
 
 @contextmanager

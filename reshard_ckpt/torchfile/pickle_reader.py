@@ -324,23 +324,11 @@ def _shown(value: Any) -> str:
     return value.name if isinstance(value, StandInClass | StandInFunction) else type_in_words(value)
 
 
-def _text(size: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(machine.take(machine.number(size)).decode())
-
-
-def _bytes(size: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(machine.take(machine.number(size)))
-
-
-def _unsigned(size: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(machine.number(size))
-
-
-def _long(machine: _Machine) -> None:
+def _long(machine: _Machine) -> int:
     size = machine.number(1)
     if size > _MAX_INT_BYTES:
         raise ValueError(f"a number of {size} bytes")
-    machine.stack.append(int.from_bytes(machine.take(size), "little", signed=True))
+    return int.from_bytes(machine.take(size), "little", signed=True)
 
 
 def _move_into_place(size: int) -> Callable[[_Machine], None]:
@@ -366,55 +354,55 @@ def _line(machine: _Machine) -> str:
     return line.decode()
 
 
-def _stack_global(machine: _Machine) -> None:
+def _stack_global(machine: _Machine) -> Any:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(machine.look_up(module, name))
+    return machine.look_up(module, name)
 
 
-def _global(machine: _Machine) -> None:
-    module = _line(machine)
-    machine.stack.append(machine.look_up(module, _line(machine)))
-
-
-def _persistent(machine: _Machine) -> None:
+def _persistent(machine: _Machine) -> Any:
     if machine.persistent is None:
         raise ValueError("it has a persistent id")
-    machine.stack.append(machine.persistent(machine.stack.pop()))
+    return machine.persistent(machine.stack.pop())
 
 
-def _constant(value: Any) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(value)
+def _pushed(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value(machine))
 
+
+_VALUES: dict[int, Callable[[_Machine], Any]] = {
+    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
+    0x58: lambda machine: machine.take(machine.number(4)).decode(),
+    0x8D: lambda machine: machine.take(machine.number(8)).decode(),
+    0x43: lambda machine: machine.take(machine.number(1)),
+    0x42: lambda machine: machine.take(machine.number(4)),
+    0x8E: lambda machine: machine.take(machine.number(8)),
+    # BININT2, BININT, LONG1, BINFLOAT
+    0x4D: lambda machine: machine.number(2),
+    0x4A: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
+    0x8A: _long,
+    0x47: lambda machine: struct.unpack(">d", machine.take(8))[0],
+    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST
+    0x4E: lambda machine: None,
+    0x88: lambda machine: True,
+    0x89: lambda machine: False,
+    0x5D: lambda machine: [],
+    # STACK_GLOBAL, GLOBAL, BINPERSID
+    0x93: _stack_global,
+    0x63: lambda machine: machine.look_up(_line(machine), _line(machine)),
+    0x51: _persistent,
+}
+"""Operations that push one value, by code."""
 
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+    **{code: _pushed(value) for code, value in _VALUES.items()},
     # PROTO and FRAME. The length of a frame is a hint for reading ahead, and not needed here.
     0x80: _protocol,
     0x95: lambda machine: (machine.number(8), None)[1],
-    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
-    0x58: _text(4),
-    0x8D: _text(8),
-    0x43: _bytes(1),
-    0x42: _bytes(4),
-    0x8E: _bytes(8),
-    # BININT2, BININT, LONG1, BINFLOAT
-    0x4D: _unsigned(2),
-    0x4A: lambda machine: machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True)),
-    0x8A: _long,
-    0x47: lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
-    # NONE, NEWTRUE, NEWFALSE
-    0x4E: _constant(None),
-    0x88: _constant(True),
-    0x89: _constant(False),
-    # EMPTY_LIST, TUPLE3, APPEND, APPENDS, SETITEM
-    0x5D: lambda machine: machine.stack.append([]),
+    # TUPLE3, APPEND, APPENDS, SETITEM
     0x87: _tuple3,
     0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
     0x65: lambda machine: _extend(machine, machine.marks.pop()),
     0x73: _set_item,
-    # STACK_GLOBAL, GLOBAL, BINPERSID
-    0x93: _stack_global,
-    0x63: _global,
-    0x51: _persistent,
     # BINPUT, LONG_BINPUT: set a memo entry, whose index has one byte or four
     0x71: _move_into_place(1),
     0x72: _move_into_place(4),
