@@ -106,7 +106,12 @@ def _value_for_rank(name: str, saved: SavedValue) -> Any:
 
 def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
     """Convert a catalog to the `Metadata` that DCP's planners use."""
-    described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
+    described: dict[str, Any] = {}
+    for name in saved.names:
+        index = saved.index(name)
+        properties, size = TensorProperties(dtype=TORCH_DTYPES[saved.dtype(index)]), torch.Size(saved.shape(index))
+        chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+        described[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[chunk])
     described |= {name: BytesStorageMetadata() for name in values}
     paths: dict[str, Any] = {
         name: value.path if isinstance(value, KeyedValue | RawValue) else (name,) for name, value in values.items()
@@ -115,16 +120,6 @@ def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
         state_dict_metadata=described,
         planner_data={name: (name,) for name in saved.names} | paths,
         storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
-    )
-
-
-def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
-    index = saved.index(name)
-    size = torch.Size(saved.shape(index))
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[saved.dtype(index)]),
-        size=size,
-        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
     )
 
 

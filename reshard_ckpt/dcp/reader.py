@@ -26,6 +26,7 @@ from ..engine.loading.saved_values import read_blobs
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.columns import dtype_code
+from ..formats.dcp.values import torch_saved
 from ..formats.source import RawValue, Source, open_source
 from .arguments import Path, StorageFolder
 from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
@@ -123,10 +124,7 @@ class ReshardReader(StorageFolder, StorageReader):
             return io.BytesIO(value.read(self._source.storage))
         if isinstance(value, OpaqueValue):
             return io.BytesIO(read_blobs(self._source.storage, self._source.catalog, [value.blob], self._verify)[0])
-        out = io.BytesIO()
-        torch.save(value.value, out)
-        out.seek(0)
-        return out
+        return io.BytesIO(torch_saved(value.value))
 
 
 def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:

@@ -12,11 +12,9 @@ DCP calls these methods in this order. Only the names in its plans matter here:
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -31,6 +29,7 @@ from ..core.report import summarize
 from ..core.trees import Path, map_tree, name_of, unflatten
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..format.values import encode_value
+from ..formats.dcp.values import torch_saved
 from ..state.entries import Opaque
 from ..state.optimizer_dicts import are_named_groups
 from ..state.tensors import is_tensor_like
@@ -164,9 +163,7 @@ def _saved_as(path: Path, value: Any) -> Any:
     try:
         encode_value(value, name_of(path))
     except UnsupportedError:
-        data = io.BytesIO()
-        torch.save(value, data)
-        return Opaque(data.getvalue())
+        return Opaque(torch_saved(value))
     return value
 
 

@@ -1,4 +1,4 @@
-"""Reading the values of a DCP folder with ``torch.load``, which runs no code in them."""
+"""The values of a DCP folder: read with ``torch.load``, which runs no code in them, and written with ``torch.save``."""
 
 from __future__ import annotations
 
@@ -62,6 +62,13 @@ def read_values(
         else:
             values[fqn] = known[data]
     return ReadValues(values, unreadable)
+
+
+def torch_saved(value: Any) -> bytes:
+    """Return the file that ``torch.save`` writes of a value."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
 
 
 def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None) -> Any:

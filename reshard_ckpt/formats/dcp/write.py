@@ -9,14 +9,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...comm.protocol import Comm, SoloComm
 from ...core.catalog.model import Catalog
@@ -36,6 +34,7 @@ from ..source import BytesOf
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
 from .names import KeyPath, key_path, state_path, taken_apart
+from .values import torch_saved
 
 CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk, unless one element is larger: DCP has a whole chunk in memory."""
@@ -92,7 +91,7 @@ def write_dcp(
         Two values or tensors have one name after values are flattened.
     """
     layout = lay_out(catalog, values, optimizer)
-    return write_folder(storage, catalog, layout, bytes_of, _torch_saved, comm=comm, notes=notes)
+    return write_folder(storage, catalog, layout, bytes_of, torch_saved, comm=comm, notes=notes)
 
 
 def write_folder(
@@ -146,12 +145,6 @@ class _Files:
 
 def _file_key(number: int) -> str:
     return f"__0_{number}.distcp"
-
-
-def _torch_saved(value: Any) -> bytes:
-    data = io.BytesIO()
-    torch.save(value, data)
-    return data.getvalue()
 
 
 def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dict[str, SavedTensor]:
