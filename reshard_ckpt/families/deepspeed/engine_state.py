@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,8 @@ FLAT_OWNERS = (
 """Attributes of DeepSpeed's optimizers: the flat tensors, one for each group, that torch's optimizer has as its parameters."""
 
 
-class Shared(NamedTuple):
-    """A value that the parameters of a flat group share, and the state of the group, in which it has this key."""
-
-    state: dict[str, Any]
-    key: str
-    value: Any
+Shared = tuple[dict[str, Any], str, Any]
+"""The state of a flat group, a key in it, and the value at that key, which the parameters of the group share."""
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -95,15 +90,6 @@ def _global_names(engine: Any) -> dict[str, str]:
 def base_optimizer(engine: Any) -> Any:
     """Return torch's optimizer from inside of its wrappers; None if the engine has no optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """This rank's part of one tensor or value of the optimizer's state: its parameter, its key, and the part."""
-
-    fqn: str
-    key: str
-    value: Any
 
 
 class EngineState:
@@ -178,11 +164,11 @@ class EngineState:
         model: dict[str, Any] = {}
         state: dict[str, dict[str, Any]] = {}
         # Master weights stand for their parameters in the model. Parameters without them come from the module below.
-        for entry in self._entries():
-            if entry.key == MASTER:
-                model[entry.fqn] = entry.value
+        for fqn, key, value in self._entries():
+            if key == MASTER:
+                model[fqn] = value
             elif with_state:
-                state.setdefault(entry.fqn, {})[entry.key] = entry.value
+                state.setdefault(fqn, {})[key] = value
         trained = {name for params in self._flat or () for name in params.names}
         for fqn, part in self._module_parts(trained):
             model[fqn] = part
@@ -193,7 +179,8 @@ class EngineState:
                 model[self.name(name)] = model[first]
         return model, state
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield this rank's part of each tensor and value of the optimizer's state: its parameter, its key, and the part."""
         if self._optimizer is None:
             return
         flat = self.optimizer_state
@@ -202,15 +189,15 @@ class EngineState:
             return
         for fqn, key, shape, tensor, at, start, count in named_runs(flat):
             if self._parallel.saves(fqn):
-                yield Entry(fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start))
+                yield fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start)
         # Scalars such as the step belong to the group: repeat them for each of its parameters with elements on this rank.
         for group in flat.groups:
             held = {group.params.names[i] for i in group.runs.param.tolist()}
             for fqn in filter(self._parallel.saves, held):
                 for key, value in group.values.items():
-                    yield Entry(fqn, key, value.clone() if isinstance(value, torch.Tensor) else value)
+                    yield fqn, key, value.clone() if isinstance(value, torch.Tensor) else value
 
-    def _entries_apart(self) -> Iterator[Entry]:
+    def _entries_apart(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the state of torch's own optimizer, and master weights that are not flattened."""
         state = base_optimizer(self._engine).state
         for param, owner in chain.from_iterable(self._apart()):
@@ -218,10 +205,10 @@ class EngineState:
             if not self._parallel.saves(fqn):
                 continue
             if owner is not param:
-                yield Entry(fqn, MASTER, self._parallel.whole(fqn, owner.detach()))
+                yield fqn, MASTER, self._parallel.whole(fqn, owner.detach())
             for key, value in state.get(owner, {}).items():
                 is_part = isinstance(value, torch.Tensor) and value.shape == owner.shape and value.ndim > 0
-                yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
+                yield fqn, key, self._parallel.whole(fqn, value) if is_part else value
 
     def _apart(self) -> Iterator[list[tuple[Any, Any]]]:
         """Yield a list for each group, if parameters are not in flat tensors: pairs of a parameter and its owner.
@@ -323,7 +310,7 @@ class EngineState:
                         )
                 if isinstance(state.get(key), torch.Tensor | Number) and not isinstance(value, torch.Tensor | Number):
                     raise UnsupportedError(f"{name} is {value!r:.60}, where the optimizer has a number; save it as one")
-                chosen.append(Shared(state, key, value))
+                chosen.append((state, key, value))
         return chosen
 
     def update_parameters(self) -> None:

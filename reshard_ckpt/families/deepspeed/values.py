@@ -96,28 +96,25 @@ def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor:
         raise CorruptError(f"{builder.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
     if not len(runs.param):
         return
-    number, at, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
-    # box[r]: the number of the box of run r's parameter; -1 if that has several boxes, or none
-    box = names.box[runs.param]
-    # is_one_box[r]: whether the parameter of run r is one box, so that the run is a row as it is
-    is_one_box = box >= 0
-    builder.rows(
-        names.tensor[runs.param][is_one_box],
-        box[is_one_box],
-        runs.start[is_one_box],
-        runs.count[is_one_box],
-        number,
-        at + runs.at[is_one_box] * each,
-    )
-    others = (column[~is_one_box].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
-    # The other runs are of parameters with several boxes: cut each run where a box ends.
-    for param, start, count, place in zip(*others, strict=True):
-        for segment in names.shards[param].segments:
-            low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
-            if low < high:
-                inside = builder.box(segment.offsets, segment.lengths)
-                offset = at + (place + low - start) * each
-                builder.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
+    number, base, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+    # first[r], last[r]: the segments of run r's parameter; nearly every parameter has one, and one of another rank has none
+    first, last = (np.searchsorted(names.param, runs.param, side) for side in ("left", "right"))
+    for k in range(int((last - first).max())):
+        # here: the runs whose parameters have a segment number k; low, high: the elements of each run that lie in that segment
+        here = np.flatnonzero(first + k < last)
+        segment, start = first[here] + k, runs.start[here]
+        begin = names.at[segment]
+        low, high = np.maximum(start, begin), np.minimum(start + runs.count[here], begin + names.size[segment])
+        kept = low < high
+        columns = (
+            names.tensor[runs.param[here]],
+            names.box[segment],
+            low - begin,
+            high - low,
+            np.full(len(here), number),
+            base + (runs.at[here] + low - start) * each,
+        )
+        builder.rows(*(column[kept] for column in columns))
 
 
 def place_of(builder: CatalogBuilder, name: str, element: int) -> tuple[str, int] | None:
@@ -133,21 +130,27 @@ def place_of(builder: CatalogBuilder, name: str, element: int) -> tuple[str, int
 
 
 class FlatNames:
-    """The tensors of one key of a flat group: for each parameter its tensor's number, and the number of its box, or -1.
+    """The tensors of one key of a flat group: for each parameter the number of its tensor, and its segments as columns.
 
-    A tensor's number is -1 if the parameter is unreadable. A box's number is -1 if the parameter has several boxes, or no box.
+    Attributes
+    ----------
+    tensor
+        By parameter: the number of its tensor, -1 if the parameter is unreadable.
+    param, at, size, box
+        By segment, in order of parameters: the index of its parameter, its first element in that parameter's shard, the number of
+        its elements, and the number of its box.
     """
 
     def __init__(self, builder: CatalogBuilder, params: Params, shards: Sequence[Shard], key: str, dtype: torch.dtype) -> None:
-        self.shards = shards
-        numbers, boxes = [], []
-        for fqn, shard in zip(params.names, shards, strict=True):
+        numbers, segments = [], []
+        for i, (fqn, shard) in enumerate(zip(params.names, shards, strict=True)):
             link = None if key == MASTER else state_link(fqn, key)
             name = parameter_name(fqn) if link is None else link.name
             numbers.append(builder.tensor(name, dtype, shard.shape, link=link, again=True) if shard.readable else -1)
-            segment = shard.segments[0] if len(shard.segments) == 1 else None
-            boxes.append(-1 if segment is None else builder.box(segment.offsets, segment.lengths))
-        self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
+            for one in shard.segments:
+                segments.append((i, one.at, prod(one.lengths), builder.box(one.offsets, one.lengths)))
+        self.tensor = np.array(numbers, np.int64)
+        self.param, self.at, self.size, self.box = np.array(segments, np.int64).reshape(-1, 4).T
 
 
 KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
