@@ -336,15 +336,12 @@ def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_
             raise UsageError("load_content_metadata: pass checkpoint_dir or preloaded_state_dict")
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     saved = preloaded_state_dict.get(CONTENT_METADATA)
-    if isinstance(saved, dict) and saved.get(FORM) == _FLAT and _lacks_flat_tensors():
+    # Megatron 0.16 and newer have no flat tensors.
+    sharded_tensor = getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), "ShardedTensor", None)
+    has_flat = sharded_tensor is None or hasattr(sharded_tensor, "from_rank_offsets_flat")
+    if isinstance(saved, dict) and saved.get(FORM) == _FLAT and not has_flat:
         return {**saved, FORM: FULLY_RESHARDABLE}
     return saved
-
-
-def _lacks_flat_tensors() -> bool:
-    """Tell whether this program has imported Megatron 0.16 or newer, which has no flat tensors."""
-    sharded_tensor = getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), "ShardedTensor", None)
-    return sharded_tensor is not None and not hasattr(sharded_tensor, "from_rank_offsets_flat")
 
 
 @megatron_compatible

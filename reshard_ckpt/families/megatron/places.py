@@ -178,7 +178,7 @@ def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> F
 def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
     """Return each `ShardedTensor` that a factory builds for a parameter's state, with its first element in the parameter."""
     key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
-    built = list(_sharded_tensors(_build(factory, key, parameter.detach())))
+    built = list(_sharded_tensors(built_by(factory, key, parameter.detach())))
     if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):
         raise UnsupportedError(
             f"{key}: the factory of this parameter names its state {odd}, whatever key it is given, as if it were that; "
@@ -193,7 +193,8 @@ def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tu
     return cuts
 
 
-def _build(factory: Any, key: str, data: torch.Tensor) -> Any:
+def built_by(factory: Any, key: str, data: torch.Tensor) -> Any:
+    """Return the tree that a factory builds of a tensor under this key."""
     return factory.build_fn(key, data, factory.replica_id, getattr(factory, "flattened_range", None))
 
 
@@ -229,7 +230,7 @@ def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] 
     positions = torch.arange(prod(shape), device="cpu").view(shape)
     cuts = []
     # The first position of a built tensor is its corner. The others must be those of a box at that corner.
-    for part in _sharded_tensors(_build(factory, key, positions)):
+    for part in _sharded_tensors(built_by(factory, key, positions)):
         if part.data.ndim != len(shape) or not part.data.numel():
             return None
         at = _coordinates(int(part.data.reshape(-1)[0]), shape)

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from ...plugins import TORCH_DTYPES, Catalog, Ints
 from ...plugins.errors import LayoutError, MismatchError, UnsupportedError, UsageError, summarize
 from ...plugins.states import Captured, Comm, StateBuilder, Target, group_of, merge_of_all, zero_outside
-from .names import COMMON_OBJECT, CONTENT_METADATA, Path, checkpoint_key, key_of_object, keys_of_catalog, replica_name
+from .names import COMMON_OBJECT, CONTENT_METADATA, checkpoint_key, key_of_object, keys_of_catalog, replica_name
 from .optimizers import lower_tree, unplaced_state
 from .places import NamedShard
 from .tree import NOTHING, Loaded, Node, common_of, entries_of, loaded_of, merged, objects_of, problems_of
@@ -90,19 +90,16 @@ class SavedTree:
                 builder.value((part.name,), part.value)
             elif not differing:  # on the second run, the objects have been checked already
                 builder.claim(replica_name(part.name))
-        for path, value in self._common_values(self._node):
-            builder.value(path, value)
-        return builder.captured((_difference(differing, "the main replica of each is saved whole"),) if differing else ())
-
-    def _common_values(self, node: Node) -> Iterator[tuple[Path, Any]]:
         if group_of(self.process_group).rank == 0:
-            common = common_of(node)
+            common = common_of(self._node)
             common = {} if common is NOTHING else common
             if self.content_metadata is not None:
                 # "dp_cp_group" is a process group of the running job, so it cannot be saved.
                 kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
                 common = {**common, CONTENT_METADATA: kept}
-            yield from common_values(common)
+            for path, value in common_values(common):
+                builder.value(path, value)
+        return builder.captured((_difference(differing, "the main replica of each is saved whole"),) if differing else ())
 
 
 def _difference(names: frozenset[str], advice: str) -> str:

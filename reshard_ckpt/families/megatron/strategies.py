@@ -7,10 +7,11 @@ trees, in the way of its version.
 
 from __future__ import annotations
 
-import threading
+import fcntl
+import os
+import tempfile
 from contextlib import suppress
 from functools import lru_cache
-from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from ...plugins import checkpoint
@@ -25,46 +26,33 @@ def request_of(handle: checkpoint.SaveHandle) -> Any:
     Megatron runs the function of a request in another process, forked or spawned. It finalizes the request once these processes
     have ended on all ranks. But here, threads of this process save. So the function in the other process only waits for them:
 
-    1. A thread of this process accepts connections at a socket until the save is over, and then sends a message to each of them.
-    2. The function connects. It returns when it receives the message, or if nobody listens any more.
+    1. This process holds a lock on a temporary file until the save is over. The lock is of POSIX: a forked process does not hold
+       it too, and the system releases it when this process dies.
+    2. The function waits for that lock. If the file is gone, the save is over.
     3. The first function that finalizes the request raises the error of the save, if any, on all ranks.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # needs the package only here
 
-    return AsyncRequest(wait_for, (listen(handle),), [handle.result])
+    return AsyncRequest(wait_for, (locked_until_over(handle),), [handle.result])
 
 
-def listen(handle: checkpoint.SaveHandle) -> Any:
-    """Start a thread that tells every process that connects when a save is over; return the address to connect to."""
-    listener = Listener()
-    address = listener.address
-    threading.Thread(target=_serve, args=(listener, handle), name="reshard-ckpt-request", daemon=True).start()
-    # The callback connects, because that wakes the thread from `accept`; closing the socket would not.
-    handle.add_done_callback(lambda _: _knock(address))
-    return address
+def locked_until_over(handle: checkpoint.SaveHandle) -> str:
+    """Lock a temporary file until a save is over; return its path."""
+    file, path = tempfile.mkstemp(prefix="reshard-ckpt-")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+
+    def release(_: checkpoint.SaveHandle) -> None:
+        os.unlink(path)
+        os.close(file)  # with it goes the lock
+
+    handle.add_done_callback(release)
+    return path
 
 
-def _serve(listener: Listener, handle: checkpoint.SaveHandle) -> None:
-    waiting: list[Connection] = []
-    while not handle.done():
-        waiting.append(listener.accept())
-    listener.close()  # this removes the address, so that later processes fail to connect and return at once
-    for connection in waiting:
-        with suppress(OSError):  # the process at the other end has ended
-            # A message, not only a close: a process that was forked meanwhile may hold this connection open too.
-            connection.send_bytes(b"over")
-            connection.close()
-
-
-def _knock(address: Any) -> None:
-    with suppress(OSError, EOFError):
-        Client(address).close()
-
-
-def wait_for(address: Any) -> None:
-    """Wait until the save behind an address is over; any process of this machine can call it."""
-    with suppress(OSError, EOFError), Client(address) as connection:
-        connection.recv_bytes()
+def wait_for(path: str) -> None:
+    """Wait until the save behind a lock is over; any other process of this machine can call it."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
 
 
 @lru_cache(maxsize=1)

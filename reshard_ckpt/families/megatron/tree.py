@@ -23,7 +23,7 @@ from ...plugins.errors import MismatchError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves, map_tree
 from .names import SHARDING, object_name
-from .places import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
+from .places import NamedShard, built_by, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
 
 NOTHING = object()
 """Stands for a missing node: the tree has nothing of the requested kind at this place."""
@@ -180,8 +180,7 @@ def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambd
     if is_sharded_tensor(tree):
         return _lower_tensor(tree, loading)
     if is_factory(tree):
-        built = tree.build_fn(tree.key, tree.data, tree.replica_id, getattr(tree, "flattened_range", None))
-        return FactoryLeaf(lower(built, loading=loading), tree)
+        return FactoryLeaf(lower(built_by(tree, tree.key, tree.data), loading=loading), tree)
     if is_sharded_object(tree):
         return ObjectLeaf(object_name(tree), is_main(tree.replica_id), tree.data)
     if is_local(tree):

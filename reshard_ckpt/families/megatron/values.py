@@ -192,7 +192,11 @@ def _alive(value: Any) -> Any:
     """Make the standard library's objects from their tagged values: Namespaces and BytesIO. Anything else stays as it is."""
     if type(value) is dict:
         items = {key: _alive(item) for key, item in value.items() if key != NAMESPACE_TAG or item != NAMESPACE}
-        return _namespace(items) if len(items) < len(value) else items
+        if len(items) == len(value):
+            return items
+        made = argparse.Namespace()
+        vars(made).update(items)
+        return made
     if type(value) is list:
         return [_alive(item) for item in value]
     # A tagged value of another class: its module, its name, its plain state. The class itself is not imported.
@@ -200,9 +204,3 @@ def _alive(value: Any) -> Any:
     if named in (("_io", "BytesIO"), ("io", "BytesIO")):
         return io.BytesIO(value.plain[0] if isinstance(value.plain, tuple) else value.plain)
     return value
-
-
-def _namespace(items: Mapping[Any, Any]) -> argparse.Namespace:
-    made = argparse.Namespace()
-    vars(made).update(items)
-    return made

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import subprocess
 import sys
 import types
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
+from reshard_ckpt.families.megatron import strategies
 from tests.families.megatron import values
 from tests.families.megatron.folders import unpack
 from tests.families.megatron.stand_ins import (
@@ -36,6 +38,7 @@ from tests.families.megatron.stand_ins import (
     whole,
 )
 from tests.launch import run_ranks
+from tests.warm_python import warm_python
 
 ARGS = argparse.Namespace(lr=0.1, dtype=torch.bfloat16, of_groups=argparse.Namespace(tp=2))
 TP2_PP2 = Grid(0, tp=2, pp=2)
@@ -373,3 +376,15 @@ def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
     assert isinstance(both.value, CheckpointNotFound)
     assert isinstance(both.value, CheckpointException)
     assert list(both.value.failures) == [0]
+
+
+def test_another_process_waits_until_a_save_is_over():
+    over: list[Any] = []
+    handle: Any = types.SimpleNamespace(add_done_callback=over.append)
+    path = strategies.locked_until_over(handle)
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'rb'), fcntl.LOCK_SH | fcntl.LOCK_NB)"
+    tried = subprocess.run([warm_python(), "-c", code, path], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in tried.stderr
+    over[0](handle)
+    assert not os.path.exists(path)
+    strategies.wait_for(path)
