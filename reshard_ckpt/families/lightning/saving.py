@@ -188,6 +188,9 @@ def is_ours(path: str) -> bool:
 def newest(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest committed checkpoint in a folder, to pass as ``ckpt_path=``; None if there is none.
 
+    The newest has the largest ``global_step``, because clocks of machines differ; the time of the save decides only between equal
+    steps. So remove newer checkpoints if you go back to an older one. Fabric's checkpoints have no step: there the time decides.
+
     Parameters
     ----------
     folder
@@ -196,7 +199,13 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
     with open_storage(folder) as storage:
         names = [name for name in storage.folders() if storage.size(f"{name}/{CATALOG_KEY}") is not None]
     paths = [f"{os.fspath(folder).rstrip('/')}/{name}" for name in names]
-    return max(paths, key=lambda path: checkpoint.catalog(path).created_s, default=None)
+    return max(paths, key=_place_in_run, default=None)
+
+
+def _place_in_run(path: str) -> tuple[int, float]:
+    catalog = checkpoint.catalog(path)
+    trainer = checkpoint.read(path, ["trainer"])["trainer"] if "trainer" in catalog.value_names else {}
+    return trainer.get("global_step", -1), catalog.created_s
 
 
 def read_whole(path: str) -> dict[str, Any]:
