@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -105,15 +105,6 @@ def _of_all_ranks(sizes: Mapping[int, Mapping[int, Sequence[str]]], stem: str, w
         if others:
             raise CorruptError(f"{where}: {first} and {others[0]} are of one rank; move one of them to another folder")
     return [keys[rank][0] for rank in sorted(keys)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor in the file of a rank: a part of a global tensor. `layout` is None for a plain tensor."""
-
-    local: PickledTensor
-    shape: Ints
-    layout: Layout | None
 
 
 class RankFolder:
@@ -241,14 +232,15 @@ class RankFolder:
                     "which part of a global one it is; load the file of one rank by its own path, if that is what you want"
                 )
             if isinstance(value, PickledDTensor):
-                self._add_part(name, _part(value, f"{self._url}: {file.key}: {name}"), file)
+                layout = _layout(value, f"{self._url}: {file.key}: {name}")
+                self._add_part(name, value.local, value.shape, layout, file)
             elif isinstance(value, PickledTensor):
                 if value.shape and not plain_on_all:
                     raise UnsupportedError(
                         f"{self._url}: {file.key}: {name} is a plain tensor of shape {value.shape}, as the flat parameters of "
                         "FSDP1 have, so its place in a global tensor is unknown; load the model alone"
                     )
-                self._add_part(name, _Part(value, value.shape, None), file)
+                self._add_part(name, value, value.shape, None, file)
             elif name not in self._boxes:
                 self._boxes[name] = {}
                 self.builder.value(path, file.plain(value))
@@ -259,17 +251,18 @@ class RankFolder:
         self.builder.tensors.pop(name, None)
         self.builder.unreadable(name, why)
 
-    def _add_part(self, name: str, part: _Part, file: TorchFile) -> None:
+    def _add_part(self, name: str, local: PickledTensor, shape: Ints, layout: Layout | None, file: TorchFile) -> None:
+        """Add the tensor in the file of a rank, a part of a global tensor; `layout` is None for a plain tensor."""
         is_known = name in self._boxes
         boxes = self._boxes.setdefault(name, {})
-        self.builder.tensor(name, part.local.dtype, part.shape, again=is_known)
-        if part.layout is None:
+        self.builder.tensor(name, local.dtype, shape, again=is_known)
+        if layout is None:
             if not is_known:
-                self.builder.view(name, file, part.local)
+                self.builder.view(name, file, local)
             return
-        for box in (box for box in part.layout.boxes if 0 not in box.lengths):
-            first = part.local.offset + sum(o * s for o, s in zip(box.local_offsets, part.local.strides, strict=True))
-            view = replace(part.local, offset=first, shape=box.lengths)
+        for box in (box for box in layout.boxes if 0 not in box.lengths):
+            first = local.offset + sum(o * s for o, s in zip(box.local_offsets, local.strides, strict=True))
+            view = replace(local, offset=first, shape=box.lengths)
             held = boxes.setdefault((box.offsets, box.lengths), (view, file))
             if held[1] is file:
                 self.builder.view(name, file, view, box.offsets)
@@ -335,7 +328,7 @@ def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tupl
     return list(first.values())
 
 
-def _part(value: PickledDTensor, where: str) -> _Part:
+def _layout(value: PickledDTensor, where: str) -> Layout:
     """Find which part of its global tensor a DTensor's local tensor is.
 
     Raises
@@ -358,7 +351,7 @@ def _part(value: PickledDTensor, where: str) -> _Part:
     names = tuple(f"axis{i}" for i in range(len(sizes)))
     try:
         found = recognize(known, value.shape, names, sizes, None if at is None else tuple(at))
-        return _Part(value.local, value.shape, layout_of(value.shape, value.local.shape, found))
+        return layout_of(value.shape, value.local.shape, found)
     except CheckpointError as error:
         raise UnsupportedError(f"{where}: {error}") from None
 

@@ -92,7 +92,7 @@ def _source(storage: Storage) -> Source:
 
 def _model_paths(model: Metadata) -> Callable[[KeyPath], KeyPath]:
     """Return the function that converts the paths of a model, without the steps that wrappers add; `model` is as it was saved."""
-    names = [name_of(model.paths.get(fqn, (fqn,))) for fqn in (*model.tensors, *model.values)]
+    names = [name_of(path) for path in model.paths.values()]
     clean = dict(zip(names, unwrapped_keys(names), strict=True))
     return lambda path: (MODEL, clean.get(name_of(path)) or unwrapped(name_of(path)))
 

@@ -79,11 +79,10 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
     """
     tensors, paths = dict(saved.tensors), dict(saved.paths)
     for fqn, tensor in saved.tensors.items():
-        flat, key = _flat_name(saved.paths.get(fqn, (fqn,)))
+        flat, key = _flat_name(saved.paths[fqn])
         if flat not in flats:
             continue
-        del tensors[fqn]
-        paths.pop(fqn, None)
+        del tensors[fqn], paths[fqn]
         if len(tensor.shape) > 1:
             raise CorruptError(
                 f"{where}: {fqn:.200} of shape {tensor.shape} is said to be a flat parameter; use another checkpoint"

@@ -100,7 +100,7 @@ class _Folder:
             The groups have different hyperparameters.
         """
         # Paths are ``param_group_meta``, number of the group, hyperparameter.
-        entries = ((saved.paths.get(fqn, (fqn,)), extent) for fqn, extent in saved.values.items())
+        entries = ((saved.paths[fqn], extent) for fqn, extent in saved.values.items())
         listed = read_nested(self.storage, {path[1:]: extent for path, extent in entries if path[0] == GROUP_META})
         if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
             raise CorruptError(f"{self.storage.url}: {OPTIMIZER}/pp_{stage} has no list of groups; use another checkpoint")
@@ -116,8 +116,7 @@ class _Folder:
 
 def _members(saved: Metadata) -> list[str]:
     """List the parameters of a stage, in the order of its metadata."""
-    paths = (saved.paths.get(fqn, ()) for fqn in (*saved.tensors, *saved.values))
-    found = (_PARAMETER.fullmatch(str(path[1])) for path in paths if len(path) > 2)
+    found = (_PARAMETER.fullmatch(str(path[1])) for path in saved.paths.values() if len(path) > 2)
     return list(dict.fromkeys(match[3] for match in found if match))
 
 

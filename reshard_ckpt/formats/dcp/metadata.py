@@ -99,6 +99,7 @@ class Metadata:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
+    """The keys in the saved state that lead to each tensor and value. If the planner recorded none, the name is the only key."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
@@ -204,10 +205,11 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
             num_chunks += len(fields["chunks"])
             if num_chunks > num_bytes:  # a hostile pickle refers to one list of chunks many times
                 raise ValueError("more chunks than its bytes can spell")
-    paths = dict(_paths(root.get("planner_data")))
-    numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
-    if too_many_alike(numbers.values()) or too_many_alike(paths.values()):
+    planned = dict(_paths(root.get("planner_data")))
+    numbers = {str(key): key for path in planned.values() for key in path if type(key) is int}
+    if too_many_alike(numbers.values()) or too_many_alike(planned.values()):
         raise ValueError(f"more than {MAX_ALIKE} keys of its paths have the same hash")
+    paths = {fqn: planned.get(fqn, (fqn,)) for fqn in (*tensors, *values)}
     return Metadata(tensors, values, paths, {key: value for key, value in root.items() if key not in _READ})
 
 

@@ -15,7 +15,7 @@ things differ:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,54 +42,21 @@ class GroupEntry:
     key: KeyPath
 
 
-@dataclass(slots=True)
-class Names:
-    """The path of each DCP name. Entries of optimizer groups are listed apart, by the path of their optimizer."""
-
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    groups: dict[KeyPath, dict[str, GroupEntry]] = field(default_factory=dict)
-
-
 def key_path(encoded: bytes) -> KeyPath:
     """Decode the path of a value to keys as DCP spells them: ints for indices, and strings."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in saved_path(decode_path(encoded)))
 
 
-def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
-    """Convert the names of everything in the folder.
-
-    Parameters
-    ----------
-    as_saved
-        Keep all names: do not put anything below ``model`` or ``optimizer``.
-    """
-    paths = raw_paths(saved)
-    if as_saved:
-        return _names(paths)
+def names_of(saved: Metadata) -> dict[str, KeyPath]:
+    """Convert the paths of everything in the folder to those of this library, by DCP name."""
+    paths = dict(saved.paths)
     # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         is_of_optimizer = {fqn: str(path[0]).partition(".")[0] in (STATE, GROUPS) for fqn, path in paths.items()}
         paths = {fqn: (OPTIMIZER, *path) if is_of_optimizer[fqn] else path for fqn, path in paths.items()}
     if any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values()):
-        return _names(paths)
-    of_model = {fqn: (MODEL, *path) for fqn, path in paths.items() if _is_of_model(fqn, path, fqn in saved.tensors)}
-    return _names({**paths, **of_model})
-
-
-def _names(paths: Mapping[str, KeyPath]) -> Names:
-    out = Names()
-    for fqn, path in paths.items():
-        found = _group_entry(path)
-        if found is not None:
-            out.groups.setdefault(found[0], {})[fqn] = found[1]
-        else:
-            out.paths[fqn] = path
-    return out
-
-
-def raw_paths(saved: Metadata) -> dict[str, KeyPath]:
-    """Return the path of each name in the saved state. If the planner recorded none, the name is the path's only key."""
-    return {fqn: saved.paths.get(fqn, (fqn,)) for fqn in (*saved.tensors, *saved.values)}
+        return paths
+    return {fqn: (MODEL, *path) if _is_of_model(fqn, path, fqn in saved.tensors) else path for fqn, path in paths.items()}
 
 
 def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
@@ -97,7 +64,7 @@ def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
     return len(path) == 1 and (is_tensor or "." in fqn) and not fqn.startswith((f"{OPTIMIZER}.", "optim."))
 
 
-def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
+def group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
     """Split a path into groups: the path of the optimizer, and the entry of its groups; None for any other path."""
     for i, key in enumerate(path):
         if key == GROUPS and len(path) > i + 2 and isinstance(path[i + 1], int):

@@ -31,10 +31,9 @@ from .metadata import Metadata, SavedTensor
 from .names import (
     GroupEntry,
     KeyPath,
-    Names,
+    group_entry,
     groups_from_entries,
     names_of,
-    raw_paths,
     renumbered,
     value_paths,
 )
@@ -56,7 +55,8 @@ def open_dcp(
         return None
     saved = read_folder(storage)
     builder = CatalogBuilder(NAME, storage.url)
-    _Folder(builder, storage, saved, names_of(saved, as_saved=as_saved), otherwise).add(by_number=not as_saved)
+    paths = saved.paths if as_saved else names_of(saved)
+    _Folder(builder, storage, saved, paths, otherwise).add(by_number=not as_saved)
     catalog = builder.finish()
     return Source(storage, catalog, NAME, advice_on_numbers(catalog), dict(_raw_values(storage, saved)))
 
@@ -82,7 +82,7 @@ def _raw_values(storage: Storage, saved: Metadata) -> Iterator[tuple[str, RawVal
     sizes = FileSizes(storage)
     for name, extent in saved.values.items():
         if name not in saved.unreadable and sizes.problem(name, extent) is None:
-            yield name, RawValue(saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
+            yield name, RawValue(saved.paths[name], extent.file, extent.offset, extent.length)
 
 
 def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadata], *, parameters: Sequence[str] = ()) -> None:
@@ -98,7 +98,7 @@ def add_parts(builder: CatalogBuilder, storage: Storage, parts: Sequence[Metadat
         number, these names take the place of the numbers.
     """
     saved = Merger(storage).merge(parts)
-    _Folder(builder, storage, saved, names_of(saved, as_saved=True), parameters=parameters).add(by_number=True)
+    _Folder(builder, storage, saved, saved.paths, parameters=parameters).add(by_number=True)
 
 
 def add_tensors(
@@ -120,29 +120,37 @@ def add_tensors(
 
 
 class _Folder:
-    """The content of a folder on its way to a catalog."""
+    """The content of a folder on its way to a catalog; `paths` has this library's path of each name."""
 
     def __init__(
         self,
         builder: CatalogBuilder,
         storage: Storage,
         saved: Metadata,
-        names: Names,
+        paths: Mapping[str, KeyPath],
         otherwise: Callable[[bytes, str], Any] | None = None,
         parameters: Sequence[str] = (),
     ) -> None:
-        self._builder, self._storage, self._saved, self._names = builder, storage, saved, names
+        self._builder, self._storage, self._saved = builder, storage, saved
         self._parameters = parameters
         self._located = locate_chunks(builder, storage, saved.tensors)
         read = read_values(storage, saved.values, otherwise)
         self._errors = {**self._located.unreadable, **read.unreadable, **saved.unreadable}
         self._values = {name: value for name, value in read.values.items() if name not in self._errors}
-        self._paths = dict(names.paths)
+        # Entries of optimizer groups are listed apart, by the path of their optimizer.
+        self._paths: dict[str, KeyPath] = {}
+        self._groups: dict[KeyPath, dict[str, GroupEntry]] = {}
+        for fqn, path in paths.items():
+            if (found := group_entry(path)) is None:
+                self._paths[fqn] = path
+            else:
+                optimizer, entry = found
+                self._groups.setdefault(optimizer, {})[fqn] = entry
 
     def add(self, *, by_number: bool) -> None:
         """Add everything to the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
         # Groups first: they give names to numbered parameters, which changes `_paths` for everything below.
-        for optimizer, entries in self._names.groups.items():
+        for optimizer, entries in self._groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:
             self._take_whole_groups(fqn, by_number)
@@ -191,8 +199,7 @@ class _Folder:
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
         found = groups_from_entries(entries, values)
         if found is None or (found.by_number and not by_number):  # not groups, or not wanted: keep the entries as plain values
-            raw = raw_paths(self._saved)
-            self._paths.update({fqn: raw[fqn] for fqn in entries})
+            self._paths.update({fqn: self._saved.paths[fqn] for fqn in entries})
             return
         self._take_groups(optimizer, found)
 

@@ -91,8 +91,8 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
     paths: dict[str, KeyPath] = {}
-    for fqn in (*saved.tensors, *saved.values):
-        path = path_of(saved.paths.get(fqn, (fqn,)))
+    for fqn, saved_path in saved.paths.items():
+        path = path_of(saved_path)
         if path is None:
             continue
         name = name_of(path)
