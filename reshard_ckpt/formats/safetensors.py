@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ..comm.protocol import Comm, SoloComm
+from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ITEM_BYTES, Ints
 from ..engine.loading.stream import Run
@@ -237,8 +237,8 @@ def write_safetensors(
     files: Sequence[NewFile],
     bytes_of: BytesOf,
     *,
-    comm: Comm | None = None,
-    notes: Storage | None = None,
+    comm: Comm,
+    notes: Storage | None,
 ) -> int:
     """Write the files, and an index if there are several, and make them durable.
 
@@ -247,7 +247,7 @@ def write_safetensors(
     files
         From `lay_out`.
     comm, notes
-        The ranks that share the work, by default this process alone, and the store of notes; see `shared_files.write_files`.
+        The ranks that share the work, and the store of notes; see `shared_files.write_files`.
 
     Returns
     -------
@@ -259,7 +259,6 @@ def write_safetensors(
     StorageError
         The store failed.
     """
-    comm = comm or SoloComm()
     kept = write_files(comm, storage, files, bytes_of, notes=notes)
     if len(files) > 1 and comm.rank == 0:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..comm.protocol import Comm, SoloComm
+from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.specs import StateLink, ValueKind
@@ -35,7 +35,7 @@ from .source import BytesOf
 from .tensor_stream import aliases_of, in_natural_order
 
 
-def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm | None = None) -> None:
+def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm) -> None:
     """Write one file that ``torch.load(path, weights_only=True, mmap=True)`` reads, and make it durable.
 
     Parameters
@@ -45,7 +45,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     values
         All values of the catalog, by name.
     comm
-        The ranks that share the work, by tensors; by default this process alone.
+        The ranks that share the work, by tensors.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     }
     records = laid_out(*described_object(_state(catalog, values, tensors), path))
     with LocalStorage(folder) as storage:
-        write_files(comm or SoloComm(), storage, [_zip_file(name, records, catalog)], bytes_of)
+        write_files(comm, storage, [_zip_file(name, records, catalog)], bytes_of)
 
 
 def _zip_file(key: str, records: Records, catalog: Catalog) -> NewFile:

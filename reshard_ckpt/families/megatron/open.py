@@ -47,7 +47,7 @@ from .names import (
     tensor_name,
 )
 from .ranks import is_per_rank, read_ranks
-from .values import MegatronValues, read_integrity
+from .values import add_common, add_value, read_integrity
 from .write import write_megatron
 
 LATEST_KEY = "latest_checkpointed_iteration.txt"
@@ -150,7 +150,7 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
 def read_folder(storage: Storage, *, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values with their places in the files."""
     builder = CatalogBuilder(NAME, storage.url)
-    folder = _Folder(storage, read_metadata(storage), builder, MegatronValues(builder))
+    folder = _Folder(storage, read_metadata(storage), builder)
     folder.add_tensors()
     if named and any(map(is_bucket, builder.tensors)):
         name_buckets(builder, storage)
@@ -166,7 +166,6 @@ class _Folder:
     storage: Storage
     saved: Metadata
     builder: CatalogBuilder
-    values: MegatronValues
     groups: dict[tuple[Any, ...], list[Any]] | None = None
     """The groups of optimizers whose buckets are named, by path; None if buckets are not named."""
     raw: dict[str, RawValue] = field(default_factory=dict)
@@ -211,7 +210,7 @@ class _Folder:
             elif key != COMMON_OBJECT:
                 self._add_object(key, extent)
         for path, groups in (self.groups or {}).items():
-            self.values.add(path, groups)
+            self.builder.value(path, groups)
 
     def _keep_groups(self, key: str, extent: Extent) -> None:
         """Add the optimizer's groups that the object of a bucket holds; each rank saved only the groups of its own parameters."""
@@ -243,7 +242,7 @@ class _Folder:
                 raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")
             optimizer = state.get(OPTIMIZER)
             common = {**state, OPTIMIZER: _without_step(optimizer)} if isinstance(optimizer, dict) else state
-            self.values.add_common(common, file)
+            add_common(self.builder, common, file)
 
     def _add_object(self, key: str, extent: Extent) -> None:
         path = object_path(key)
@@ -251,7 +250,7 @@ class _Folder:
             file = self._open(key, extent)
             if not isinstance(file.content, list) or len(file.content) != 1:
                 raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
-            self.values.add(path, file.content[0], file)
+            add_value(self.builder, path, file.content[0], file)
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -290,10 +289,10 @@ _CLASSES = {
 
 
 def read_metadata(storage: Storage) -> Metadata:
-    """Read the ``.metadata`` of a folder of Megatron, without paths; see `plugins.dcp.read_part` for the errors."""
+    """Read the ``.metadata`` of a folder of Megatron; see `plugins.dcp.read_part` for the errors."""
     saved = read_part(storage, "", _CLASSES)
     assert saved is not None, "the caller has seen the file"
-    return replace(saved, paths={})
+    return saved
 
 
 def _true_shapes(saved: Metadata, name: str) -> dict[str, Ints]:

@@ -23,7 +23,7 @@ from ...plugins.torchfile import FileReader, PickledTensor, TorchFile, attribute
 from .buckets import name_buckets
 from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING
 from .rank_tensors import ModelChunk, RankTensors
-from .values import MegatronValues
+from .values import add_common, add_part
 
 _MAIN, _BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILE = re.compile(rf"(mp_rank_\d{{2,9}}(?:_\d{{3,9}}){{0,2}})/{re.escape(_MAIN)}")
@@ -63,8 +63,7 @@ def read_ranks(storage: Storage, *, named: bool = False) -> Catalog:
         builder.tensor(key, view.dtype, view.shape)
         builder.view(key, file, view)
     named = named and bool(buffers)
-    values = MegatronValues(builder)
-    _add_values(values, files, model, named=named)
+    _add_values(builder, files, model, named=named)
     # Name the state in buffers by comparing their master weights with the weights, now that both have places in files.
     if named:
 
@@ -155,13 +154,13 @@ def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
     return found
 
 
-def _add_values(values: MegatronValues, files: _Files, model: RankTensors, *, named: bool) -> None:
+def _add_values(builder: CatalogBuilder, files: _Files, model: RankTensors, *, named: bool) -> None:
     for name, place, counts, held in model.objects():
-        values.add_part(name, place, counts, held.chunk.file, held.value)
+        add_part(builder, name, place, counts, held.chunk.file, held.value)
     for (tp, pp, ep), file in files.by_rank.items():
         if "rng_state" in file.content:
             place, shape = ((pp, tp), (files.pp, files.tp)) if files.ep == 1 else ((pp, tp, ep), (files.pp, files.tp, files.ep))
-            values.add_part("rng_state", place, shape, file, file.content["rng_state"])
+            add_part(builder, "rng_state", place, shape, file, file.content["rng_state"])
     # The common state is the same in all files, so the first one's is taken.
     first = next(iter(files.by_rank.values()))
     common = {key: value for key, value in first.content.items() if key != "rng_state" and not _MODEL.fullmatch(str(key))}
@@ -174,11 +173,11 @@ def _add_values(values: MegatronValues, files: _Files, model: RankTensors, *, na
             "model can be read. To have the optimizer, load it with Megatron, and save it with --ckpt-format torch_dist"
         )
         for name in ("state", GROUPS):
-            values.builder.unreadable(f"{OPTIMIZER}.{name}", error)
+            builder.unreadable(f"{OPTIMIZER}.{name}", error)
         del common[OPTIMIZER]
     elif named and isinstance(optimizer, dict):
         common[OPTIMIZER] = _marked_reshardable(optimizer)
-    values.add_common(common, first)
+    add_common(builder, common, first)
 
 
 def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:

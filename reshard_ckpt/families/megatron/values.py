@@ -65,36 +65,32 @@ def read_integrity(storage: Storage) -> dict[str, bytes]:
 MAX_DEPTH = 64
 
 
-class MegatronValues:
-    """Adds values to a catalog; a value that cannot be read becomes unreadable."""
+def add_part(builder: CatalogBuilder, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
+    """Add one part of an object, from a rank's file; if it cannot be read, it becomes unreadable.
 
-    def __init__(self, builder: CatalogBuilder) -> None:
-        self.builder = builder
+    Parameters
+    ----------
+    key
+        The key of the object.
+    place, shape
+        The place of this part in the grid of all parts, and the shape of that grid.
+    file, made
+        The rank's file, and the stand-in that it has for the part.
+    """
+    part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
+    add_value(builder, (key, part), made, file)
 
-    def add_part(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
-        """Add one part of an object, from a rank's file.
 
-        Parameters
-        ----------
-        key
-            The key of the object.
-        place, shape
-            The place of this part in the grid of all parts, and the shape of that grid.
-        file, made
-            The rank's file, and the stand-in that it has for the part.
-        """
-        part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
-        self.add((key, part), made, file)
+def add_common(builder: CatalogBuilder, tree: Any, file: TorchFile) -> None:
+    """Add the values of nested dicts, which are the content of a file; any that cannot be read becomes unreadable."""
+    for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
+        add_value(builder, common_path(path), made, file)
 
-    def add_common(self, tree: Any, file: TorchFile) -> None:
-        """Add the values of nested dicts, which are the content of a file."""
-        for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
-            self.add(common_path(path), made, file)
 
-    def add(self, path: Path, made: Any, file: TorchFile | None = None) -> None:
-        """Add a value, or the stand-in of one in a file."""
-        with self.builder.reading(name_of(path)):
-            self.builder.value(path, made if file is None else file.plain(made))
+def add_value(builder: CatalogBuilder, path: Path, made: Any, file: TorchFile) -> None:
+    """Add the value of a stand-in in a file; if it cannot be read, it becomes unreadable."""
+    with builder.reading(name_of(path)):
+        builder.value(path, file.plain(made))
 
 
 def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -16,6 +16,7 @@ from ...plugins import BytesOf, Catalog, Storage, ValueKind
 from ...plugins.dcp import FolderLayout, write_folder
 from ...plugins.errors import NameCollisionError, UnsupportedError
 from ...plugins.names import Index, paths_of_values
+from ...plugins.states import Comm
 from ...plugins.torchfile import object_bytes
 from ...plugins.trees import put
 from .names import (
@@ -43,7 +44,15 @@ _WITHOUT_CHAIN = "chained_optim_avoid_prefix"
 _ADVICE = "leave one of them out with exclude="
 
 
-def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, **shared: Any) -> int:
+def write_megatron(
+    storage: Storage,
+    catalog: Catalog,
+    values: Mapping[str, Any],
+    bytes_of: BytesOf,
+    *,
+    comm: Comm,
+    notes: Storage | None,
+) -> int:
     """Write a folder for Megatron-Core.
 
     Parameters
@@ -54,7 +63,7 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
         All tensors, and all values by name. Objects whose classes this program lacks are `Named`.
     bytes_of
         Streams the bytes of tensors.
-    shared
+    comm, notes
         The ranks that share the work, and the store of notes; see `write_folder`.
 
     Returns
@@ -73,8 +82,12 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     common = _common_state(catalog, values)
     layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
     data = object_bytes(common, f"{storage.url}: {COMMON_FILE}")
-    kept = write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url), **shared)
-    if shared.get("comm") is None or shared["comm"].rank == 0:
+
+    def encoded(value: Any) -> bytes:
+        return object_bytes([value], storage.url)
+
+    kept = write_folder(storage, catalog, layout, bytes_of, encoded, comm=comm, notes=notes)
+    if comm.rank == 0:
         storage.publish(COMMON_FILE, data)
         storage.publish(CONFIG_FILE, json.dumps(CONFIG).encode())
     return kept

@@ -60,9 +60,9 @@ def write_dcp(
     values: Mapping[str, Any],
     bytes_of: BytesOf,
     *,
-    optimizer: str = "nested",
-    comm: Comm | None = None,
-    notes: Storage | None = None,
+    optimizer: str,
+    comm: Comm,
+    notes: Storage | None,
 ) -> int:
     """Write a folder for ``torch.distributed.checkpoint``.
 
@@ -78,7 +78,7 @@ def write_dcp(
         The form of optimizers' groups: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
         ``flatten_optimizer_state_dict=True``.
     comm, notes
-        The ranks that share the work, by default this process alone, and the store of notes; see `shared_files.write_files`.
+        The ranks that share the work, and the store of notes; see `shared_files.write_files`.
 
     Returns
     -------
@@ -104,11 +104,9 @@ def write_folder(
     comm: Comm | None = None,
     notes: Storage | None = None,
 ) -> int:
-    """Write a folder of this layout, as `write_dcp` does; `encoded` converts a value to bytes."""
+    """Write a folder of this layout, as `write_dcp` does, by default alone; `encoded` converts a value to bytes."""
     comm, out = comm or SoloComm(), _Files()
-    places: dict[str, Extent] = {}
-    for name, value in layout.values.items():
-        places[name] = out.add(NewPart(None, 0, encoded(value)))
+    places = {name: out.add(NewPart(None, 0, encoded(value))) for name, value in layout.values.items()}
     tensors = _lay_out_tensors(out, catalog, layout)
     try:
         kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
