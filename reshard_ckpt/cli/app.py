@@ -133,19 +133,6 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def refuse_ranks(name: str) -> None:
-    """Raise an error on a job of several ranks, because every rank would write the same files.
-
-    Raises
-    ------
-    UsageError
-        The job has several ranks.
-    """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1":
-        raise UsageError(f"{name} is the work of one process, and WORLD_SIZE is {size}; start it without torchrun, or unset that")
-
-
 def print_text(*items: str | Columns) -> None:
     """Print text and tables for people, on stdout."""
     if not _is_rank_0():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-from .app import command, print_json, print_note, refuse_ranks
+from ..errors import UsageError
+from .app import command, print_json, print_note
 from .options import AsJson, Path, parse_mesh
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A tensor; without one, the whole checkpoint.")]
@@ -37,7 +39,10 @@ def plot(
     """
     from ..checkpoint import plot as plot_checkpoint
 
-    refuse_ranks("plot")
+    # Every rank of a job would write the same file.
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise UsageError(f"plot is the work of one process, and WORLD_SIZE is {size}; start it without torchrun, or unset that")
     file = plot_checkpoint(path, name, to=None if to is None else parse_mesh("--to", to), output=output, timeline=timeline)
     if as_json:
         print_json({"output": str(file), "bytes": file.stat().st_size})

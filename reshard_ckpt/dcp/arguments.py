@@ -74,12 +74,6 @@ def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
-def uses_async_staging(stager: Any) -> bool:
-    """Return whether one of torch's own stagers asks for staging in the background."""
-    # Private: torch has no public way to ask for the options of a DefaultStager. Without it, async_save stages before it returns.
-    return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
-
-
 def check_collective(use_collectives: bool) -> None:
     """Refuse ``use_collectives=False``, with which ranks would not agree."""
     if not use_collectives:

@@ -17,7 +17,7 @@ from ..engine.saving.handle import RunningSave
 from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, group_of, named_path, save_path, share_errors, uses_async_staging
+from .arguments import Path, check_collective, group_of, named_path, save_path, share_errors
 from .metadata import SavedMetadata
 from .state_dicts import call_state_dicts, saving_form
 from .torch_calls import call_torch, is_custom, is_custom_planner
@@ -153,7 +153,8 @@ def async_save(
         return response
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
-    later = uses_async_staging(async_stager)
+    # Private: torch has no public way to ask for the options of a DefaultStager. Without it, this stages before it returns.
+    later = getattr(getattr(async_stager, "_config", None), "use_async_staging", False)
     # With an asynchronous stager the caller changes nothing before `staging_completion` is done.
     chosen = SaveOptions(process_group=group, staging="lazy", hold="caller") if later else SaveOptions(process_group=group)
     save = begin_save(path, form, chosen).running

@@ -28,7 +28,7 @@ from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
 from ..storage import LocalStorage
-from ..torchfile.object_writer import Records, StreamedTensor, described_object, directory_of, laid_out, object_bytes
+from ..torchfile.object_writer import StreamedTensor, described_object, directory_of, laid_out, object_bytes
 from ..torchfile.zip_records import whole_record
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf
@@ -63,12 +63,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         for index in in_natural_order(catalog)
     }
     records = laid_out(*described_object(_state(catalog, values, tensors), path))
-    with LocalStorage(folder) as storage:
-        write_files(comm, storage, [_zip_file(name, records, catalog)], bytes_of)
-
-
-def _zip_file(key: str, records: Records, catalog: Catalog) -> NewFile:
-    """Lay out a file of these records; the data of each are literal bytes, or those of a tensor of the catalog."""
+    # The data of each record are literal bytes, or those of a tensor of the catalog.
     parts = tuple(
         NewPart(None, 0, whole_record(record, data))
         if isinstance(data, bytes)
@@ -79,7 +74,8 @@ def _zip_file(key: str, records: Records, catalog: Catalog) -> NewFile:
     def end(crcs: Sequence[int]) -> bytes:
         return directory_of(records, (crc for part, crc in zip(parts, crcs, strict=True) if part.run is not None))
 
-    return NewFile(key, parts, end)
+    with LocalStorage(folder) as storage:
+        write_files(comm, storage, [NewFile(name, parts, end)], bytes_of)
 
 
 @dataclass(frozen=True, slots=True)

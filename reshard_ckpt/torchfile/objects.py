@@ -85,6 +85,7 @@ _KEPT = [
     ("torch.device", "device", ["torch"]),
 ]
 """Calls whose arguments are kept: the kind of the stand-in, the name that a pickle calls, and the modules that may have it."""
+_KINDS = frozenset(kind for kind, _, _ in _KEPT)
 
 
 def _wrapper(*arguments: Any) -> Any:
@@ -206,10 +207,10 @@ class PlainValues:
         arguments = made.arguments if isinstance(made, _Called) else ()
         if isinstance(made.state, Opaque):
             raise PicklingError(f"has a {_dotted(made.kind)} with items of its own")
-        if made.kind.name in _MAKERS:
-            return _MAKERS[made.kind.name](self, arguments, made.state, depth - 1)
+        if made.kind.name in _KINDS:
+            return self._made(made.kind.name, arguments, made.state, depth - 1)
         name = _dotted(made.kind)
-        # A call of a name outside of `_MAKERS` can only be a member of an enum: one argument, no state.
+        # A call of a name outside of `_KINDS` can only be a member of an enum: one argument, no state.
         if isinstance(made, _Called):
             if len(arguments) != 1 or made.state is not None:
                 raise PicklingError(f"calls {name} with {len(arguments)} arguments, which no enum takes")
@@ -230,7 +231,28 @@ class PlainValues:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // view.dtype.itemsize * view.dtype.itemsize]
         return flat.view(view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
 
-    def elements(self, arguments: tuple[Any, ...], depth: int) -> list[Any]:
+    def _made(self, kind: str, arguments: tuple[Any, ...], state: Any, depth: int) -> Any:
+        """Make the value of a call whose arguments were kept, given its kind (`_KEPT`)."""
+        match kind:
+            case "set":
+                return set(self._elements(arguments, depth))
+            case "frozenset":
+                return frozenset(self._elements(arguments, depth))
+            case "complex":
+                return complex(*arguments)
+            case "deque":
+                items = self._elements(() if state is None else (state,), depth)
+                return collections.deque(items, *(a for a in arguments[1:] if type(a) is int))
+            case "numpy.dtype":
+                return self._dtype(arguments, state)
+            case "numpy.ndarray":
+                return self._array(state)
+            case "numpy.scalar":
+                dtype, data = arguments
+                return np.frombuffer(data, self._dtype(dtype.arguments, dtype.state), 1)[0]
+        return torch.device(*arguments)
+
+    def _elements(self, arguments: tuple[Any, ...], depth: int) -> list[Any]:
         (items,) = arguments or ([],)
         if not isinstance(items, list | tuple):
             raise ValueError("a collection of something else than a list")
@@ -239,7 +261,7 @@ class PlainValues:
             raise ValueError(f"more than {MAX_ALIKE} items of a set have the same hash")
         return found
 
-    def dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+    def _dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
         code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
         if not isinstance(code, str) or order not in ("<", ">", "|", "="):
             raise ValueError("a dtype of numpy without a code")
@@ -250,32 +272,12 @@ class PlainValues:
             raise PicklingError(f"holds numpy's dtype {found}")
         return found
 
-    def array(self, state: Any) -> np.ndarray[Any, Any]:
+    def _array(self, state: Any) -> np.ndarray[Any, Any]:
         _, shape, dtype, fortran, data = state
         if not isinstance(data, bytes) or not isinstance(dtype, _Called) or not isinstance(shape, tuple):
             raise PicklingError("holds an array of objects")
-        kind = self.dtype(dtype.arguments, dtype.state)
+        kind = self._dtype(dtype.arguments, dtype.state)
         if prod(shape) * kind.itemsize != len(data):
             raise ValueError("an array whose bytes are not as many as its shape wants")
         found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C").copy()
         return found
-
-    def scalar(self, arguments: tuple[Any, ...]) -> Any:
-        dtype, data = arguments
-        kind = self.dtype(dtype.arguments, dtype.state)
-        return np.frombuffer(data, kind, 1)[0]
-
-
-_Maker = Callable[[PlainValues, tuple[Any, ...], Any, int], Any]
-_MAKERS: Mapping[str, _Maker] = {
-    "set": lambda plain, arguments, state, depth: set(plain.elements(arguments, depth)),
-    "frozenset": lambda plain, arguments, state, depth: frozenset(plain.elements(arguments, depth)),
-    "complex": lambda plain, arguments, state, depth: complex(*arguments),
-    "deque": lambda plain, arguments, state, depth: collections.deque(
-        plain.elements(() if state is None else (state,), depth), *(a for a in arguments[1:] if type(a) is int)
-    ),
-    "numpy.dtype": lambda plain, arguments, state, depth: plain.dtype(arguments, state),
-    "numpy.ndarray": lambda plain, arguments, state, depth: plain.array(state),
-    "numpy.scalar": lambda plain, arguments, state, depth: plain.scalar(arguments),
-    "torch.device": lambda plain, arguments, state, depth: torch.device(*arguments),
-}

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...plugins.errors import UsageError
 from ...plugins.packages import Replaced
-from .engine import REPLACED, Engine, OldMethods, tells_tag_alone
+from .engine import REPLACED, Engine, OldMethods
 from .loading import load_checkpoint
 from .nebula import NebulaBlock, NebulaRun
 from .trainer import see_commits, see_commits_in_lightning
@@ -138,12 +138,14 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         raise UsageError(f"attach: wanted what deepspeed.initialize returns first, got {type(engine).__name__}")
     if not isinstance(engine.checkpoint_engine, Engine):
+        from deepspeed.runtime.checkpoint_engine import checkpoint_engine
+
         chosen = chosen_by(config_of(engine)) or Chosen()
         nebula = None if chosen.nebula is None else NebulaRun(chosen.nebula, timeout_s)
         size = host_buffer_bytes or chosen.host_buffer_bytes
         engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, size, timeout_s, nebula)
         engine.load_checkpoint = _Loading(engine)
-        if tells_tag_alone():
+        if not hasattr(checkpoint_engine, "CheckpointCommitInfo"):  # this release passes only the tag to `create`
             engine.checkpoint_engine.old = OldMethods(engine)
     return engine
 

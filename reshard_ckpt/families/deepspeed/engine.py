@@ -121,13 +121,6 @@ class CommitInfo:
     save_latest: bool
 
 
-def tells_tag_alone() -> bool:
-    """Tell whether this release passes only the tag to `create`."""
-    from deepspeed.runtime.checkpoint_engine import checkpoint_engine
-
-    return not hasattr(checkpoint_engine, "CheckpointCommitInfo")
-
-
 class OldMethods:
     """The replaced methods of one engine; constructing it replaces them.
 

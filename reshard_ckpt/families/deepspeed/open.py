@@ -37,10 +37,8 @@ from .names import (
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .places import (
     Params,
-    RankState,
     Runs,
     named_globally,
-    num_ranks_of,
     open_state,
     placed_groups,
     shapes_in,
@@ -189,10 +187,16 @@ class _Tag:
         for dp in range(self._num_dp):
             file, state = self._optimizer_state(mp, dp)
             where = f"{self._where}: {file.key}"
-            places = placed_groups(num_ranks_of(state), self._num_dp, dp) if self._experts else ()
+            counts: Any = state.get("partition_count")  # one for each group, if groups differ
+            has_places = self._experts and isinstance(counts, list | tuple)
+            places = placed_groups(counts, self._num_dp, dp) if has_places else ()
             named = named_globally(params, places) if places else params
             opened = open_state(named, state, [place.rank for place in places] or dp, where)
-            self._check_num_ranks(opened, file)
+            if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
+                raise CorruptError(
+                    f"{where} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of {self._num_dp}: one was "
+                    "not copied, or those of several saves are mixed; copy it, or use another checkpoint"
+                )
             for i, hyperparameters in enumerate(opened.param_groups):
                 self._builder.of_step(file.key, f"step of param_groups[{i}]", hyperparameters.get("step"))
             for i, group in enumerate(opened.groups):
@@ -216,13 +220,6 @@ class _Tag:
             return [Params.of(shapes) for shapes in shapes_in(model)]
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
-
-    def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
-        if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
-            raise CorruptError(
-                f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of "
-                f"{self._num_dp}: one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
-            )
 
     def _candidates(self, model: TorchFile) -> list[FileTensor]:
         """List the tensors that may be parameters. In a pipeline, tensors that no earlier stage has had come first."""

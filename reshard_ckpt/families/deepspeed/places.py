@@ -161,12 +161,6 @@ NOT_SHARED = frozenset({
 """Keys of an optimizer's state dict that describe tensors; all other keys are values of DeepSpeed."""
 
 
-def num_ranks_of(state: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the number of ranks that share each flat group; empty if the state dict has one number for all of them."""
-    counts = state.get("partition_count")
-    return counts if isinstance(counts, list | tuple) else ()
-
-
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
     """Convert the state dict of a rank's optimizer to its flat groups, hyperparameters and values.
 

@@ -51,7 +51,12 @@ class DistributedState:
                 begin(optimizer)
         self._saved: dict[Any, Any] = optimizer.state_dict()
         self._boxes: list[tuple[Any, torch.Tensor]] = []
-        self._tree = self._make_tree(loading)
+        state: dict[str, dict[str, Any]] = {}
+        for name, entry in self._parameters():
+            if name in state:
+                raise UnsupportedError(f"optimizer: two model chunks have a parameter {name}; give them distinct names")
+            state[name] = {key: self._part(name, key, value, loading) for key, value in entry.items()}
+        self._tree = {STATE: state, GROUPS: list(map(named_group, self._saved[GROUP_META], self._members()))}
 
     def state_dict(self) -> dict[str, Any]:
         return self._tree
@@ -75,14 +80,6 @@ class DistributedState:
             if dtype != GROUP_META:
                 for key, entry in entries.items():
                     yield key[1] if isinstance(key, tuple) else str(key), entry
-
-    def _make_tree(self, loading: bool) -> dict[str, Any]:
-        state: dict[str, dict[str, Any]] = {}
-        for name, entry in self._parameters():
-            if name in state:
-                raise UnsupportedError(f"optimizer: two model chunks have a parameter {name}; give them distinct names")
-            state[name] = {key: self._part(name, key, value, loading) for key, value in entry.items()}
-        return {STATE: state, GROUPS: list(map(named_group, self._saved[GROUP_META], self._members()))}
 
     def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
         """Convert a state entry: a spec becomes a run of a box, and any other value stays."""
