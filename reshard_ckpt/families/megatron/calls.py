@@ -164,12 +164,13 @@ def save(
     """
     check_strategy("sharded_strategy", sharded_strategy)
     check_strategy("common_strategy", common_strategy)
-    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    options: dict[str, Any] = {"verify_integrity": verify_integrity, "replicas": replicas, "process_group": process_group}
     if async_sharded_save:
         from .strategies import request_of
 
-        return request_of(begin_tree(checkpoint_dir, tree, sha256=verify_integrity))
-    save_tree(checkpoint_dir, tree, sha256=verify_integrity)
+        return request_of(async_save(sharded_state_dict, checkpoint_dir, content_metadata, **options))
+    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    save_captured(checkpoint_dir, tree.capture, **_options(tree, verify_integrity))
     return None
 
 
@@ -196,40 +197,25 @@ def async_save(
         Its ``result()`` returns once the checkpoint is committed, or raises the error of the save.
     """
     tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
-    return begin_tree(checkpoint_dir, tree, sha256=verify_integrity)
-
-
-@megatron_compatible
-def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
-    """Save a tree, and return after the commit."""
-    save_captured(path, tree.capture, **_options(tree, sha256))
-
-
-@megatron_compatible
-def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> checkpoint.SaveHandle:
-    """Copy a tree, and save the copy in the background; return once it is copied."""
-    return begin_captured(path, tree.capture, **_options(tree, sha256))
+    return begin_captured(checkpoint_dir, tree.capture, **_options(tree, verify_integrity))
 
 
 def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
-    common = _common_file(tree.tree)
+    """Return the options of a save of a tree."""
+    beside = {CONFIG_FILE: json.dumps(CONFIG).encode()}
+    common: Any = tree.tree.get(COMMON)
+    # The tree may have the common state as an object. The rank that holds its main replica writes ``common.pt``.
+    if getattr(common, "key", None) == COMMON and common.replica_id == 0:
+        file = io.BytesIO()
+        torch.save(common.data, file)
+        beside[COMMON_FILE] = file.getvalue()
     return {
         "process_group": tree.process_group,
-        "metadata": metadata_of(tree.tree, common.get(COMMON_FILE)),
+        "metadata": metadata_of(tree.tree, beside.get(COMMON_FILE)),
         "sha256": sha256,
-        "beside": {CONFIG_FILE: json.dumps(CONFIG).encode(), **common},
+        "beside": beside,
         "check_names": check_objects,
     }
-
-
-def _common_file(tree: Mapping[Any, Any]) -> dict[str, bytes]:
-    """Return ``common.pt`` by its key, if the tree has the common state as an object and this rank holds its main replica."""
-    common: Any = tree.get(COMMON)
-    if getattr(common, "key", None) != COMMON or common.replica_id != 0:
-        return {}
-    file = io.BytesIO()
-    torch.save(common.data, file)
-    return {COMMON_FILE: file.getvalue()}
 
 
 @megatron_compatible

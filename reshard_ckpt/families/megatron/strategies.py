@@ -16,8 +16,7 @@ from typing import Any
 
 from ...plugins import checkpoint
 from ...plugins.errors import UnsupportedError
-from .calls import begin_tree, load, load_sharded_metadata, load_tensors_metadata, save_tree
-from .states import SavedTree
+from .calls import async_save, load, load_sharded_metadata, load_tensors_metadata, save
 
 
 def request_of(handle: checkpoint.SaveHandle) -> Any:
@@ -65,11 +64,11 @@ def save_strategy() -> type:
 
         def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
             """Copy the state, and write it in the background; return an ``AsyncRequest``."""
-            return request_of(begin_tree(str(checkpoint_dir), SavedTree(sharded_state_dict)))
+            return request_of(async_save(sharded_state_dict, str(checkpoint_dir)))
 
         def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
             """Save the state."""
-            save_tree(str(checkpoint_dir), SavedTree(sharded_state_dict))
+            save(sharded_state_dict, str(checkpoint_dir))
 
     return _named(SaveStrategy, "SaveStrategy")
 
