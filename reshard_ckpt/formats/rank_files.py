@@ -136,7 +136,12 @@ class RankFolder:
         """Add state dicts of a module; a plain tensor is the same on all ranks."""
         compares = len(files) > 1 and not has_parts(files)
         for rank, file in enumerate(files):
-            content = {name_of(path): leaf for path, leaf in flatten(self._dict(file.content, file.key), children_of_dict)}
+            content: dict[str, Any] = {}
+            for path, leaf in flatten(self._dict(file.content, file.key), children_of_dict):
+                if content.setdefault(name_of(path), leaf) is not leaf:
+                    raise CorruptError(
+                        f"{self._url}: {file.key} has two tensors or values of the name {item}.{name_of(path)}; load it by torch"
+                    )
             names = dict(zip(content, unwrapped_keys(list(content)), strict=True))
             if rank == 0 and item == MODEL:
                 self._params = _distinct(content, names)
@@ -187,7 +192,9 @@ class RankFolder:
         if (named := names_by_number(groups)) is not None:
             return dict(zip(named, unwrapped_keys(list(named.values())), strict=True))
         # Otherwise numbers count the model's parameters in order, if there are as many, and each has the shape of its state.
-        if sorted(numbers) != list(range(len(self._params))):
+        # Groups may have another order than the model; then shapes prove it alone, if no two parameters have the same.
+        is_proved = len(groups) == 1 or len({shape for _, shape in self._params}) == len(self._params)
+        if sorted(numbers) != list(range(len(self._params))) or not is_proved:
             return None
         for number, entry in state.items():
             shapes = (

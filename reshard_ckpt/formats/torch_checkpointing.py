@@ -88,7 +88,8 @@ def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: 
     found = {item: paths for item, paths in found.items() if not folder.builder.is_unreadable(item)}
     for path in sorted(present - claimed):
         if (match := _FILE.fullmatch(path)) and match[1] not in found and not folder.builder.is_unreadable(match[1]):
-            of_ranks = [f"{match[1]}_{rank}.pt" for rank in range(num_ranks)]
+            # One more than there are files: enough to name one that is missing, whatever number the metadata say.
+            of_ranks = [f"{match[1]}_{rank}.pt" for rank in range(min(num_ranks, len(present) + 1))]
             # Rank 0 alone saves some items.
             found[match[1]] = of_ranks[:1] if present.isdisjoint(of_ranks[1:]) else of_ranks
     return sorted(found.items(), key=lambda item: (item[0] != MODEL, item[0]))

@@ -37,7 +37,8 @@ def write(folder: str, what: str) -> None:
     """Save as verl does, and with this library, to compare."""
     rank, size = dist.get_rank(), dist.get_world_size()
     net = made(what)
-    optimizer = adamw(net)
+    groups = [{"params": net.scale}, {"params": net.embed.parameters()}, *({"params": b.parameters()} for b in net.blocks[::-1])]
+    optimizer = torch.optim.AdamW(groups) if what == "groups" else adamw(net)
     if what == "fsdp1":
         train(net, optimizer, 2)
         FullyShardedDataParallel.set_state_dict_type(net, StateDictType.SHARDED_STATE_DICT)
@@ -59,7 +60,7 @@ def write(folder: str, what: str) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for what, num in (("tp", 4), ("uneven", 3), ("fsdp1", 2)):
+    for what, num in (("tp", 4), ("uneven", 3), ("fsdp1", 2), ("groups", 2)):
         found[what] = tmp_path_factory.mktemp(what)
         run_ranks(write, num, str(found[what]), what, timeout_s=60)
     return found
@@ -97,6 +98,14 @@ def test_the_model_of_fsdp1_loads_and_its_flat_optimizer_is_refused(folders: dic
     train(plain, adamw(plain), 2)
     torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
     with pytest.raises(CheckpointError, match=r"flat parameters of FSDP1"):
+        checkpoint.load(path, {"model": net, "optimizer": adamw(net)})
+
+
+def test_an_optimizer_of_several_groups_is_refused_where_shapes_do_not_tell_its_parameters(folders: dict[str, Path]) -> None:
+    """Its groups list the blocks backwards, and the blocks have equal shapes: each got the state of the other."""
+    net, path = Net(5), folders["groups"] / "verl"
+    checkpoint.load(path, {"model": net})
+    with pytest.raises(CheckpointError, match=r"numbers the parameters of the optimizer, and the model's files do not show"):
         checkpoint.load(path, {"model": net, "optimizer": adamw(net)})
 
 

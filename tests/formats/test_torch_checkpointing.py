@@ -65,6 +65,13 @@ def test_a_missing_file_of_a_rank_is_named(folder: Path) -> None:
         checkpoint.read(folder)
 
 
+def test_two_tensors_of_one_name_are_refused(folder: Path) -> None:
+    for rank in range(2):
+        torch.save({"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}, folder / f"ema_{rank}.pt")
+    with pytest.raises(CorruptError, match=r"ema_0.pt has two tensors or values of the name ema\.a\.b"):
+        checkpoint.read(folder)
+
+
 def test_an_item_of_which_only_one_ranks_file_is_missing_is_not_rank_0s_alone(folder: Path) -> None:
     changed(folder, lambda said: said.update(world_size=3))
     for item in ("dataloader", "train_state"):
@@ -107,6 +114,7 @@ def test_another_form_of_an_item_is_refused_by_name_and_the_others_load(folder: 
     [
         (lambda said: said.update(version="1.0"), UnsupportedError, r"version '1.0', and '2.0' is known"),
         (lambda said: said["metadata"].update(model=3), CorruptError, r"another form than torch_checkpointing writes"),
+        (lambda said: said.update(world_size=(1 << 24) - 1), CorruptError, r"is missing, a file of dataloader"),
         (lambda said: said.update(world_size=-1), CorruptError, r"a number of ranks of -1"),
         (lambda said: said.pop("world_size"), CheckpointNotFound, r"no committed checkpoint"),
         (lambda said: said.update(more=OrderedDict), CheckpointNotFound, r"no committed checkpoint"),
