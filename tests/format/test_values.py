@@ -115,6 +115,10 @@ def same(a: Any, b: Any) -> bool:
     """Equal, with equal types everywhere, and with every NaN equal to itself."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, collections.defaultdict) and a.default_factory is not b.default_factory:
+        return False
+    if isinstance(a, collections.deque) and a.maxlen != b.maxlen:
+        return False
     if isinstance(a, dict):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
     if isinstance(a, (list, tuple, collections.deque)):
@@ -144,17 +148,13 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @example(value=np.random.default_rng(0).bit_generator.state)
 @example(value=[torch.Size([-1, 3]), torch.Size([1] * 100)])
 @example(value=collections.Counter("hello"))
-@example(value=collections.defaultdict(list, {"a": [1]}))
+@example(value=collections.defaultdict(list, {"b": [1], "a": []}))
+@example(value=[1, 1.0, True, np.int64(1), np.float32(1), 1 + 0j])
 def test_values_come_back_as_they_were(value: Any):
     encoded = encode_value(value, "extra")
     decoded = decode_value(encoded)
     assert same(decoded, value)
     assert encode_value(decoded, "extra") == encoded
-
-
-def test_defaultdict_keeps_its_factory_and_deque_its_length():
-    assert decode_value(encode_value(collections.defaultdict(list), ""))["new"] == []
-    assert decode_value(encode_value(collections.deque([1], 3), "")).maxlen == 3
 
 
 @given(items=st.sets(HASHABLE, max_size=8), seed=st.integers())
@@ -167,14 +167,6 @@ def test_sets_have_one_encoding_whatever_their_history(items: set, seed: int):
 def test_every_nan_is_one_value():
     nans = [float("nan"), -float("nan"), np.array([0x7FF8000000000001], "u8").view("f8").tolist()[0]]
     assert len({encode_value(nan, "") for nan in nans}) == 1
-
-
-def test_numbers_of_different_types_differ():
-    assert len({encode_value(one, "") for one in (1, 1.0, True, np.int64(1), np.float32(1), 1 + 0j)}) == 6
-
-
-def test_dict_order_counts():
-    assert list(decode_value(encode_value({"b": 1, "a": 2}, ""))) == ["b", "a"]
 
 
 def test_tensors_come_back_dense_on_the_cpu_with_memory_of_their_own():
