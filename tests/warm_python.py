@@ -7,8 +7,8 @@ its arguments. Beside it lies ``reshard-ckpt``.
 2. The command is a client of that socket, which imports nothing. It hands over its streams, environment and folder, and passes on
    the signals that it gets. It ends as the program ends: with its exit code, or by the same signal.
 3. For each client the listener forks a keeper, and the keeper the program. A program whose client is killed is killed.
-4. The program runs as ``__main__``, and leaves through the interpreter's own end: threads are joined, ``atexit`` runs. What it
-   shares with the listener is not taken apart, which would copy each page of it first; unless its environment has `WHOLE_END`.
+4. The program runs as ``__main__``, and ends as programs do: threads are joined, and ``atexit`` runs. Then it leaves, as taking
+   apart what it shares with the listener would copy each page of that first; unless its environment has `WHOLE_END`.
 
 ``sys.executable`` is the command itself, so that what a program starts is warm too, such as the ranks of torchrun. What it is not
 good for: tests of what is imported when, variables that Python or torch read at their start, and other inherited files.
@@ -72,8 +72,8 @@ if code < 0:
 os._exit(code)
 """
 
-_shared: list[str] = []
-"""Modules that a program shares with the listener, while it ends."""
+_codes: list[int] = []
+"""The exit code of a program that ends, if this is one."""
 
 _commands: dict[int, tuple[str, tempfile.TemporaryDirectory[str], socket.socket]] = {}
 """By the process that asked: the command, its folder, and a connection whose end is the listener's."""
@@ -182,9 +182,6 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     for number in _SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
-    if WHOLE_END not in os.environ:
-        known = {*sys.stdlib_module_names, "__main__"}
-        _shared[:] = [name for name in sys.modules if name.partition(".")[0] not in known]
     code = 0
     try:
         _run_program(request["argv"])
@@ -199,22 +196,21 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
+    _codes.append(code)
     ctypes.pythonapi.Py_Exit(code)
 
 
-def _leave_shared() -> None:
-    """Keep shared modules, and the libraries below them, as they are for the rest of the interpreter's end."""
-    if _shared:
-        kept = [sys.modules.pop(name, None) for name in _shared]
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        sys.__stdout__.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nobody flushes what is kept
-        libc = ctypes.CDLL(None)
-        libc.fflush(None)
-        if hasattr(libc, "on_exit"):
-            libc.on_exit(libc._exit, None)  # the first that C's exit calls, and the last
+def _leave() -> None:
+    """Leave the process before the interpreter takes modules apart, which copies each page that they lie in."""
+    if _codes and WHOLE_END not in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)
+        os._exit(_codes[0])
 
 
-atexit.register(_leave_shared)  # the server imports this first, so that it comes after all others
+atexit.register(_leave)  # the server imports this first, so that it comes after all others
 
 
 def _run_program(argv: list[str]) -> None:
