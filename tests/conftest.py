@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,33 @@ def shm() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="reshard-ckpt-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A root in the memory of this process, which is empty after the test."""
+    from reshard_ckpt.storage import open_storage
+
+    url = f"memory://{uuid.uuid4().hex}"
+    yield url
+    with open_storage(url) as storage:
+        storage.delete([key for key, _ in storage.list()])
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A server of object stores, at which this process looks for its own."""
+    from tests.storage.object_servers import moto_server, set_endpoint
+
+    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patch:
+        set_endpoint(patch, endpoint)
+        yield endpoint
+
+
+@pytest.fixture
+def job() -> Iterator[Any]:
+    """Four ranks, as threads of this process."""
+    from tests.reliability.ranks import jobs
+
+    with jobs() as make:
+        yield make(4)

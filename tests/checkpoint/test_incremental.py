@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,14 +57,6 @@ def change(state: dict[str, Any], name: str, at: int, count: int, by: int) -> No
     if flat.numel():
         at %= flat.numel()
         flat[at : at + count] = (flat[at : at + count].to(torch.int64) + by).to(flat.dtype)
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    url = f"memory://{uuid.uuid4().hex}"
-    yield url
-    with open_storage(url) as storage:
-        storage.delete([key for key, _ in storage.list()])
 
 
 changes = st.lists(

@@ -33,14 +33,7 @@ from tests.cli.running import run
 from tests.formats.test_conformance import CASES, Case
 from tests.launch import run_ranks
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
-from tests.storage.object_servers import KEYS, make_bucket, moto_server, set_endpoint
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patch:
-        set_endpoint(patch, endpoint)
-        yield endpoint
+from tests.storage.object_servers import KEYS, make_bucket, set_endpoint
 
 
 @pytest.fixture

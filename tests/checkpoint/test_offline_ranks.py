@@ -23,7 +23,7 @@ from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from tests.launch import RanksFailed, run_ranks
 from tests.reliability.ranks import LOCAL, jobs
-from tests.storage.object_servers import make_bucket, moto_server, set_endpoint
+from tests.storage.object_servers import make_bucket
 
 SMALL_FILES = 600_000
 
@@ -104,13 +104,6 @@ def test_ranks_write_the_files_of_one_process(tmp_path: Path, to: str) -> None:
     assert {rank for rank, _, _ in told} == {0}
     assert told[-1][1] == told[-1][2] > 0
     assert sorted(os.listdir(tmp_path)) == ["one", "src", "two"]
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patch:
-        set_endpoint(patch, endpoint)
-        yield endpoint
 
 
 def download(url: str, folder: Path) -> Path:

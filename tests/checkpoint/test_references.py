@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,14 +37,6 @@ def root(tmp_path: Path) -> Path:
     save_trained(path / "step_90", dp=2, tp=2, step=90)
     refer(path / "step_100", path / "step_90", "../step_90", {1, 2})
     return path
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    url = f"memory://{uuid.uuid4().hex}"
-    yield url
-    with open_storage(url) as storage:
-        storage.delete([key for key, _ in storage.list()])
 
 
 def read(path: object) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,7 @@ def plain(metadata: Metadata) -> dict[str, Any]:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Metadata:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch_dcp.save(state(), checkpoint_id=tmp_path / "theirs")
+    return torch_dcp.save(state(), checkpoint_id=tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])

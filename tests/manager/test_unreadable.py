@@ -15,17 +15,9 @@ from reshard_ckpt.errors import CorruptError, StorageError
 from reshard_ckpt.manager import restoring
 from tests.manager.test_manager import damage
 from tests.reliability.faults import fails, faulty
-from tests.reliability.ranks import LOCAL, Job, jobs
+from tests.reliability.ranks import LOCAL, Job
 from tests.reliability.states import NEW, OLD, expected, plain
-from tests.reliability.test_sick_ranks import state
-
-SIZE = 4
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with jobs() as make:
-        yield make(SIZE)
+from tests.reliability.test_sick_ranks import SIZE, state
 
 
 @pytest.fixture

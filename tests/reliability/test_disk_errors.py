@@ -30,16 +30,9 @@ from tests.open_files import open_below
 from tests.reliability.faults import CHANGING, LOOKING, fails, faulty
 from tests.reliability.ranks import Job, jobs
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held, plain
-from tests.reliability.test_sick_ranks import save, state
+from tests.reliability.test_sick_ranks import SIZE, save, state
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.EINTR, errno.ESTALE, errno.ENOMEM, errno.EMFILE)
-SIZE = 4
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with jobs() as make:
-        yield make(SIZE)
 
 
 def attempt(call: Callable[[], Any]) -> BaseException | None:

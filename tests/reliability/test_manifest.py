@@ -6,7 +6,6 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,10 @@ from reshard_ckpt.format.files import BlockHasher, decode_manifest, digest128, e
 from reshard_ckpt.storage.local import LocalStorage
 from tests.damage import flip
 from tests.reliability.faults import fails, faulty
-from tests.reliability.ranks import Job, jobs
+from tests.reliability.ranks import Job
 from tests.reliability.states import NEW, OLD, held, plain
 from tests.reliability.test_disk_errors import attempt
-from tests.reliability.test_sick_ranks import save
-
-SIZE = 4
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with jobs() as make:
-        yield make(SIZE)
+from tests.reliability.test_sick_ranks import SIZE, save
 
 
 def manifest_of(path: Path) -> Path:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -25,7 +25,7 @@ from tests.launch import ROOT
 from tests.reliability.states import NEW, NEXT, OLD, plain
 from tests.storage.fault_proxy import fault_proxy
 from tests.storage.kills import manage, number_at, unreferred
-from tests.storage.object_servers import KEYS, make_bucket, moto_server, set_endpoint
+from tests.storage.object_servers import KEYS, make_bucket
 from tests.warm_python import warm_python
 
 
@@ -149,13 +149,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patch:
-        set_endpoint(patch, endpoint)
-        yield endpoint
-
-
 def start(name: str, url: str, endpoint: str) -> subprocess.Popen[str]:
     env = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": endpoint, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [warm_python(), "-m", "tests.storage.test_two_jobs", name, url]
@@ -163,8 +156,8 @@ def start(name: str, url: str, endpoint: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_of_two_jobs_on_one_path_one_is_refused_and_nothing_is_lost(server: str, case: Case) -> None:
-    url = f"{make_bucket(server)}/run"
+def test_of_two_jobs_on_one_path_one_is_refused_and_nothing_is_lost(endpoint: str, case: Case) -> None:
+    url = f"{make_bucket(endpoint)}/run"
     case.before(url)
     arrived, go_on = threading.Event(), threading.Event()
 
@@ -174,13 +167,13 @@ def test_of_two_jobs_on_one_path_one_is_refused_and_nothing_is_lost(server: str,
             go_on.wait()
         return ""
 
-    with fault_proxy(server) as proxy:
+    with fault_proxy(endpoint) as proxy:
         proxy.fault = hold
         with start(case.first, url, proxy.endpoint) as first:
             try:
                 while not arrived.wait(0.05):
                     assert first.poll() is None, first.communicate()[0]
-                with start(case.second, url, server) as second:
+                with start(case.second, url, endpoint) as second:
                     said_second = second.communicate()[0]
             finally:
                 go_on.set()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,6 @@ from reshard_ckpt.formats.dcp.metadata_writer import metadata_bytes
 from reshard_ckpt.formats.parts import run_lengths, runs_of
 from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns that there is no process group
-        yield
 
 
 def save(state: Any, path: Path, **options: Any) -> Path:
@@ -225,10 +216,8 @@ def test_a_folder_of_something_else(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"a": values_of((40, 10), "F32", 1), "b": values_of((7,), "BF16", 2), "t": values_of((4, 5), "F64", 3).t()}
-        return save({"model": state, "extra": {"step": 5}}, tmp_path_factory.mktemp("dcp") / "ckpt")
+    state = {"a": values_of((40, 10), "F32", 1), "b": values_of((7,), "BF16", 2), "t": values_of((4, 5), "F64", 3).t()}
+    return save({"model": state, "extra": {"step": 5}}, tmp_path_factory.mktemp("dcp") / "ckpt")
 
 
 def test_a_missing_or_short_file_spoils_its_own_tensors(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import MismatchError
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns that there is no process group
-        yield
 
 
 class Training:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,6 @@ from tests.layouts import values_of
 from tests.warm_python import warm_python
 
 SHAPES = [(), (1,), (5,), (3, 4), (0, 4), (2, 3, 4)]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns that there is no process group
-        yield
 
 
 def write(saved: Path, folder: Path, **options: Any) -> Path:
