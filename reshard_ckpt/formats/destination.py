@@ -406,8 +406,13 @@ def _move_into_place(made: str, path: str) -> None:
     else:
         if not swap(made, path):
             replaced = _sibling(path, None, "replaced")
-            os.rename(path, replaced)
-            os.rename(made, path)
+            try:
+                os.rename(path, replaced)
+                os.rename(made, path)
+            except BaseException:
+                if not os.path.lexists(path):
+                    os.rename(replaced, path)
+                raise
         old = replaced or made
         try:
             # Again: a save with the old checkpoint as its base looks for that after its commit, so one of the two sees the other.

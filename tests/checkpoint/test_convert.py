@@ -676,6 +676,27 @@ def test_where_nothing_can_be_swapped_a_cut_between_the_two_moves_is_mended_by_t
     assert sorted(os.listdir(tmp_path)) == ["n", "out"]
 
 
+@pytest.mark.parametrize("raised", [OSError("stale"), KeyboardInterrupt()])
+def test_where_nothing_can_be_swapped_the_old_is_put_back_if_the_second_move_fails(tmp_path: Path, raised: BaseException):
+    tensors, out, rename = save_some(tmp_path / "n"), tmp_path / "out", os.rename
+    checkpoint.convert(tmp_path / "n", out)
+    errors = [raised]
+
+    def fails_once(old: str, new: str) -> None:
+        if new == str(out) and errors:
+            raise errors.pop()
+        rename(old, new)
+
+    with (
+        patch.object(destination, "swap", lambda one, other: False),
+        patch.object(os, "rename", fails_once),
+        pytest.raises((StorageError, KeyboardInterrupt)),
+    ):
+        checkpoint.convert(tmp_path / "n", out, overwrite=True, cast={"model.*": "float64"})
+    assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"])
+    assert sorted(os.listdir(tmp_path)) == ["n", "out"]
+
+
 def test_where_there_are_no_locks_conversions_work_alone_and_leave_the_folders_of_others(tmp_path: Path):
     save_some(tmp_path / "n")
     checkpoint.convert(tmp_path / "n", tmp_path / "out")
