@@ -30,6 +30,9 @@ INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Okabe and Ito's palette, whose colours can be told apart with any colour vision."""
 
+_SHADES = ((0.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.55))
+"""For each eight ranks the grey level that is mixed into the palette (1.0 is white, 0.0 black), and its share."""
+
 MAX_BOXES = 3000
 """A collection with more boxes becomes an image inside the SVG, without edges and tips."""
 
@@ -129,15 +132,17 @@ def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> 
 
 
 def rank_colour(rank: int) -> str:
-    """Choose the colour of a rank: from the palette, then any hue; always the same.
+    """Choose the colour of a rank: from the palette, then lighter and darker shades of it, then any hue; always the same.
 
     >>> rank_colour(0) == PALETTE[0], rank_colour(8)
-    (True, '#f285aa')
+    (True, '#59a3cd')
     """
-    if rank < len(PALETTE):
-        return PALETTE[rank]
-    # In steps of the golden angle, so that ranks next to each other have distant hues.
-    red, green, blue = hsv_to_rgb((rank * 0.618034 % 1, (0.45, 0.8)[rank % 2], (0.95, 0.6)[rank // 2 % 2])).tolist()
+    shade, index = divmod(rank, len(PALETTE))
+    if shade < len(_SHADES):
+        mixed, share = _SHADES[shade]
+        red, green, blue = ((1 - share) * of + share * mixed for of in to_rgb(PALETTE[index]))
+    else:
+        red, green, blue = hsv_to_rgb((rank * 0.618034 % 1, (0.45, 0.8)[rank % 2], (0.95, 0.6)[rank // 2 % 2])).tolist()
     return to_hex((red, green, blue))
 
 
