@@ -105,4 +105,4 @@ def load_job(
     resolved = resolve(saved, tensors, options, window_bytes=window_bytes)
     assert not any(resolved.problems.values()), resolved.problems
     bytes_read = fetch(storage, saved, resolved, options)
-    return resolved, LoadReport().loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read)
+    return resolved, LoadReport(num_tensors=len(resolved.targets), num_bytes=resolved.plan.num_bytes, bytes_read=bytes_read)

@@ -177,8 +177,13 @@ class Job:
         converted = [
             f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
         ]
-        saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
-        report = verdict.report.loaded(len(resolved.targets), resolved.plan.num_bytes, 0, converted, saved_as)
+        report = replace(
+            verdict.report,
+            num_tensors=len(resolved.targets),
+            num_bytes=resolved.plan.num_bytes,
+            converted=tuple(converted),
+            saved_as=tuple(f"{name}: {other} in src" for name, other in resolved.saved_as.items()),
+        )
         digests = states.layout_of(opened), states.names_of(opened)
         self.plan = Plan(*digests, source, sources, overlaps, moves, report, not_loaded(opened.target, resolved), opened.unfit)
         self._bind(opened, int.from_bytes(digest128(source.catalog.save_id.encode())[:3], "little") << 7)

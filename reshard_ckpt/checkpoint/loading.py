@@ -283,14 +283,15 @@ def load_target(
     converted = [
         f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
     ]
-    saved_as = [f"{name}: saved as {other}" for name, other in resolved.saved_as.items()]
-    counts = len(resolved.targets), resolved.plan.num_bytes, fetched.bytes_read
     # from_peers: the indices of the files that lie in the memory of other nodes.
     from_peers = {index for index, file in enumerate(source.catalog.files) if file.key in source.on_peers}
-    done = verdict.report.loaded(
-        *counts,
-        converted,
-        saved_as,
+    done = replace(
+        verdict.report,
+        num_tensors=len(resolved.targets),
+        num_bytes=resolved.plan.num_bytes,
+        bytes_read=fetched.bytes_read,
+        converted=tuple(converted),
+        saved_as=tuple(f"{name}: saved as {other}" for name, other in resolved.saved_as.items()),
         bytes_unverified=fetched.bytes_unverified,
         bytes_from_peers=resolved.plan.num_bytes - resolved.plan.num_bytes_outside(sorted(from_peers)),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from operator import ne
 from typing import Any
@@ -31,11 +31,7 @@ def summarize(problems: Sequence[str], advice: str) -> str:
       w: missing
       b: missing
     """
-    if len(problems) == 1:
-        return f"{problems[0]}; {advice}"
-    more = len(problems) - MAX_NAMED
-    shown = [f"  {line}" for line in problems[:MAX_NAMED]] + ([f"  … and {more} more"] if more > 0 else [])
-    return "\n".join([f"{len(problems)} problems; {advice}:", *shown])
+    return summarize_kinds({"": problems}, advice)
 
 
 def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
@@ -51,8 +47,9 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
       s: larger
     """
     total = sum(len(lines) for lines in problems.values())
-    if total <= MAX_NAMED:
-        return summarize([line for lines in problems.values() for line in lines], advice)
+    if total == 1:
+        [line] = (line for lines in problems.values() for line in lines)
+        return f"{line}; {advice}"
     out = [f"{total} problems; {advice}:"]
     left = MAX_NAMED
     num = sum(bool(lines) for lines in problems.values())
@@ -66,7 +63,7 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
     for kind, lines in problems.items():
         out += [f"  {line}" for line in lines[: shown.get(kind, 0)]]
         if (more := len(lines) - shown.get(kind, 0)) > 0:
-            out.append(f"  … and {more} more {kind}")
+            out.append(f"  … and {more} more {kind}".rstrip())
     return "\n".join(out)
 
 
@@ -179,29 +176,6 @@ class LoadReport:
             "not covered": self.uncovered,
             "values": self.values,
         }
-
-    def loaded(
-        self,
-        num_tensors: int,
-        num_bytes: int,
-        bytes_read: int,
-        converted: Sequence[str] = (),
-        saved_as: Sequence[str] = (),
-        *,
-        bytes_unverified: int = 0,
-        bytes_from_peers: int = 0,
-    ) -> LoadReport:
-        """Return the report with the numbers of this rank's load added."""
-        return replace(
-            self,
-            num_tensors=num_tensors,
-            num_bytes=num_bytes,
-            bytes_read=bytes_read,
-            bytes_unverified=bytes_unverified,
-            bytes_from_peers=bytes_from_peers,
-            converted=tuple(converted),
-            saved_as=tuple(saved_as),
-        )
 
 
 MAX_NAME_BYTES = 1 << 16

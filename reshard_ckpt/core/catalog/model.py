@@ -295,12 +295,6 @@ class Catalog:
         number = int(self.tensors_table.placement[index])
         return None if number < 0 else self.placements[number]
 
-    def link(self, index: int) -> StateLink | None:
-        """Return the optimizer, parameter and key whose state a tensor is; None if it is not state."""
-        table = self.tensors_table
-        optimizer, key, parameter = int(table.optimizer[index]), int(table.key[index]), int(table.parameter[index])
-        return divided(table.names[index], optimizer, key, None if parameter < 0 else table.names[parameter]) if key else None
-
     def links(self) -> dict[str, StateLink]:
         """Return the links of all tensors and values that are state of an optimizer, by name."""
         table = self.tensors_table

@@ -67,10 +67,10 @@ def num_parts(text: str) -> int:
     return text.count(".") + 1 if text else 0
 
 
-def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -> StateLink:
+def divided(name: str, optimizer: int, key: int, parameter: str | None) -> StateLink:
     """Divide a name into a link: its first `optimizer` parts are the optimizer, and its last `key` parts are the key.
 
-    >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1).fqn
+    >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1, None).fqn
     'state.x.exp_avg'
     """
     *above, rest = name.split(".", optimizer + 1)  # the last of `above` is "state"
@@ -122,9 +122,10 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
     found: dict[str, StateLink] = {}
     others: dict[str, list[StateLink]] = {}
     for name in names:
-        # ways: all ways to divide the name; fitting: those whose FQN the groups list
-        ways = list(_ways(name))
-        fitting = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
+        # ways: all ways to divide the name at ".state." into an optimizer and the rest; fitting: links whose FQN the groups list
+        ways = [(before[1:], rest) for before, rest in _divisions(f".{name}", _BETWEEN)]
+        of_listed = [(optimizer, *way) for optimizer, rest in ways if optimizer in listed for way in _divisions(rest, ".")]
+        fitting = [StateLink(*way) for way in of_listed if way[1] in listed[way[0]]]
         link = _only([way for way in fitting if "." not in way.key]) or _only(fitting)
         if link is None and not fitting:
             # The groups do not list the parameter, so the last part is the key, and the FQN stands before its dot.
@@ -140,22 +141,12 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
     return {name: StateLink(way.optimizer, way.fqn, way.key, parameters.get(way.fqn)) for name, way in found.items()}
 
 
-def _ways(name: str) -> Iterator[tuple[str, str]]:
-    """Yield each way to divide a name at ``.state.`` into an optimizer and the rest, parameter and key."""
-    below = "." + name
-    at = below.find(_BETWEEN)
-    while at >= 0:
-        yield below[1:at], below[at + len(_BETWEEN) :]
-        at = below.find(_BETWEEN, at + 1)
-
-
-def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLink]:
-    """Yield each way to divide the rest of a name into a listed parameter and a key."""
-    at = rest.find(".")
-    while at >= 0:
-        if rest[:at] in fqns:
-            yield StateLink(optimizer, rest[:at], rest[at + 1 :])
-        at = rest.find(".", at + 1)
+def _divisions(text: str, at: str) -> Iterator[tuple[str, str]]:
+    """Yield each way to divide a text where `at` stands in it: the part before it, and the part behind it."""
+    place = text.find(at)
+    while place >= 0:
+        yield text[:place], text[place + len(at) :]
+        place = text.find(at, place + 1)
 
 
 def _only(ways: Sequence[StateLink]) -> StateLink | None:

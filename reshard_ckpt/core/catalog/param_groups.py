@@ -91,20 +91,14 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
                 merged.append({**hyperparameters(group), "params": []})
             for fqn in group["params"]:
                 known, first = home.setdefault(fqn, (at, who))
-                if known != at:
-                    _check_same(merged[known], group, f"{name}: parameter {fqn}", first, who)
+                for key, value, other in differences(merged[known], group) if known != at else ():
+                    raise LayoutError(
+                        f"{name}: parameter {fqn} has {key} {_short(value)} on {first} and {_short(other)} on {who}; give it the "
+                        "same hyperparameters wherever it is held"
+                    )
     for fqn, (at, _) in home.items():
         merged[at]["params"].append(fqn)
     return [group for group in merged if group["params"]]
-
-
-def _check_same(merged: Group, group: Group, what: str, first: str, second: str) -> None:
-    """Raise LayoutError if two groups differ in a hyperparameter."""
-    for key, value, other in differences(merged, group):
-        raise LayoutError(
-            f"{what} has {key} {_short(value)} on {first} and {_short(other)} on {second}; give it the same hyperparameters "
-            "wherever it is held"
-        )
 
 
 class Groups:

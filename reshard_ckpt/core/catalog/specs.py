@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -296,6 +296,7 @@ ITEM_BYTES: dict[str, int] = {
 CODES: tuple[str, ...] = tuple(sorted(ITEM_BYTES))
 
 
-def item_bytes_of(dtype: NDArray[np.uint8]) -> I64:
+def item_bytes_of(dtype: NDArray[np.integer[Any]]) -> I64:
     """Return the bytes of one element for each dtype code, an index into `CODES`."""
-    return np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]
+    sizes: I64 = np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]
+    return sizes

@@ -34,11 +34,6 @@ OWN = -1
 """The round of a part that a rank takes from itself."""
 
 
-def _item_bytes(dtype: I64) -> I64:
-    """Return the bytes of one element for each dtype code."""
-    return item_bytes_of(dtype.astype(np.uint8))
-
-
 @dataclass(frozen=True, slots=True)
 class RankRuns(ColumnTable):
     """Runs of boxes of tensors on all ranks, one for each row; ``local`` is the index of the row among its rank's rows.
@@ -79,7 +74,7 @@ class Parts(ColumnTable):
     @property
     def num_bytes(self) -> I64:
         """The bytes that each part has while it travels."""
-        return volumes(self.lengths) * _item_bytes(self.wire)
+        return volumes(self.lengths) * item_bytes_of(self.wire)
 
     def of_rank(self, rank: int) -> Parts:
         """Return the parts that one rank sends, receives, or takes from itself."""
@@ -122,15 +117,15 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     run = held_parent[held_box][pair]
     low, lengths = low[pair], lengths[pair]
     # sizes: bytes of an element on both sides; wire[i]: the dtype of the smaller one.
-    sizes = _item_bytes(held.dtype[held_first][run]), _item_bytes(wanted.dtype[taker_row])
+    sizes = item_bytes_of(held.dtype[held_first][run]), item_bytes_of(wanted.dtype[taker_row])
     wire = np.where(sizes[1] < sizes[0], wanted.dtype[taker_row], held.dtype[held_first][run])
     # own_row[i]: the row in which the taker itself holds the run, or -1.
     own_row = _own_rows(held, held_run, run, wanted.rank[taker_row], len(node))
     # Cut large parts; a part that its taker holds itself is never cut. source[i]: the uncut part that part i comes from.
     limit = min(max(round_bytes // (2 * len(node)), MIN_PART_BYTES), MAX_PART_BYTES)
-    source, low, lengths = cut_boxes(low, lengths, _item_bytes(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
+    source, low, lengths = cut_boxes(low, lengths, item_bytes_of(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
     run, taker_row, wire, owner_row = run[source], taker_row[source], wire[source], own_row[source]
-    size = volumes(lengths) * _item_bytes(wire)
+    size = volumes(lengths) * item_bytes_of(wire)
     # far: the parts that another rank must send; each gets a row of `held` as its owner.
     far = np.flatnonzero(owner_row < 0)
     owner_row[far] = _choose(held, held_run, run[far], wanted.rank[taker_row[far]], size[far], np.array(node))
@@ -149,7 +144,7 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     for device in (0, 1):
         rows = np.flatnonzero((parts.device == device) & (parts.owner != parts.taker))
         parts.round[rows] = spread_over_rounds(parts.owner[rows], parts.taker[rows], size[rows], len(node), round_bytes)
-    return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -_item_bytes(wire)))
+    return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -item_bytes_of(wire)))
 
 
 def _distinct(runs: RankRuns, width: int) -> tuple[I64, I64]:

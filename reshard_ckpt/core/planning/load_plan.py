@@ -95,10 +95,17 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     boxes = _wanted_boxes(catalog, source, wanted, width)
     item_bytes = item_bytes_of(catalog.tensors_table.dtype)
     pairs = _meet(catalog, boxes, item_bytes, width)
-    parts = (slice(low, low + MAX_PAIRS) for low in range(0, len(pairs.box), MAX_PAIRS))
-    found = [_cut(catalog, boxes, pairs.take(part), window_bytes, width) for part in parts]
-    box, file, window, src, offset, lengths, src_strides = _joined(found, width)
+    found: list[tuple[I64, ...]] = []
+    for begin in range(0, len(pairs.box), MAX_PAIRS):
+        some = pairs.take(slice(begin, begin + MAX_PAIRS))
+        first, last = _windows_of(boxes, some, catalog.rows.offset[some.row], *_row_boxes(catalog, some.row, width), window_bytes)
+        for few in batches(last - first + 1, MAX_WINDOWS):
+            found.append(_items(catalog, boxes, some.take(few), (first[few], last[few]), window_bytes, width))
+    if len(found) != 1:
+        flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+        found = [tuple(map(np.concatenate, zip((flat, flat, flat, flat, wide, wide, wide), *found, strict=True)))]
     # box[i]: index of the wanted box that item i fills; offset[i], lengths[i]: the item as a box of the global tensor.
+    [(box, file, window, src, offset, lengths, src_strides)] = found
     strides = boxes.strides[box]
     return LoadPlan(
         file=file,
@@ -112,14 +119,6 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
         dst_strides=strides,
         covered=np.bincount(boxes.piece[box], weights=volumes(lengths), minlength=len(wanted.start)).astype(np.int64),
     )
-
-
-def _joined(found: Sequence[Sequence[I64]], width: int) -> Sequence[I64]:
-    """Concatenate the columns of several batches of items."""
-    if len(found) == 1:
-        return found[0]
-    flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return [np.concatenate(column) for column in zip((flat, flat, flat, flat, wide, wide, wide), *found, strict=True)]
 
 
 def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: int) -> _WantedBoxes:
@@ -170,25 +169,14 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) ->
     return _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
 
 
-def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int, width: int) -> tuple[I64, ...]:
-    """Cut pairs at windows and into boxes; return a column for each property of the items.
-
-    The columns are: index of the wanted box, file, window, `src`, global offsets, lengths, and `src_strides` (offset and strides
-    in bytes).
-    """
-    offset = catalog.rows.offset[pairs.row]
-    first, last = _windows_of(boxes, pairs, offset, *_row_boxes(catalog, pairs.row, width), window_bytes)
-    found = [
-        _items(catalog, boxes, pairs.take(few), (first[few], last[few]), window_bytes, width)
-        for few in batches(last - first + 1, MAX_WINDOWS)
-    ]
-    return tuple(_joined(found, width))
-
-
 def _items(
     catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
 ) -> tuple[I64, ...]:
-    """Return the columns of `_cut` for some pairs; `windows` has the first and the last window of each pair."""
+    """Cut pairs at windows and into boxes; return a column for each property of the items.
+
+    The columns are: index of the wanted box, file, window, `src`, global offsets, lengths, and `src_strides` (offset and strides
+    in bytes). `windows` has the first and the last window of each pair.
+    """
     rows = catalog.rows
     # A pair now lies in one window: a row that spans several windows is in as many pairs, each with its part of the row.
     pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)

@@ -41,20 +41,6 @@ class PieceTable:
     run: I64
 
 
-@dataclass(frozen=True, slots=True)
-class _AxisColumns:
-    """A comparison of the pieces of each tensor along one mesh axis, one entry for each tensor (see `_shown_on`).
-
-    ``same[t]``: all ranks that hold pieces of tensor t hold the same ones. ``flat[t]``: some boxes have several runs. ``dim[t]``:
-    the first dim on which coordinates differ. ``present[t, c]``: coordinate c holds pieces of tensor t.
-    """
-
-    same: Mask
-    flat: Mask
-    dim: I64
-    present: Mask
-
-
 def derive(
     mesh: Mesh, declared: Sequence[Placement], shape: I64, ndim: I64, holding: PieceTable, box_offsets: I64, box_lengths: I64
 ) -> PlacementTable:
@@ -72,7 +58,7 @@ def derive(
     declarations = {id(placement): placement for placement in declared}
     number = dict(zip(declarations, range(len(declarations)), strict=True))
     declared_number = np.array([number[id(placement)] for placement in declared], np.int64)
-    shown = [_spell(axis, _shown_on(mesh, i, len(declared), ndim, holding, box_offsets)) for i, axis in enumerate(mesh.axes)]
+    shown = [_shown_on(mesh, axis, len(declared), ndim, holding, box_offsets) for axis in range(len(mesh.axes))]
     # A row for each tensor: the numbers of its declared placement and of the one shown on each axis. Equal rows are equal
     # placements.
     of_tensor, first = group_ids(np.stack([declared_number, *(numbers for _, numbers in shown)], axis=1))
@@ -86,30 +72,19 @@ def derive(
     return _with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, holding, bounds)
 
 
-def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
-    """Return the distinct placements on one axis, and for each tensor the index of its placement in that list, (T,)."""
-    # kind[t]: 0 replicate, 1 resident, 2 flat, 3 shard.
-    kind = np.where(shown.same, np.where(shown.present.all(axis=1), 0, 1), np.where(shown.flat, 2, 3))
-    # Only columns that the kind uses count, others are 0: the dim of a shard, the coordinates of a resident tensor.
-    columns = [kind, np.where(kind == 3, shown.dim, 0), *np.where(kind[:, None] == 1, shown.present, 0).T.astype(np.int64)]
-    numbers, first = group_ids(np.stack(columns, axis=1))
-    spelled = []
-    for t in first.tolist():
-        coords = tuple(np.flatnonzero(shown.present[t]).tolist()) if kind[t] == 1 else ()
-        name = ("replicate", "resident", "flat", "shard")[int(kind[t])]
-        spelled.append(AxisPlacement(axis, name, int(shown.dim[t]) if kind[t] == 3 else None, coords))
-    return spelled, numbers
-
-
-def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64) -> _AxisColumns:
+def _shown_on(
+    mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64
+) -> tuple[list[AxisPlacement], I64]:
     """Compare, for each tensor, the pieces of ranks along one mesh axis.
 
-    The ranks of a *line* differ in their coordinate on this axis alone. A tensor's line has the rank of its first piece.
+    The ranks of a *line* differ in their coordinate on this axis alone. A tensor's line has the rank of its first piece. Return
+    the distinct placements on the axis, and for each tensor the index of its placement in that list, (T,).
     """
     size, stride = mesh.sizes[axis], int(np.prod(mesh.sizes[axis + 1 :], dtype=np.int64))
     coordinate = np.arange(mesh.size) // stride % size
     # A line is named by its rank of coordinate 0: ranks that differ on this axis alone have the same name.
     line_of = np.arange(mesh.size) - coordinate * stride
+    # present[t, c]: coordinate c holds pieces of tensor t.
     present = np.zeros((num_tensors, size), bool)
     present[holding.tensor, coordinate[holding.rank]] = True
     # first[t]: the first piece of tensor t; own_line[t]: the line of the rank that holds it; on_line: the pieces on their line.
@@ -121,9 +96,10 @@ def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Piece
     # One entry for each piece on its tensor's line from here on; where[i]: the coordinate on this axis that holds it.
     tensor, run, box = holding.tensor[on_line], holding.run[on_line], holding.box[on_line]
     where = coordinate[holding.rank[on_line]]
+    # same[t]: all ranks that hold pieces of tensor t hold the same ones; flat[t]: some box of it is cut into several runs.
     same = _hold_alike(tensor, run, where, num_tensors)
-    # Fewer boxes than runs: some box is cut into several runs.
     flat = _count_distinct(tensor, box, num_tensors) < _count_distinct(tensor, run, num_tensors)
+    # dim[t]: the first dim on which coordinates differ.
     dim = np.zeros(num_tensors, np.int64)
     sharded = np.flatnonzero(~(same | flat)[tensor])
     tensor, offsets, where = tensor[sharded], box_offsets[box[sharded]], where[sharded]
@@ -131,7 +107,17 @@ def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Piece
     for column in reversed(range(offsets.shape[1])):
         differs = ~_hold_alike(tensor, offsets[:, column], where, num_tensors)
         dim[differs] = np.maximum(column - (offsets.shape[1] - ndim[differs]), 0)
-    return _AxisColumns(same, flat, dim, present)
+    kinds = ("replicate", "resident", "flat", "shard")
+    # kind[t]: the index of the tensor's kind in `kinds`.
+    kind = np.where(same, np.where(present.all(axis=1), 0, 1), np.where(flat, 2, 3))
+    # Only columns that the kind uses count, others are 0: the dim of a shard, the coordinates of a resident tensor.
+    columns = [kind, np.where(kind == 3, dim, 0), *np.where(kind[:, None] == 1, present, 0).T.astype(np.int64)]
+    numbers, first_of = group_ids(np.stack(columns, axis=1))
+    spelled = []
+    for t in first_of.tolist():
+        coords = tuple(np.flatnonzero(present[t]).tolist()) if kind[t] == 1 else ()
+        spelled.append(AxisPlacement(mesh.axes[axis], kinds[kind[t]], int(dim[t]) if kind[t] == 3 else None, coords))
+    return spelled, numbers
 
 
 def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:

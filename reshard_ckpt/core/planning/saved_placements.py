@@ -9,8 +9,7 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
-from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement, StateLink
-from ..geometry.runs import I64
+from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -38,19 +37,19 @@ class SavedPlacements:
     """
 
     def __init__(self, catalog: Catalog, names: Sequence[str], mesh: Mesh) -> None:
-        self._catalog, self._mesh, self._writers = catalog, mesh, _writers(catalog)
-        self.links = {name: self._link(name, frozenset(names)) for name in names}
+        self._catalog, self._mesh = catalog, mesh
+        # _writers: the rank that wrote each file.
+        self._writers = np.array([file.rank for file in catalog.files], np.int64)
+        self._writers_are_known = catalog.mesh is not None and bool((self._writers < catalog.mesh.size).all())
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
+        links = catalog.links()
+        self.links = {name: links.get(name, StateLink("", name, "", name)) for name in names}
+        for name, link in self.links.items():
+            if link.parameter not in self.shapes:
+                self.links[name] = link._replace(parameter=None)
         self.sizes = {} if catalog.mesh is None else catalog.mesh.by_axis
-        self.placements = {name: self._resized(_known_placements(catalog, catalog.index(name))) for name in names}
+        self.placements = {name: self._known_placement(name) for name in names}
         self._divided = self._divided_on()
-
-    def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
-        """Return the link of a tensor; a tensor that is not optimizer state links to itself, with an empty key."""
-        link = self._catalog.link(self._catalog.index(name))
-        if link is None:
-            return StateLink("", name, "", name)
-        return link if link.parameter in chosen else link._replace(parameter=None)
 
     def parameter(self, name: str) -> str:
         """Return the parameter that a tensor is, or is state of: its name, or its FQN if it was not saved too."""
@@ -61,10 +60,15 @@ class SavedPlacements:
         link = self.links[name]
         return link.optimizer if link.key else None
 
-    def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
-        """Return a saved placement by axis, with kinds that depend on an axis's size resized to the new mesh."""
-        sizes, out = self._mesh.by_axis, {}
-        for p in placement:
+    def _known_placement(self, name: str) -> dict[str, AxisPlacement]:
+        """Return the saved placement of a tensor by axis, with kinds that depend on an axis's size resized to the new mesh.
+
+        Axes are left out if nothing on the new one is equivalent, or if a newer version has written what this one does not know.
+        """
+        sizes, out, ndim = self._mesh.by_axis, {}, len(self.shapes[name])
+        for p in self._catalog.placement(self._catalog.index(name)) or ():
+            if p.kind not in KINDS or (p.kind == "shard" if p.dim is None else p.dim >= ndim):
+                continue
             resize = KINDS[p.kind].resize
             if resize is None or p.axis not in sizes:
                 out[p.axis] = p
@@ -112,7 +116,7 @@ class SavedPlacements:
     def first_coordinate(self, name: str, axis: str) -> int:
         """Return the lowest coordinate on an axis that wrote a part of a tensor; 0 if the writers are unknown."""
         mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
-        if mesh is None or self._writers is None or axis not in mesh.axes:
+        if mesh is None or axis not in mesh.axes or not self._writers_are_known:
             return 0
         # ranks: the rank that wrote each row of the tensor.
         ranks = self._writers[self._catalog.rows.file[self._catalog.rows_of(source)]]
@@ -140,16 +144,3 @@ class SavedPlacements:
     def unit_key(self, name: str) -> Unit:
         """Return the key of the tensors that stay together: all state of one parameter, or a parameter by itself."""
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
-
-
-def _writers(catalog: Catalog) -> I64 | None:
-    """Return the rank that wrote each file; None without a mesh, or if a rank lies outside it."""
-    ranks = np.array([file.rank for file in catalog.files], np.int64)
-    return ranks if catalog.mesh is not None and (ranks < catalog.mesh.size).all() else None
-
-
-def _known_placements(catalog: Catalog, index: int) -> Placement:
-    """Return a tensor's axis placements that this version knows; a newer one may have written others."""
-    ndim = int(catalog.tensors_table.ndim[index])
-    understood = (p for p in catalog.placement(index) or () if p.kind in KINDS)
-    return tuple(p for p in understood if (p.kind != "shard" if p.dim is None else p.dim < ndim))

@@ -160,6 +160,7 @@ def _tensors(
     first: dict[tuple[int, str], str] = {}  # the name that owns the bytes, by old tensor and new dtype
     # Owners of bytes come before their aliases, so that the owner is the main name if it is chosen too.
     ordered = sorted(choice.tensors, key=lambda name: catalog.source(catalog.index(name)) != catalog.index(name))
+    links = catalog.links()
     specs, sources = [], []
     for name in ordered:
         index = catalog.index(name)
@@ -168,7 +169,7 @@ def _tensors(
         main = first.setdefault((catalog.source(index), dtype), name)
         alias = None if main == name else main
         shape, declared = catalog.shape(index), _declared(placed[main])
-        specs.append(TensorSpec(name, dtype, shape, (), Replication.DECLARED, declared, alias, catalog.link(index)))
+        specs.append(TensorSpec(name, dtype, shape, (), Replication.DECLARED, declared, alias, links.get(name)))
         sources.append(ByteSource(index, None if dtype == saved else dtype))
     return specs, sources
 

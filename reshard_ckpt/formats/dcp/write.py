@@ -212,7 +212,8 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
 
 def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """List each tied weight of a group once, under the name that its state has, because DCP counts a group's parameters."""
-    shared = (link for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (link := catalog.link(i)) is not None)
+    links, names = catalog.links(), catalog.tensors_table.names
+    shared = (links[name] for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (name := names[i]) in links)
     second = {link.fqn for link in shared if link.optimizer == optimizer}
     return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
 
