@@ -137,10 +137,10 @@ class Job:
 
     def local_metadata(self, rank: int, step: int) -> LocalMetadata:
         """Make the local metadata that one rank sends."""
-        values, blobs = local_values(self.values(rank, step), rank)
+        values, blobs, own = local_values(self.values(rank, step), rank)
         specs = self.specs(rank)
-        own = {len(specs) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
-        metadata = build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), self.mesh, own)
+        per_rank = {len(specs) + i: name for i, name in own.items()}
+        metadata = build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), self.mesh, per_rank)
         return replace(metadata, values=tuple(values))
 
     def num_rows(self) -> int:

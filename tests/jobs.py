@@ -31,7 +31,7 @@ from reshard_ckpt.engine.saving.messages import (
 )
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.replicas import all_fingerprints
-from reshard_ckpt.engine.saving.write import HEADER_BYTES, chunks_in_place, write_files
+from reshard_ckpt.engine.saving.write import chunks_in_place, write_files
 from reshard_ckpt.format.files import new_save_id
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import DISK, Storage
@@ -48,12 +48,10 @@ def plan_job(local_shards: Sequence[LocalShards]) -> tuple[SavePlan, tuple[Value
     return plan, merged, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
 
 
-def write_assignment(
-    storage: Storage, local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES
-) -> Receipt:
+def write_assignment(storage: Storage, local_shards: LocalShards, assignment: Assignment, rank: int) -> Receipt:
     """Write the part of one rank from the tensors' own memory."""
     fingerprints = all_fingerprints(local_shards, assignment.checks)
-    return write_files(storage, chunks_in_place(local_shards, assignment, rank, fingerprints, header_bytes), Recorder())
+    return write_files(storage, chunks_in_place(local_shards, assignment, rank, fingerprints), Recorder())
 
 
 def joined(receipts: Sequence[Receipt]) -> Receipts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import CODES
-from reshard_ckpt.engine.saving import async_save, staging
+from reshard_ckpt.engine.saving import async_save, staging, write
 from reshard_ckpt.engine.saving.local_shards import describe_local
+from reshard_ckpt.engine.saving.messages import Memo
 from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
@@ -267,7 +269,9 @@ def test_any_layout_streams_through_a_ring_of_any_size(data: st.DataObject) -> N
             tensors.append((spec_of(layout, 0, f"t{i}", dtype), filled(layout, 0, wholes[-1])))
         local_shards = describe_local(tensors, [], None, 0)
         _, _, (assignment,) = plan_job([local_shards])
-        files = lay_out(local_shards, assignment, 0, header_bytes=data.draw(st.sampled_from([1, 1 << 20])))
+        write._FILES = Memo(2)
+        with mock.patch.object(write, "HEADER_BYTES", data.draw(st.sampled_from([1, 1 << 20]))):
+            files = lay_out(local_shards, assignment, 0)
         ring = torch.zeros(data.draw(st.sampled_from([64, 128, ring_bytes(files) or 64])), dtype=torch.uint8)
         image = Staging(local_shards, assignment, files, ring)
 

@@ -63,7 +63,7 @@ class SavedPlacements:
     def _known_placement(self, name: str) -> dict[str, AxisPlacement]:
         """Return the saved placement of a tensor by axis, with kinds that depend on an axis's size resized to the new mesh.
 
-        Axes are left out if nothing on the new one is equivalent, or if a newer version has written what this one does not know.
+        An axis is left out if nothing on the new one is equivalent, or if a newer version of this library wrote its placement.
         """
         sizes, out, ndim = self._mesh.by_axis, {}, len(self.shapes[name])
         for p in self._catalog.placement(self._catalog.index(name)) or ():

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PAUSING: list[None] = []
+_PAUSING: list[None] = []
 """An entry for each ``with`` block that has paused the collector."""
 
 
@@ -16,19 +16,19 @@ def collector_paused() -> Iterator[None]:
     """Pause the garbage collector in a ``with`` block, if it is on."""
     collects = gc.isenabled()
     if collects:
-        PAUSING.append(None)
+        _PAUSING.append(None)
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            del PAUSING[-1:]
+            del _PAUSING[-1:]
             gc.enable()
 
 
 def _forked() -> None:
-    if PAUSING:
-        PAUSING.clear()
+    if _PAUSING:
+        _PAUSING.clear()
         gc.enable()
 
 

@@ -25,7 +25,6 @@ devices for which torch has no streams, need none: their copies have ended when 
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import threading
 from collections import defaultdict
@@ -38,8 +37,8 @@ import numpy as np
 import torch
 
 from ...comm.group import current_accelerator
-from ...core.catalog.specs import Ints, Piece, Replication, TensorSpec, box_piece, is_row_major
-from .collector import PAUSING
+from ...core.catalog.specs import Ints, Piece, TensorSpec, box_piece, is_row_major
+from .collector import collector_paused
 
 
 class LocalTensor(NamedTuple):
@@ -184,21 +183,10 @@ def _gather(local: LocalPiece, start: int, count: int, out: torch.Tensor, non_bl
         done += box.count
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """The encoded bytes of a value, as a tensor of dtype U8 that is saved and loaded like any other."""
-
-    spec: TensorSpec
-    tensor: torch.Tensor
-    own: str | None = None
-    """The name of the value if every rank has a value of its own, else None."""
-
-
-def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
-    """Make a blob over a 1-D uint8 tensor."""
+def byte_blob(name: str, tensor: torch.Tensor) -> LocalTensor:
+    """Make a blob over a 1-D uint8 tensor: the encoded bytes of a value, saved and loaded like any tensor of dtype U8."""
     size = (tensor.numel(),)
-    piece = box_piece((0,), size, 0, (1,))
-    return Blob(TensorSpec(name, "U8", size, (piece,), Replication.PLAIN), tensor, own)
+    return LocalTensor(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),)), tensor)
 
 
 @contextmanager
@@ -209,20 +197,12 @@ def public_call() -> Iterator[None]:
     """
     # A call makes tens of objects for each tensor, and frees them at its end. Meanwhile the collector would take them for
     # garbage to come, and look through all objects of the program: 0.2 s for each second load of 2,700 tensors that takes 0.3 s.
-    collects = gc.isenabled()
-    if collects:
-        PAUSING.append(None)
-    gc.disable()
-    try:
+    with collector_paused():
         if not torch.is_inference_mode_enabled():
             yield
             return
         with torch.inference_mode(False), torch.no_grad():
             yield
-    finally:
-        if collects:
-            del PAUSING[-1:]
-            gc.enable()
 
 
 PACK_BYTES = 4 << 20

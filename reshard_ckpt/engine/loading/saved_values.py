@@ -89,8 +89,8 @@ def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify:
         byte_blob(name, torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
         for name, index in zip(names, blobs, strict=True)
     ]
-    read_whole(storage, catalog, blobs, [(blob.spec, blob.tensor) for blob in found], verify=verify)
-    return [blob.tensor.numpy().data for blob in found]
+    read_whole(storage, catalog, blobs, found, verify=verify)
+    return [blob.memory.numpy().data for blob in found]
 
 
 def read_whole(

@@ -24,7 +24,7 @@ from ...core.report import summarize
 from ...errors import LayoutError
 from ...format.shard_file import opaque_name
 from ...format.values import decode_value, encode_value
-from ..common.tensor_bytes import Blob, LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
+from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
 from .messages import Memo, RunColumns
 
 INLINE_BYTES = 4096
@@ -49,7 +49,7 @@ class LocalShards:
 
     def runs(self, columns: RunColumns) -> list[LocalRun]:
         """Return the memory of each run in `columns`."""
-        return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns]
+        return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns.rows()]
 
     @property
     def device_to_pin(self) -> torch.device | None:
@@ -60,13 +60,13 @@ class LocalShards:
 
 def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:
     """Put the tensors and values that this rank saves into columns, with the memory behind each row."""
-    inline, blobs = local_values(values, rank)
+    inline, blobs, own = local_values(values, rank)
     # A tensor with no elements and no pieces gets one empty piece, so that some rank writes its name.
     specs = [spec if spec.pieces or 0 not in spec.shape else _with_piece(spec) for spec, _ in tensors]
-    specs += [blob.spec for blob in blobs]
-    memory = [memory for _, memory in tensors] + [blob.tensor for blob in blobs]
+    specs += [spec for spec, _ in blobs]
+    memory = [memory for _, memory in (*tensors, *blobs)]
     rows = [(i, LocalPiece(memory[i], piece)) for i, spec in enumerate(specs) for piece in spec.pieces]
-    per_rank = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
+    per_rank = {len(tensors) + i: name for i, name in own.items()}
     local_metadata = _LOCAL_METADATA.get(
         (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), mesh, per_rank)
     )
@@ -83,27 +83,29 @@ def _with_piece(spec: TensorSpec) -> TensorSpec:
     return replace(spec, pieces=(piece,))
 
 
-def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[Blob]]:
+def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[LocalTensor], dict[int, str]]:
     """Make blobs of per-rank values and of values too large for the catalog.
 
     Returns
     -------
     tuple
-        All values that are not opaque, without bytes if the value became a blob; and the blobs.
+        All values that are not opaque, without bytes if the value became a blob; the blobs; and the name of the value of each
+        per-rank blob, by the blob's index.
     """
     inline: list[ValueSpec] = []
-    blobs: list[Blob] = []
+    blobs: list[LocalTensor] = []
+    own: dict[int, str] = {}
     for value in values:
-        own = value.kind is ValueKind.PER_RANK
-        if value.is_opaque and value.data is not None:
-            blobs.append(byte_blob(opaque_name(value.name), torch.frombuffer(bytearray(value.data), dtype=torch.uint8)))
-            continue
-        if value.data is not None and (own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)):
-            data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
-            blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))
-            value = replace(value, data=None)
-        inline.append(value)
-    return inline, blobs
+        is_own = value.kind is ValueKind.PER_RANK
+        is_large = value.kind is ValueKind.PLAIN and value.data is not None and len(value.data) > INLINE_BYTES
+        if value.data is not None and (value.is_opaque or is_own or is_large):
+            if is_own and not value.is_opaque:
+                own[len(blobs)] = value.name
+            name = opaque_name(value.name) if value.is_opaque else blob_name(value.name, rank if is_own else None)
+            blobs.append(byte_blob(name, torch.frombuffer(bytearray(value.data), dtype=torch.uint8)))
+        if not value.is_opaque:
+            inline.append(replace(value, data=None) if is_own or is_large else value)
+    return inline, blobs, own
 
 
 _KINDS = {ValueKind.PLAIN: "a plain value", ValueKind.PARAM_GROUPS: "groups of an optimizer", ValueKind.PER_RANK: "a PerRank"}

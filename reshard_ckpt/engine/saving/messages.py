@@ -8,7 +8,7 @@ column at a time, and encodes all assignments at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -54,32 +54,27 @@ class Memo(Generic[Key, Value]):
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the value of an equal key; if there is none, make the value and keep it."""
-        found = self._find(key)
-        if found is not None:
-            return found[0]
-        value = make()
-        self.keep(key, value)
-        return value
+        found = self.find(key)
+        if found is None:
+            found = make()
+            self.keep(key, found)
+        return found
 
     def find(self, key: Key) -> Value | None:
-        """Return the value of an equal key, or None."""
-        found = self._find(key)
-        return None if found is None else found[0]
-
-    def keep(self, key: Key, value: Value) -> None:
-        """Keep a value. It replaces the value of an equal key, or else the least recently used one."""
-        others = [item for item in self._items if item[0] != key]
-        self._items = ((key, value), *others[: self._limit - 1])
-
-    def _find(self, key: Key) -> tuple[Value] | None:
+        """Return the value of an equal key, or None. No value is None."""
         # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
         items = self._items
         for i, (known, value) in enumerate(items):
             if known == key:
                 if i:
                     self._items = (items[i], *items[:i], *items[i + 1 :])
-                return (value,)
+                return value
         return None
+
+    def keep(self, key: Key, value: Value) -> None:
+        """Keep a value. It replaces the value of an equal key, or else the least recently used one."""
+        others = [item for item in self._items if item[0] != key]
+        self._items = ((key, value), *others[: self._limit - 1])
 
 
 class EncodedMetadata(NamedTuple):
@@ -91,15 +86,12 @@ class EncodedMetadata(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RunColumns:
+class RunColumns(ColumnTable):
     """Runs of a rank's own rows: elements ``[start, start + count)`` of the box of row `local`."""
 
     local: I64
     start: I64
     count: I64
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        return zip(self.local.tolist(), self.start.tolist(), self.count.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,6 @@ class Fingerprints:
 
     Parameters
     ----------
-    known
-        The fingerprints of these runs, if they have been taken before; None if not.
     shift
         As for `looked_at`.
     between_ranks
@@ -80,25 +78,18 @@ class Fingerprints:
         self,
         copy_streams: CopyStreams,
         runs: Sequence[LocalRun],
-        known: U64 | None = None,
         *,
         shift: int | None = None,
         between_ranks: bool = True,
     ) -> None:
         self._copy_streams, self._runs, self._shift, self._between_ranks = copy_streams, runs, shift, between_ranks
-        self.taken = np.zeros(len(runs), np.uint64) if known is None else known
-        self._is_known = known is not None
+        self.taken = np.zeros(len(runs), np.uint64)
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         self._come: list[tuple[list[int], torch.Tensor]] = []
         self._queued: list[Mark] = []
 
     def queue(self, chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Fingerprint the runs of each tensor for which `chosen` returns true. On a device, only queue the work: `finish` waits.
-
-        If the fingerprints were passed as `known`, do nothing.
-        """
-        if self._is_known:
-            return
+        """Fingerprint the runs of each chosen tensor. On a device, only queue the work: `finish` waits."""
         # by_device[device][i]: chosen run i, on this device
         by_device: dict[torch.device, dict[int, LocalRun]] = defaultdict(dict)
         for i, run in enumerate(self._runs):

@@ -34,9 +34,10 @@ class StagedCopy:
         self.ring, self._recorder = ring, job.recorder
         local_shards, assignment = job.local_shards, job.assignment
         self.staging = Staging(local_shards, assignment, layouts, ring)
-        runs = local_shards.runs(assignment.checks)
-        self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints, shift=job.shift)
-        self.chunks = Chunks(layouts, self.staging.drain, self.fingerprints.taken, self.staging.wait_finished, job.unchanged)
+        runs = local_shards.runs(assignment.checks) if job.fingerprints is None else ()
+        self._fingerprints = Fingerprints(self.staging.copy_streams, runs, shift=job.shift)
+        taken = self._fingerprints.taken if job.fingerprints is None else job.fingerprints
+        self.chunks = Chunks(layouts, self.staging.drain, taken, self.staging.wait_finished, job.unchanged)
         self._look: SecondLook | None = None
 
     def fill(
@@ -73,15 +74,15 @@ class StagedCopy:
         if is_copied:
             recorder.add("stage", began, num_bytes)
         with recorder.step("compare"):
-            self.fingerprints.queue(chosen)
+            self._fingerprints.queue(chosen)
             if look is not None:
                 look.queue()
-        if not is_copied or self.fingerprints.is_under_way:
+        if not is_copied or self._fingerprints.is_under_way:
             queued()
         if not is_copied:
             staging.settle()
             recorder.add("stage", began, num_bytes)
-        self.fingerprints.finish()
+        self._fingerprints.finish()
         return look is not None and look.has_changed()
 
     def fill_all(self, fill: Callable[[], object]) -> BaseException | None:
@@ -104,13 +105,12 @@ class StagedCopy:
         local_shards, items = self.staging.copied_items(job.local_shards)
         copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
         rest = without_unchanged(copied)
-        taken = self.fingerprints.taken
-        yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, taken, unchanged=rest.unchanged)
+        yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, self.chunks.fingerprints, rest.unchanged)
 
     def close(self) -> None:
         """Wait until no device writes into the ring or into the sums any more."""
         self.staging.close()
-        self.fingerprints.close()
+        self._fingerprints.close()
         if self._look is not None:
             self._look.close()
 

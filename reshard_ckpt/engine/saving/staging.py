@@ -170,7 +170,7 @@ class Staging:
     def copied_items(self, local_shards: LocalShards) -> tuple[LocalShards, RunColumns]:
         """Return the items as rows of their own, whose memory is their copy in a ring that holds all images."""
         rows = []
-        for (row, _, _), run, at in zip(self._columns, self._items, self._item_at, strict=True):
+        for (row, _, _), run, at in zip(self._columns.rows(), self._items, self._item_at, strict=True):
             memory = self._ring[at : at + run.num_bytes].view(run.local.tensor.dtype)
             piece = run.local.piece
             copied = replace(piece, base=-run.start, strides=row_major_strides(piece.lengths))
@@ -217,9 +217,9 @@ class Staging:
         self._advance(written=at)  # the padding between two images is not drained, and must not take up room
         view = self._ring.numpy().data
         while at < end:
-            filled = self._wait_filled(at)
+            self._wait(lambda: self._filled > at)  # noqa: B023
             place = at % self._capacity
-            size = min(filled - at, end - at, WRITE_BYTES, self._capacity - place)
+            size = min(self._filled - at, end - at, WRITE_BYTES, self._capacity - place)
             yield view[place : place + size]
             at += size
             self._advance(written=at)
@@ -335,10 +335,6 @@ class Staging:
             place = at % self._capacity
             self._ring[place : place + data.numel()] = data
         self._advance(filled=batch.end)
-
-    def _wait_filled(self, at: int) -> int:
-        self._wait(lambda: self._filled > at)
-        return self._filled
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:

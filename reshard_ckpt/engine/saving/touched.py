@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -214,8 +214,7 @@ class Picked:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """One write item after `pick`: elements of a row of the local shards, from the agreed item `origin`.
 
     If it is a pack: the tensor of gathered rows, the starts and counts of their runs in the agreed item, and the bits of an
@@ -247,13 +246,13 @@ def pick(
     tables = {i: rows[name] for i, spec in enumerate(specs) if kinds[i] == TensorKind.TENSOR and (name := table_of(spec, rows))}
     is_table = np.array([local_shards.rows[row][0] in tables for row in items.local.tolist()], bool)
     tracked = np.flatnonzero(is_table)
-    spans = spans_of(base, local_shards, RunColumns(items.local[tracked], items.start[tracked], items.count[tracked]))
+    spans = spans_of(base, local_shards, items.take(tracked))
     spans = spans.take(lex_order(spans.item, spans.start))
     first = np.searchsorted(spans.item, np.cumsum(np.append(0, is_table))).tolist()  # first[i]: the first span of item i or later
     each_of = np.array([local_shards.rows[row][1].tensor.element_size() for row in items.local.tolist()], np.int64)
     new: list[_Item] = []
     stored = [StoredRuns.empty()]
-    for i, (row, start, count) in enumerate(items):
+    for i, (row, start, count) in enumerate(items.rows()):
         index, local = local_shards.rows[row]
         width = prod(local.piece.lengths[1:])
         # low, high: the whole rows of the piece's box in this item.
@@ -280,15 +279,22 @@ def pick(
     new.sort(key=lambda item: -each_of[item.origin])  # so that each member of a file is aligned
     joined = merged(concatenated(stored), each_of)
     shards, local_of = _with_packs(local_shards, new)
+    _, begin, count, origin = np.array([item[:4] for item in new], np.int64).reshape(-1, 4).T
+    in_packs = [RunColumns(np.full(len(item.runs[0]), i), *item.runs) for i, item in enumerate(new) if item.runs]
+    runs = concatenated([RunColumns.empty(), *in_packs])
+    # ahead: the bytes of all runs before each run; then without those before its own pack.
+    num_bytes = runs.count * each_of[origin[runs.local]]
+    ahead = np.cumsum(num_bytes) - num_bytes
+    ahead -= ahead[np.searchsorted(runs.local, runs.local)]
     picked = Picked(
-        origin=np.array([item.origin for item in new], np.int64),
+        origin=origin,
         stored=joined,
+        runs=runs,
+        ahead=ahead,
         num_bytes=int((joined.count * each_of[joined.item]).sum()),
         bits={int(row): item.bits for row, item in zip(local_of, new, strict=True) if item.bits},
-        **_runs_of(new, each_of),
     )
-    columns = RunColumns(local_of, np.array([i.start for i in new], np.int64), np.array([i.count for i in new], np.int64))
-    return shards, columns, picked
+    return shards, RunColumns(local_of, begin, count), picked
 
 
 def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
@@ -330,17 +336,6 @@ def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> tor
     rows = torch.from_numpy(begins[run] + step - low).to(local.tensor.device)
     view = region(local.tensor, piece.base + low * piece.strides[0], (high - low, *piece.lengths[1:]), piece.strides)
     return view.index_select(0, rows)
-
-
-def _runs_of(items: Sequence[_Item], each_of: I64) -> dict[str, Any]:
-    """List the runs in all packs, and the byte of the pack at which each begins."""
-    # local, start, count, ahead: one entry for each run of each pack, pack by pack; `local` is the number of the pack's item.
-    packs = [(i, each_of[item.origin], *item.runs) for i, item in enumerate(items) if item.runs]
-    none = [np.zeros(0, np.int64)]
-    local = np.concatenate([*(np.full(len(start), i) for i, _, start, _ in packs), *none])
-    count = np.concatenate([*(count for *_, count in packs), *none])
-    ahead = np.concatenate([*((np.cumsum(count) - count) * each for _, each, _, count in packs), *none])
-    return {"runs": RunColumns(local, np.concatenate([*(start for _, _, start, _ in packs), *none]), count), "ahead": ahead}
 
 
 def _with_packs(local_shards: LocalShards, items: Sequence[_Item]) -> tuple[LocalShards, I64]:

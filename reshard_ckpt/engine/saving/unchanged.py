@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog, FileEntry, TensorKind
-from ...core.catalog.specs import PieceColumns, TensorSpec, width_of
+from ...core.catalog.specs import PieceColumns, width_of
 from ...core.catalog.summary import bytes_by_file
 from ...core.geometry.columns import ColumnTable, concatenated, is_new, lex_order
 from ...core.geometry.runs import I64, pad_rows, ranges, strides_of, volumes
@@ -175,9 +175,12 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
     views = [bytes_in_place(run.local, run.start, run.num_elements) for run in runs]
     found = []
     for file in np.unique(spans.file).tolist():
-        digests = _digests(base, file)
-        if digests is not None:
-            found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, views, scratch))
+        try:
+            digests = open_files(base.storage, base.catalog, [file], [file])[file]
+        except (CorruptError, StorageError) as error:  # the file is missing or damaged
+            warnings.warn(f"the save refers to no byte of a file of its base, and writes them anew: {error}", stacklevel=2)
+            continue
+        found.append(_unchanged_of(base, file, digests, spans.take(spans.file == file), runs, views, scratch))
     each = np.array([run.local.tensor.element_size() for run in runs], np.int64)
     stored = concatenated([StoredRuns.empty(), *found])
     stored = stored.take(lex_order(stored.item, stored.start))
@@ -191,14 +194,18 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
 
 def spans_of(base: Base, local_shards: LocalShards, items: RunColumns) -> Spans:
     """Match the items with the rows of the base; in any order."""
-    catalog = base.catalog
+    catalog, specs = base.catalog, local_shards.specs
+    # source[s]: the tensor of the base with the name, dtype and shape of spec s, or −1; a blob has none.
+    source = np.full(len(specs), -1)
     kinds = local_shards.local_metadata.tensors.kind.tolist()
-    source = np.array([_counterpart(catalog, spec, kind) for spec, kind in zip(local_shards.specs, kinds, strict=True)], np.int64)
+    for s, (spec, found) in enumerate(zip(specs, catalog.found([spec.name for spec in specs]), strict=True)):
+        if kinds[s] == TensorKind.TENSOR and found is not None and found[1:] == (spec.dtype, tuple(spec.shape)):
+            source[s] = catalog.source(found[0])
     # of[i]: the tensor of item i in the base, or −1. item: the items that have one; each is a wanted piece, in memory of its own.
     of = source[[local_shards.rows[row][0] for row in items.local.tolist()]] if len(items.local) else items.local
     item = np.flatnonzero((of >= 0) & (items.count > 0))
     pieces = [local_shards.rows[row][1].piece for row in items.local[item].tolist()]
-    width = width_of(local_shards.specs)
+    width = width_of(specs)
     lengths = pad_rows([piece.lengths for piece in pieces], width, 1)
     offsets = pad_rows([piece.offsets for piece in pieces], width, 0)
     start = items.start[item]
@@ -230,25 +237,6 @@ def _with_headers(base: Base, spans: Spans) -> Spans:
     alone = np.ones(len(both.begin), bool)
     alone[1:] = (both.begin[1:] >= both.end[:-1]) | (both.file[1:] != both.file[:-1])
     return both.take(alone)
-
-
-def _counterpart(catalog: Catalog, spec: TensorSpec, kind: int) -> int:
-    """Return the tensor of the catalog with the name, dtype and shape of a tensor to save; −1 if there is none."""
-    if kind != TensorKind.TENSOR or spec.name not in catalog:
-        return -1
-    index = catalog.index(spec.name)
-    if (catalog.dtype(index), catalog.shape(index)) != (spec.dtype, tuple(spec.shape)):
-        return -1
-    return catalog.source(index)
-
-
-def _digests(base: Base, file: int) -> Digests | None:
-    """Return the digests of a file of the base; None, with a warning, if the file is missing or damaged."""
-    try:
-        return open_files(base.storage, base.catalog, [file], [file])[file]
-    except (CorruptError, StorageError) as error:
-        warnings.warn(f"the save refers to no byte of a file of its base, and writes them anew: {error}", stacklevel=2)
-        return None
 
 
 def _unchanged_of(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from ...core.catalog.model import TensorKind
 from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import ITEM_BYTES
-from ...core.geometry.columns import concatenated
+from ...core.geometry.columns import columns_of, concatenated
 from ...core.geometry.runs import I64
 from ...errors import StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
@@ -62,7 +63,7 @@ class FileLayout:
     packed: tuple[PackedRows, ...] = ()
 
 
-def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
+def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int) -> list[FileLayout]:
     """Divide the assigned items into files. The layouts of the last two states are cached."""
     items = assignment.items
     pieces = [(index, local.piece) for index, local in local_shards.rows]
@@ -70,15 +71,14 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header
         local_shards.specs,
         pieces,
         local_shards.local_metadata.tensors.kind.tobytes(),
-        [column.tobytes() for column in (items.local, items.start, items.count)],
-        header_bytes,
+        [column.tobytes() for column in columns_of(items)],
         assignment.aligned,
         dict(assignment.bits),
     )
     alignment = BLOCK_BYTES if assignment.aligned else ALIGNMENT
 
     def divide() -> list[FileLayout]:
-        files = lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes, alignment)
+        files = lay_out_members([_member(local_shards, *item) for item in items.rows()], "", rank, alignment)
         if not assignment.bits:
             return files
         bits = [assignment.bits.get(row, 0) for row in items.local.tolist()]
@@ -95,31 +95,27 @@ _FILES: Memo[Any, list[FileLayout]] = Memo(2)
 """Cached layouts. Their keys have no save's id in them; `lay_out` replaces each by a real key."""
 
 
-def lay_out_members(
-    members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES, alignment: int = ALIGNMENT
-) -> list[FileLayout]:
-    """Divide members, in their order, into files whose headers stay below `header_bytes`.
+def lay_out_members(members: Sequence[Member], save_id: str, rank: int, alignment: int = ALIGNMENT) -> list[FileLayout]:
+    """Divide members, in their order, into files whose headers stay below `HEADER_BYTES`.
 
     The data of each file begin at a multiple of `alignment`.
     """
-    files: list[FileLayout] = []
-    begin = used = 0
+    # begins: the first member of each file
+    begins: list[int] = []
+    used = 0
     for i, member in enumerate(members):
         cost = header_cost(member)
-        if used + cost > header_bytes and i > begin:
-            files.append(_file_layout(file_key(save_id, rank, len(files)), members, slice(begin, i), alignment))
-            begin, used = i, 0
+        if not begins or used + cost > HEADER_BYTES:
+            begins.append(i)
+            used = 0
         used += cost
-    if members:
-        key = file_key(save_id, rank, len(files))
-        files.append(_file_layout(key, members, slice(begin, len(members)), alignment))
+    files: list[FileLayout] = []
+    for part, (begin, end) in enumerate(pairwise([*begins, len(members)])):
+        chosen = tuple(members[begin:end])
+        head = header(chosen, HEADER_METADATA, alignment)
+        num_bytes = len(head) + sum(member.num_bytes for member in chosen)
+        files.append(FileLayout(file_key(save_id, rank, part), slice(begin, end), chosen, head, num_bytes))
     return files
-
-
-def _file_layout(key: str, members: Sequence[Member], items: slice, alignment: int) -> FileLayout:
-    chosen = tuple(members[items])
-    head = header(chosen, HEADER_METADATA, alignment)
-    return FileLayout(key, items, chosen, head, len(head) + sum(member.num_bytes for member in chosen))
 
 
 def _packed(file: FileLayout, bits: Sequence[int]) -> tuple[PackedRows, ...]:
@@ -171,11 +167,10 @@ def chunks_in_place(
     assignment: Assignment,
     rank: int,
     fingerprints: NDArray[np.uint64],
-    header_bytes: int = HEADER_BYTES,
     unchanged: Unchanged | None = None,
 ) -> Chunks:
     """Return the chunks of the runs that this rank was assigned, each copied from the tensor's own memory when it is written."""
-    layouts = lay_out(local_shards, assignment, rank, header_bytes)
+    layouts = lay_out(local_shards, assignment, rank)
     of_file = partial(_file_chunks, local_shards.runs(assignment.items))
     return Chunks(layouts, of_file, fingerprints, unchanged=unchanged)
 
@@ -213,7 +208,14 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
         remove(storage, (key for layout in chunks.layouts for key in (layout.key, digests_key(layout.key))))
         raise
     receipt = receipt_of(chunks.layouts, written, chunks.fingerprints)
-    return receipt if chunks.unchanged is None else _with_parts(receipt, chunks.unchanged)
+    if (unchanged := chunks.unchanged) is None:
+        return receipt
+    # In an incremental save, the written parts and the parts that lie in files of the base take the place of the items.
+    parts, member, none = unchanged.written, unchanged.member, np.zeros(0, np.int64)
+    offset = receipt.offset[member] + unchanged.ahead
+    stored = StoredRuns(parts.local, parts.start, parts.count, receipt.file[member], offset)
+    referred = replace(unchanged.stored, file=unchanged.stored.file + len(receipt.files))
+    return replace(receipt, file=none, offset=none, parts=concatenated([stored, referred]))
 
 
 def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fingerprints: NDArray[np.uint64]) -> Receipt:
@@ -224,16 +226,6 @@ def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fi
     for part, layout in enumerate(layouts):
         file[layout.items], offset[layout.items] = part, member_offsets(layout)
     return Receipt(tuple(written), file, offset, fingerprints)
-
-
-def _with_parts(receipt: Receipt, unchanged: Unchanged) -> Receipt:
-    """Return the receipt of an incremental save, from the receipt of the parts that were written."""
-    parts, member = unchanged.written, unchanged.member
-    offset = receipt.offset[member] + unchanged.ahead
-    written = StoredRuns(parts.local, parts.start, parts.count, receipt.file[member], offset)
-    referred = replace(unchanged.stored, file=unchanged.stored.file + len(receipt.files))
-    none = np.zeros(0, np.int64)
-    return replace(receipt, file=none, offset=none, parts=concatenated([written, referred]))
 
 
 def remove(storage: Storage, keys: Iterable[str]) -> None:
@@ -265,26 +257,13 @@ class ShardFileWriter:
         self._packer = Packer(layout.num_bytes, layout.packed) if layout.packed else None
         self._writer = storage.create(layout.key)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written so far."""
-        return self._hasher.num_bytes
-
-    @property
-    def digests(self) -> Sequence[int]:
-        """The digests of all full blocks so far."""
-        return self._hasher.values
-
     def write(self, chunk: memoryview) -> None:
         """Append bytes to the file. If it packs rows, pass the rows as they are; this method packs them."""
         for stored, plain in [(chunk, chunk)] if self._packer is None else self._packer.add(chunk):
-            self._write(memoryview(stored), memoryview(plain))
-
-    def _write(self, chunk: memoryview, plain: memoryview) -> None:
-        self._hasher.update(plain)
-        if self._sha256 is not None:
-            self._sha256.update(chunk)
-        self._writer.write(chunk)
+            self._hasher.update(memoryview(plain))
+            if self._sha256 is not None:
+                self._sha256.update(stored)
+            self._writer.write(memoryview(stored))
 
     def sync(self) -> None:
         """Make the file durable. No bytes may be written after this."""
@@ -309,16 +288,12 @@ class ShardFileWriter:
         packed = self.layout.packed
         return WrittenFile(self.layout.key, size, digest128(digests), *hashes, packed)
 
-    def abort(self) -> None:
-        """Remove the file, unless it is already durable."""
-        self._writer.abort()
-
     def __enter__(self) -> ShardFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            self.abort()
+            self._writer.abort()  # removes the file, unless it is already durable
 
 
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:

@@ -77,10 +77,10 @@ def test_the_plan_has_each_run_once_by_ranks_that_hold_it(held: list[list[Tensor
     fingerprinted = []
     for rank, data in enumerate(encode_assignments(plan)):
         assignment = decode_assignment(data, "id")
-        for local, start, count in assignment.items:
+        for local, start, count in assignment.items.rows():
             written[rows_of[rank][local]].append((start, count))
             assert rank in {r for r, _ in holders[rows_of[rank][local]]}
-        for local, start, count in assignment.checks:
+        for local, start, count in assignment.checks.rows():
             fingerprinted.append((rank, local))
             assert rows_of[rank][local][3:] == (start, count)
     assert written.keys() == holders.keys()

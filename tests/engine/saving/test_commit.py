@@ -16,6 +16,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import CODES, Mesh, Replication, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
+from reshard_ckpt.engine.saving import write
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import WRITE_BYTES, lay_out
@@ -227,13 +228,14 @@ def test_a_piece_outside_its_tensor_is_refused() -> None:
         build_local_metadata([spec], 0, None)
 
 
-def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -> None:
+def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "HEADER_BYTES", 2000)
     tensors = [whole(f"layer.{i:03d}.weight", torch.full((3,), float(i))) for i in range(50)]
     local_shards = describe_local(tensors, [], None, 0)
     plan, values, (assignment,) = plan_job([local_shards])
-    assert len(lay_out(local_shards, assignment, 0, header_bytes=2000)) > 3
+    assert len(lay_out(local_shards, assignment, 0)) > 3
     with open_storage(tmp_path) as storage:
-        receipt = write_assignment(storage, local_shards, assignment, 0, header_bytes=2000)
+        receipt = write_assignment(storage, local_shards, assignment, 0)
         save_module.publish(storage, SaveContents(plan, values, assignment.save_id), joined([receipt]))
     assert len(receipt.files) > 3
     for i, tensor in enumerate(checkpoint.read(tmp_path).values()):
