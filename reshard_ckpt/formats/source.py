@@ -322,7 +322,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
     if lock_s is not None and not hints.has_locks:
         stack.enter_context(kept_for_reader(storage, opened.value.save_id))
     source = Source(_followed(storage, opened.value, stack, lock_s), opened.value)
-    return Identified(source, opened.identity, replace(opened.found, path=path_text(path)) if opened.found else None)
+    return Identified(source, opened.identity, opened.found._replace(path=path_text(path)) if opened.found else None)
 
 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:

@@ -387,7 +387,7 @@ class MemoryTarget:
         copy.staging.wait_finished()
         table = SlotTable(job.save_id, self._tier.rank, files)
         slot.seal(table)
-        return receipt_of(layouts, written, copy.fingerprints.taken), table
+        return receipt_of(layouts, written, copy.chunks.fingerprints), table
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Do nothing: the slot stays as it is, and the next save takes another."""

@@ -13,8 +13,7 @@ of one group, so groups are matched by FQN:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import LayoutError
 
@@ -40,8 +39,7 @@ NO_GROUP = "no saved group holds parameter "
 """The beginning of the line about a parameter whose hyperparameters the checkpoint does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """The hyperparameters for one target group, and the problems that were found.
 
     The dict is empty for a group without parameters, and if saved groups disagree.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ MAX_SWEPT = 1 << 29
 catalog that is made to have more would keep a reader busy for hours."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBoxes:
+class TensorBoxes(NamedTuple):
     """Boxes of tensors; tensors are numbered from 0 without large gaps."""
 
     tensor: I64
@@ -147,8 +147,7 @@ def _sweep_dims(boxes: TensorBoxes, chosen: I64, num: int) -> I64:
     return dims
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """A place where tiling fails: two runs that overlap (`rows` has their indices in the input), or a region without a run."""
 
     tensor: int

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ ROW_ALIGN_BYTES = 256 << 10
 share: the parts are boxes then."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaGroup:
+class ReplicaGroup(NamedTuple):
     """Items that the same ranks hold: `items` may be split, `solid` may not; both are item indices."""
 
     ranks: I64

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,8 +64,7 @@ class LoadPlan:
         return int(size[~np.isin(self.file, files)].sum() if len(files) else size.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _WantedBoxes:
+class _WantedBoxes(NamedTuple):
     """The boxes that the wanted pieces were cut into.
 
     ``offsets`` are global, ``base`` is the element of the destination's memory where the box begins, and ``strides`` are that

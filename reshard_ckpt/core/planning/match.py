@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ OTHER_NDIM = "of another number of dims"
 """In the line of a tensor that no allow_resize= can load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The indices of the specs that can load, the catalog index of the source of each, and messages about all other specs.
 
     The messages are in one tuple for each reason.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -55,8 +55,7 @@ class MergedRows(ColumnTable):
     replication: U8
 
 
-@dataclass(frozen=True, slots=True)
-class _Ids:
+class _Ids(NamedTuple):
     """The merged index of each entry of each distinct table.
 
     Entry e of table k is tensor ``value[first[k] + e]``. If that is negative, it is ``-1 - n`` for a blob of the rank's own, and

@@ -20,8 +20,9 @@ tensor, it then gives each rank exactly the ranges that the rank holds. Hypothes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ from ..geometry.columns import group_ids, is_new, lex_order
 from ..geometry.runs import I64, Mask, Range
 
 
-@dataclass(frozen=True, slots=True)
-class PieceTable:
+class PieceTable(NamedTuple):
     """The pieces of all ranks, one in each row, in order of tensor; `box` and `run` number the distinct boxes and runs."""
 
     tensor: I64
@@ -157,8 +157,7 @@ OpenDims = tuple[tuple[int, tuple[str, ...]], ...]
 """Dims, each with the names of the axes that cut it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementTable:
+class PlacementTable(NamedTuple):
     """Distinct placements, and for each tensor the index of its own."""
 
     placements: Sequence[Placement]

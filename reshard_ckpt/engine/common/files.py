@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgpack
 import numpy as np
@@ -52,8 +52,7 @@ DIGESTS_BYTES = 32 << 20
 _NONE_LEFT: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """The bytes of a catalog, and the path where it was."""
 
     path: str
@@ -207,11 +206,17 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     with_digests = [index for index in wanted if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
+    requests: list[Callable[[], Digests | None]] = [*sizes, *digests]
     at_once = storage.hints.requests
-    on_disk = min(MAX_REQUESTS, (len(sizes) + len(digests)) // REQUESTS_OF_THREAD)
-    threads = SHORT_FOR_LONG * at_once if at_once > DISK.requests else on_disk
-    answers = _request_all([*sizes, *digests], threads)[len(sizes) :]
-    return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
+    on_disk = min(MAX_REQUESTS, len(requests) // REQUESTS_OF_THREAD)
+    threads = min(SHORT_FOR_LONG * at_once if at_once > DISK.requests else on_disk, len(requests))
+    if threads <= 1:
+        answers = [request() for request in requests]
+    else:  # if several requests fail, the error of the first in order is raised
+        with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-ask") as pool:
+            answers = list(pool.map(lambda request: request(), requests))
+    found = zip(with_digests, answers[len(sizes) :], strict=True)
+    return {index: of_file for index, of_file in found if of_file is not None}
 
 
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
@@ -247,7 +252,21 @@ class FileDigests:
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
         """Return the digests by file, without files that have no digests. The first call for a file checks that file."""
         with self._lock:
-            return self._of(files)
+            unchecked = [file for file in files if file not in self._checked]
+            wanted = [file for file in files if self.verify or self._catalog.files[file].checkpoint]
+            lacking = [file for file in wanted if file not in self._kept]
+            opened = open_files(self._storage, self._catalog, unchecked, lacking)
+            self._checked.update(files)
+            self._stamps |= stamps(self._storage, self._catalog, unchecked)
+            for file in lacking:
+                self._kept[file] = opened.get(file)
+                self._kept_bytes += _num_bytes(opened.get(file))
+            for file in wanted:
+                self._kept.move_to_end(file)  # the least recently used are dropped first
+            found = {file: digests for file in wanted if (digests := self._kept[file]) is not None}
+            while self._kept_bytes > DIGESTS_BYTES and len(self._kept) > len(files):
+                self._kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+            return found
 
     def refuse_changed(self) -> None:
         """Raise a `StorageError` if a file without digests was changed since it was first asked for."""
@@ -255,37 +274,9 @@ class FileDigests:
             before = dict(self._stamps)
         refuse_changed(self._storage, self._catalog, before)
 
-    def _of(self, files: Sequence[int]) -> dict[int, Digests]:
-        unchecked = [file for file in files if file not in self._checked]
-        wanted = [file for file in files if self.verify or self._catalog.files[file].checkpoint]
-        lacking = [file for file in wanted if file not in self._kept]
-        opened = open_files(self._storage, self._catalog, unchecked, lacking)
-        self._checked.update(files)
-        self._stamps |= stamps(self._storage, self._catalog, unchecked)
-        for file in lacking:
-            self._kept[file] = opened.get(file)
-            self._kept_bytes += _num_bytes(opened.get(file))
-        found = {}
-        for file in wanted:
-            self._kept.move_to_end(file)  # the least recently used are dropped first
-            digests = self._kept[file]
-            if digests is not None:
-                found[file] = digests
-        while self._kept_bytes > DIGESTS_BYTES and len(self._kept) > len(files):
-            self._kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
-        return found
-
 
 def _num_bytes(digests: Digests | None) -> int:
     return 0 if digests is None else digests.values.nbytes
-
-
-def _request_all(requests: Sequence[Callable[[], Digests | None]], threads: int) -> list[Digests | None]:
-    """Send all requests and return their answers, in order. If several fail, raise the error of the first in order."""
-    if min(threads, len(requests)) <= 1:
-        return [request() for request in requests]
-    with ThreadPoolExecutor(min(threads, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
-        return list(pool.map(lambda request: request(), requests))
 
 
 def _check_size(storage: Storage, catalog: Catalog, index: int) -> None:

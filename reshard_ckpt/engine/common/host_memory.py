@@ -22,8 +22,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,10 +41,15 @@ ALIGN_BYTES = 2 << 20
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocate a 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
     size = max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
-    if pinned:
-        return empty_pinned(size)
-    mapping = map_private(size)
-    return torch.empty(size, dtype=torch.uint8, device="cpu") if mapping is None else torch.frombuffer(mapping, dtype=torch.uint8)
+    if not pinned:
+        mapping = map_private(size)
+    else:
+        mapping = None if _registrar() is None else map_private(size, PinnableMap)
+        if mapping is not None and not pin(memoryview(mapping)):
+            mapping = None
+    if mapping is None:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class Pool:
@@ -92,8 +96,7 @@ POOL = Pool()
 """The pool of this process: its saves run one after another, and each needs the same memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Registrar:
+class Registrar(NamedTuple):
     """The functions that register memory with devices of one type, by address and size, and unregister it, by address.
 
     Both raise an error if the driver refuses.
@@ -150,14 +153,6 @@ def pin(view: memoryview) -> bool:
         return False
     mapping.registrar, mapping.address, mapping.device = registrar, address, torch.accelerator.current_stream().device
     return True
-
-
-def empty_pinned(num_bytes: int) -> torch.Tensor:
-    """Allocate pinned host memory for the accelerator, as a 1-D uint8 tensor; `num_bytes` is a multiple of the page size."""
-    mapping = None if _registrar() is None else map_private(num_bytes, PinnableMap)
-    if mapping is not None and pin(memoryview(mapping)):
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _registrar() -> Registrar | None:

@@ -47,13 +47,6 @@ def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
     root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode() + (b"\n" + zlib.compress(keys, 1) if keys else b""))
 
 
-def _needed(data: bytes) -> list[str]:
-    """Decode the keys in a note, behind its first line. Notes of earlier versions have them as they are."""
-    with suppress(zlib.error):
-        data = zlib.decompressobj().decompress(data, _MAX_TEXT_BYTES)
-    return data.decode(errors="replace").split("\n") if data else []
-
-
 def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Divide the folders that have the note of a removal into young and old ones.
 
@@ -68,7 +61,9 @@ def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tup
             first, _, keys = note.data.partition(b"\n")
             age_s = _age_s(first.decode(errors="replace"))
             if age_s < seconds or is_read(root, (key for key, _ in root.list(folder))):
-                young[folder] = _needed(keys)
+                with suppress(zlib.error):  # notes of earlier versions have the keys as they are
+                    keys = zlib.decompressobj().decompress(keys, _MAX_TEXT_BYTES)
+                young[folder] = keys.decode(errors="replace").split("\n") if keys else []
             else:
                 old[folder] = time.time() - age_s
     return young, old

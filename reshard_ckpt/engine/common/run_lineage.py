@@ -96,7 +96,8 @@ class RunLineage:
             Whether an attempt was begun.
         """
         if self._loaded is None and (self._is_begun or not always):
-            self._write_again()
+            if self.is_unwritten and self._is_first:
+                self._write(self.current)
             return False
         step, in_store = self._loaded or (None, False)
         with open_session("begin at", f"{self._where} step {step}", **self._session) as comm:
@@ -109,10 +110,6 @@ class RunLineage:
             self.is_unwritten = value_of_first(comm, lambda: self.is_unwritten)
         self._loaded, self._is_begun = None, True
         return True
-
-    def _write_again(self) -> None:
-        if self.is_unwritten and self._is_first:
-            self._write(self.current)
 
     def _write(self, lineage: Lineage) -> None:
         try:

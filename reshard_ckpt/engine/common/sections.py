@@ -12,7 +12,6 @@ In a store where a file has one writer (`Hints.shares_files`), each process gets
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +89,7 @@ class SectionWriter:
         end = size if high == size else high // BLOCK_BYTES * BLOCK_BYTES
         self._body = (begin, end) if begin < end or self.is_whole else (high, high)
         self._hasher, self._at = BlockHasher(), low
-        self._edges: list[tuple[int, bytearray]] = []
+        self._edges: list[tuple[int, bytes]] = []
         self._writer = None
         if self.is_whole:
             self._writer = storage.create(key, size)
@@ -130,9 +129,7 @@ class SectionWriter:
                 self._hasher.update(part)
                 self._writer.write(part)
             else:
-                if not self._edges or self._edges[-1][0] + len(self._edges[-1][1]) != self._at:
-                    self._edges.append((self._at, bytearray()))
-                self._edges[-1][1].extend(part)
+                self._edges.append((self._at, bytes(part)))
             self._at += len(part)
             view = view[len(part) :]
             if self._at == end:
@@ -147,8 +144,7 @@ class SectionWriter:
         """Make the written blocks durable, and return the section."""
         assert self.is_full, f"{self.key}: bytes from {self._at} to {self.high} are missing"
         self.sync()
-        digests = np.array(self.digests, "<u8").tobytes()
-        return Section(self.key, self.low, self.high, digests, tuple((at, bytes(data)) for at, data in self._edges))
+        return Section(self.key, self.low, self.high, np.array(self.digests, "<u8").tobytes(), tuple(self._edges))
 
     def abort(self) -> None:
         """Close the file; remove it if no other process writes it."""
@@ -156,8 +152,7 @@ class SectionWriter:
             self._writer.abort()
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedFile:
+class JoinedFile(NamedTuple):
     """A file whose sections are all written: its digests file, and the ranges that `join` wrote, each of whole blocks."""
 
     key: str

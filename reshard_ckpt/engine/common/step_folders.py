@@ -12,11 +12,10 @@ import posixpath
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
@@ -89,15 +88,11 @@ class StepNames:
         return [name for name, size in zip(names, sizes, strict=True) if size is not None]
 
 
-def _parsed_names(patterns: Any) -> StepNames:
-    return StepNames(tuple(patterns)).with_patterns(())
-
-
 STEP_NAMES = Note(
     ".reshard_ckpt.names",
     1,
     1 << 16,
-    _parsed_names,
+    lambda patterns: StepNames(tuple(patterns)).with_patterns(()),
     "restore the file, or delete it and make a Manager with the name= of the run",
 )
 """The note of the names of a run's step folders, in its root; only a run whose manager has ``name=`` has one."""
@@ -235,15 +230,12 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s:
         # The note stays with files that stay: a later sweep looks at its folder again.
         going -= referred | ({f"{folder}/{REMOVED_KEY}"} if going & referred else set())
         root.delete(going)
-        if not root.hints.has_locks:
-            _take_back(root, f"{folder}/{CATALOG_KEY}", folder, going)
-
-
-def _take_back(root: Storage, key: str, folder: str, deleted: Set[str]) -> None:
-    """Delete a catalog that a job, whose lease had ended, published while its files were deleted as leftovers."""
-    [found] = root.read_many([key], MAX_CATALOG_BYTES)
-    if found and deleted & {f"{folder}/{file.key}" for file in decode_catalog(found.data).files}:
-        root.delete([key])
+        if root.hints.has_locks:
+            return
+        # A job whose lease had ended may have published its catalog while its files were deleted as leftovers.
+        [found] = root.read_many([f"{folder}/{CATALOG_KEY}"], MAX_CATALOG_BYTES)
+        if found and going & {f"{folder}/{file.key}" for file in decode_catalog(found.data).files}:
+            root.delete([f"{folder}/{CATALOG_KEY}"])
 
 
 def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:

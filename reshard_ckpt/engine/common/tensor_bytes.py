@@ -30,7 +30,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,13 +80,6 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
-    """Return the bytes of `count` elements of a CPU tensor's storage; `first` counts from the tensor's first element."""
-    each = tensor.dtype.itemsize
-    begin = (tensor.storage_offset() + first) * each
-    return storage_bytes(tensor)[begin : begin + count * each]
-
-
 def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
     """Return the strided region of a tensor's storage that begins `base` elements after the tensor's first element."""
     first = tensor.storage_offset() + base
@@ -120,7 +113,9 @@ def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | No
     tensor, piece = local.tensor, local.piece
     if not tensor.is_cpu or not is_row_major(piece.lengths, piece.strides):
         return None
-    return element_bytes(tensor, piece.base + start, count)
+    each = tensor.dtype.itemsize
+    begin = (tensor.storage_offset() + piece.base + start) * each
+    return storage_bytes(tensor)[begin : begin + count * each]
 
 
 def slices(data: memoryview, size: int) -> Iterable[memoryview]:
@@ -170,16 +165,11 @@ def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, no
     typed = out.view(local.tensor.dtype)
     if is_in_order(local.piece):
         typed.copy_(region(local.tensor, local.piece.base + start, (count,), (1,)), non_blocking=non_blocking)
-    else:
-        _gather(local, start, count, typed, non_blocking)
-
-
-def _gather(local: LocalPiece, start: int, count: int, out: torch.Tensor, non_blocking: bool) -> None:
-    """Copy a run of a piece whose memory is not in order, box by box."""
+        return
     done = 0
     for box in replace(local.piece, start=start, count=count).boxes():
         part = region(local.tensor, box.base, box.lengths, box.strides)
-        out[done : done + box.count].view(box.lengths).copy_(part, non_blocking=non_blocking)
+        typed[done : done + box.count].view(box.lengths).copy_(part, non_blocking=non_blocking)
         done += box.count
 
 
@@ -254,8 +244,7 @@ class Mark:
         self._event.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStreams:
+class DeviceStreams(NamedTuple):
     """The streams of one device."""
 
     device: torch.device

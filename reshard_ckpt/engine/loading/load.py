@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -254,8 +254,7 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, w
     return open_files(storage, catalog, used, used if with_digests else ())
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(NamedTuple):
     """Number of bytes that were read from storage, and number of wanted bytes that no checksum has verified."""
 
     bytes_read: int

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,8 +77,7 @@ def advice(quantized: Quantized) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Boxes of a quantized tensor, in the memory of a target, and the scale of the tensor."""
 
     target: ReadTarget
@@ -86,8 +85,7 @@ class Part:
     scale: Scale
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(NamedTuple):
     """A part, and the numbers of its scale that stand for it; `first` is the index of the first one along each dim."""
 
     part: Part

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -133,8 +134,7 @@ def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> It
         yield window
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The bytes of some runs in one buffer: run i has ``sizes[i]`` bytes from ``begin[i]`` on."""
 
     data: memoryview
@@ -233,17 +233,14 @@ class RunReader:
             scaled[owner[id(piece.part.target)]].append(piece)
         return scaled
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        """Return the buffer of the next window, grown to `size` bytes if need be."""
-        slot = self._num_planned % AHEAD
+    def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
+        """Return an empty window, and in it a target for each run, of the run's dtype; they lie end to end, aligned."""
+        # The buffer of the window `AHEAD` before this one, grown if need be.
+        size, slot = self.num_bytes(runs), self._num_planned % AHEAD
         self._num_planned += 1
         if self._buffers[slot].numel() < size:
             self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return self._buffers[slot]
-
-    def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """Return an empty window, and in it a target for each run, of the run's dtype; they lie end to end, aligned."""
-        buffer = self._buffer(self.num_bytes(runs))
+        buffer = self._buffers[slot]
         targets: list[ReadTarget] = []
         begin: list[int] = []
         at = 0

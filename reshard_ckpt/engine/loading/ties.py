@@ -216,8 +216,7 @@ MAX_BOXES = 1024
 """The most boxes of a group that are compared with each other; the targets of a larger group count as sharing memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(NamedTuple):
     """Targets (by index, in order) that may share bytes of the addresses ``[low, high)``."""
 
     targets: tuple[int, ...]

@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
@@ -30,8 +29,7 @@ _OPAQUE = (
 _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 
-@dataclass(frozen=True, slots=True)
-class VoteResult:
+class VoteResult(NamedTuple):
     """Outcome of a vote: the problems of all ranks, and the indices of tensors that no rank loads, because some rank cannot."""
 
     report: LoadReport
@@ -40,8 +38,7 @@ class VoteResult:
     """Whether targets on any rank may share memory. Then all ranks must call `load.verify_ties`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The names that one rank wants, in addition to its `Resolved` tensors, and the problems with its values.
 
     Attributes
@@ -98,7 +95,10 @@ def vote(
     }
 
     def merge(votes: list[Any]) -> dict[str, Any]:
-        _refuse_unequal_options([of_rank["options"] for of_rank in votes])
+        for option, own in votes[0]["options"].items():
+            others = [rank for rank, of_rank in enumerate(votes) if of_rank["options"][option] != own]
+            if others:
+                raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
         return _merge(catalog, votes, wanted.prefixes)
 
     result = merge_of_all(comm, own_vote, merge)
@@ -117,14 +117,6 @@ def _collective_options(options: LoadOptions) -> dict[str, bool]:
     """Return the options that decide which collectives a rank enters; they must be equal on all ranks."""
     once = bool(options.read_once)
     return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
-
-
-def _refuse_unequal_options(by_rank: Sequence[Mapping[str, bool]]) -> None:
-    """Raise a `UsageError` if ranks differ in an option of `_collective_options`; `by_rank` has those of all ranks, by rank."""
-    for option, own in by_rank[0].items():
-        others = [rank for rank, of_rank in enumerate(by_rank) if of_rank[option] != own]
-        if others:
-            raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
 def _advised_options(report: LoadReport, offered: Collection[str]) -> str:

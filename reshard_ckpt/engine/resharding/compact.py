@@ -111,19 +111,31 @@ def compact(
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
         return CompactReport(catalog.save_id, 0, 0, ())
-    own = [borrowed[i] for i in share((catalog.files[index].size for index in borrowed), comm.rank, comm.size)]
+    sizes = {index: catalog.files[index].size for index in borrowed}
+    own = [borrowed[i] for i in share(sizes.values(), comm.rank, comm.size)]
     open_files(storage, catalog, own)
     before = read_previous(storage) if comm.rank == 0 else None
 
     def begun() -> str:
-        _check_room(storage, [catalog.files[index] for index in borrowed])
+        free, wanted = storage.free_bytes(), sum(size + digests_file_bytes(size) for size in sizes.values())
+        if free is not None and wanted > free:
+            raise StorageError(
+                f"{storage.url}: copying the files that it refers to takes {wanted:,} bytes, but {free:,} are free there; "
+                "nothing was written: free space there, or reshard it to another path"
+            )
         return new_save_id()
 
     save_id = value_of_first(comm, begun)
     listed = _listed(storage, catalog)
-    keys = _new_keys(catalog, borrowed, save_id)
+    # Copies of files that the same rank wrote are named as parts 0, 1, … of that rank's file of the new save.
+    parts: Counter[int] = Counter()
+    keys = {}
+    for index in borrowed:
+        rank = catalog.files[index].rank
+        keys[index] = file_key(save_id, rank, parts[rank])
+        parts[rank] += 1
     made = [*keys.values(), *map(digests_key, keys.values()), manifest_key(save_id), timeline_key(save_id)]
-    num_bytes = sum(catalog.files[index].size for index in borrowed)
+    num_bytes = sum(sizes.values())
     tally = SharedTally(comm, "compact", num_bytes, report)
 
     def published(of_ranks: list[Any]) -> None:
@@ -180,30 +192,6 @@ def _publish(
         warnings.warn(
             f"compacted, but what was replaced is not all deleted: {error}; the next save there tries again", stacklevel=2
         )
-
-
-def _check_room(storage: Storage, files: list[FileEntry]) -> None:
-    free, wanted = storage.free_bytes(), sum(file.size + digests_file_bytes(file.size) for file in files)
-    if free is not None and wanted > free:
-        raise StorageError(
-            f"{storage.url}: copying the files that it refers to takes {wanted:,} bytes, but {free:,} are free there; nothing "
-            "was written: free space there, or reshard it to another path"
-        )
-
-
-def _new_keys(catalog: Catalog, borrowed: list[int], save_id: str) -> dict[int, str]:
-    """Choose the key of the copy of each borrowed file.
-
-    `borrowed` has indices into ``catalog.files``, and so has the result. Copies of files that the same rank wrote are named as
-    parts 0, 1, … of that rank's file of save `save_id`.
-    """
-    parts: Counter[int] = Counter()
-    keys = {}
-    for index in borrowed:
-        rank = catalog.files[index].rank
-        keys[index] = file_key(save_id, rank, parts[rank])
-        parts[rank] += 1
-    return keys
 
 
 def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ from ..saving.local_shards import LocalShards
 _ROUNDS = struct.Struct("<II")
 
 
-@dataclass(frozen=True, slots=True)
-class WantedRows:
+class WantedRows(NamedTuple):
     """The memory that this rank wants filled: row `rows[i]` of `local`, with elements of tensor `source[i]` of the catalog."""
 
     local: LocalShards
@@ -42,8 +42,7 @@ def memory_rows(local: LocalShards) -> list[torch.Tensor]:
     return [piece.tensor for _, piece in local.rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
+class Moves(NamedTuple):
     """The parts that this rank sends, receives or keeps, and the number of rounds of the whole exchange: through host memory
     (`num_rounds[0]`), and from device to device (`num_rounds[1]`)."""
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -41,8 +41,7 @@ from ..saving.messages import RunColumns, decode_metadata, decode_values, encode
 from ..saving.replicas import all_fingerprints, compare_replicas
 
 
-@dataclass(frozen=True, slots=True)
-class LiveSource:
+class LiveSource(NamedTuple):
     """The live state of all ranks. All ranks have `catalog`; the other fields are None except on rank 0.
 
     Attributes
@@ -267,8 +266,7 @@ class LiveValues:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Overlaps:
+class Overlaps(NamedTuple):
     """The destinations that share memory in an allowed way, by index.
 
     Attributes

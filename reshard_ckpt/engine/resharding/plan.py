@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ from ..saving.write import FileLayout, lay_out_members
 from .write_order import Item
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The part of a checkpoint to reshard: names of tensors, names of values, and the new dtype of each tensor to convert."""
 
     tensors: Sequence[str]
@@ -37,8 +37,7 @@ class Choice:
     dtypes: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ByteSource:
+class ByteSource(NamedTuple):
     """The source of a tensor of the result: the index of a tensor in the old catalog, and the dtype to convert it to, or None."""
 
     tensor: int

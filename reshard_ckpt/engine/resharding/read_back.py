@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import CheckpointError, CorruptError
 from ...format.files import BLOCK_BYTES, wrong_blocks
@@ -19,8 +19,7 @@ STEP_BYTES = 1 << 20
 """Bytes read back at once, a multiple of the block size."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenBlocks:
+class WrittenBlocks(NamedTuple):
     """A range of a file to read back: bytes `low` to `high`, with the digests of blocks of the file from byte `hashed` on. The
     range begins and ends at a block, or at the end of the file."""
 

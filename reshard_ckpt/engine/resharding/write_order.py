@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from ...core.catalog.specs import Ints, Mesh
 from ...core.planning.target_placement import TargetPlacement
@@ -24,8 +25,7 @@ MAX_FILES = 64
 """The largest number of files that are written side by side."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A run of a tensor to write into a file. `key` orders the items of all files alike: (-element size, tensor in the plan)."""
 
     key: tuple[int, int]
@@ -38,8 +38,7 @@ class Item:
         return self.run.count * self.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A run to append to one of the files of a group; `output` is the index of the rank in its group."""
 
     output: int

@@ -233,21 +233,17 @@ def _undo(
     """
     storage = job.storage
     if not isinstance(error, Exception):
-        _finish_interrupted(job)
+        # An interrupt (Ctrl-C): if the new catalog is in place, the files of the replaced checkpoint are deleted.
+        with suppress(CheckpointError):  # the next save deletes those files
+            found = read_previous(storage).catalog
+            if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.contents and job.contents.before:
+                storage.sync([CATALOG_KEY])
+                clean_up(storage, catalog, job.contents.before.folders, job.options.grace_s)
     # The error may have come after the rename of the catalog: the save is undone only if it surely did not happen.
     if is_uncommitted(storage, job.save_id, error):
         remove(storage, [*keys_of(decode_receipts(gathered).files), manifest_key(job.save_id)])
         for key, (before_it, version) in replaced.items():
             _put_back(storage, key, before_it, version)
-
-
-def _finish_interrupted(job: SaveJob) -> None:
-    """Delete the files of the replaced checkpoint, if an interrupt (Ctrl-C) came after the new catalog was put in place."""
-    with suppress(CheckpointError):  # the next save deletes those files
-        found = read_previous(job.storage).catalog
-        if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.contents and job.contents.before:
-            job.storage.sync([CATALOG_KEY])
-            clean_up(job.storage, catalog, job.contents.before.folders, job.options.grace_s)
 
 
 def _put_back(storage: Storage, key: str, before: Document | None, new: Version) -> None:
@@ -323,7 +319,10 @@ def publish(
     # durable and seen, then their names become durable, then the catalog is published, then the replaced files are deleted.
     encoded = encode_catalog(catalog)
     if sha256:  # before the catalog: a published catalog always has its manifest
-        _keep_manifest(storage, contents.save_id, encoded, receipts)
+        digests = {CATALOG_KEY: hashlib.sha256(encoded).digest()}
+        for file in receipts.files:
+            digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
+        write_file(storage, manifest_key(contents.save_id), encode_manifest(digests))
     with recorder.step("sync"):
         storage.sync(f"{folder}/{CATALOG_KEY}" for folder in receipts.folders)  # any key in them: folders are synced, not files
     with recorder.step("publish"):
@@ -346,14 +345,6 @@ def publish(
     except StorageError as error:  # the checkpoint exists: the save must not fail because old files stay
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog, again
-
-
-def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Receipts) -> None:
-    """Write the manifest: the SHA-256 of each file and of the catalog."""
-    digests = {CATALOG_KEY: hashlib.sha256(catalog).digest()}
-    for file in receipts.files:
-        digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
-    write_file(storage, manifest_key(save_id), encode_manifest(digests))
 
 
 def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:

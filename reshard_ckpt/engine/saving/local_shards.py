@@ -62,8 +62,11 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
     """Put the tensors and values that this rank saves into columns, with the memory behind each row."""
     inline, blobs, own = local_values(values, rank)
     # A tensor with no elements and no pieces gets one empty piece, so that some rank writes its name.
-    specs = [spec if spec.pieces or 0 not in spec.shape else _with_piece(spec) for spec, _ in tensors]
-    specs += [spec for spec, _ in blobs]
+    specs = [spec for spec, _ in (*tensors, *blobs)]
+    for i, spec in enumerate(specs):
+        if not spec.pieces and 0 in spec.shape:
+            piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
+            specs[i] = replace(spec, pieces=(piece,))
     memory = [memory for _, memory in (*tensors, *blobs)]
     rows = [(i, LocalPiece(memory[i], piece)) for i, spec in enumerate(specs) for piece in spec.pieces]
     per_rank = {len(tensors) + i: name for i, name in own.items()}
@@ -75,12 +78,6 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
 
 _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
 """Cached columns of the last two states, without their values, which change from save to save."""
-
-
-def _with_piece(spec: TensorSpec) -> TensorSpec:
-    """Give a tensor with no elements one empty piece."""
-    piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
-    return replace(spec, pieces=(piece,))
 
 
 def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[LocalTensor], dict[int, str]]:

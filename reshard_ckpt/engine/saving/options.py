@@ -110,8 +110,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousCheckpoint:
+class PreviousCheckpoint(NamedTuple):
     """Contents of a path before the first file of a save was made: the catalog's bytes and version, and the names of folders.
 
     The catalog is empty if there was none, and None if the file there is too large for one; then any version is replaced.

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +54,7 @@ MIN_RING_BYTES = 16 << 20
 """Size of the smallest ring that streams."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Queued copies. Once `marks` have passed and `late` is put into the ring, the images are whole up to the address `end`.
 
     `late` lists addresses and bytes of host items whose places a pack overwrites.

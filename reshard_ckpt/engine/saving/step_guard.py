@@ -18,9 +18,8 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -46,8 +45,7 @@ WHOLE_BYTES = 4 << 20
 """Size up to which all elements are compared: the bytes of all tensors together."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuardedState:
+class GuardedState(NamedTuple):
     """Optimizers whose steps can be held back, and the local tensors that only those steps change."""
 
     optimizers: Sequence[Optimizer] = ()
@@ -126,8 +124,7 @@ class StepGuard:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Version counters and samples of a detector's tensors at one moment; samples on a device are valid after `taken` pass."""
 
     versions: list[int]

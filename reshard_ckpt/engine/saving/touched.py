@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -214,7 +214,8 @@ class Picked:
         )
 
 
-class _Item(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Item:
     """One write item after `pick`: elements of a row of the local shards, from the agreed item `origin`.
 
     If it is a pack: the tensor of gathered rows, the starts and counts of their runs in the agreed item, and the bits of an
@@ -279,17 +280,17 @@ def pick(
     new.sort(key=lambda item: -each_of[item.origin])  # so that each member of a file is aligned
     joined = merged(concatenated(stored), each_of)
     shards, local_of = _with_packs(local_shards, new)
-    _, begin, count, origin = np.array([item[:4] for item in new], np.int64).reshape(-1, 4).T
+    begin, count, origin = np.array([(item.start, item.count, item.origin) for item in new], np.int64).reshape(-1, 3).T
     in_packs = [RunColumns(np.full(len(item.runs[0]), i), *item.runs) for i, item in enumerate(new) if item.runs]
-    runs = concatenated([RunColumns.empty(), *in_packs])
+    packed = concatenated([RunColumns.empty(), *in_packs])
     # ahead: the bytes of all runs before each run; then without those before its own pack.
-    num_bytes = runs.count * each_of[origin[runs.local]]
+    num_bytes = packed.count * each_of[origin[packed.local]]
     ahead = np.cumsum(num_bytes) - num_bytes
-    ahead -= ahead[np.searchsorted(runs.local, runs.local)]
+    ahead -= ahead[np.searchsorted(packed.local, packed.local)]
     picked = Picked(
         origin=origin,
         stored=joined,
-        runs=runs,
+        runs=packed,
         ahead=ahead,
         num_bytes=int((joined.count * each_of[joined.item]).sum()),
         bits={int(row): item.bits for row, item in zip(local_of, new, strict=True) if item.bits},

@@ -15,7 +15,7 @@ import posixpath
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -52,8 +52,7 @@ _HEADER = -1
 """The item of a span that is the header of a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(NamedTuple):
     """The checkpoint that an incremental save may refer to.
 
     Attributes
@@ -144,8 +143,7 @@ class Spans(ColumnTable):
     each: I64
 
 
-@dataclass(frozen=True, slots=True)
-class Unchanged:
+class Unchanged(NamedTuple):
     """The write items of one rank, divided into parts that its base holds and parts that it writes.
 
     Attributes

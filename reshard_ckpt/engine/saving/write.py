@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -137,8 +137,7 @@ def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Memb
     return make_member(spec.name, spec.dtype, spec.shape, piece.offsets, piece.lengths, start, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
+class Chunks(NamedTuple):
     """The bytes that one rank writes in a save, wherever they come from.
 
     Attributes
