@@ -41,7 +41,7 @@ import xxhash
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links
-from reshard_ckpt.core.planning.copies import copy_holders, survives
+from reshard_ckpt.core.planning.copies import copy_holders
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.memory.restore import PEER_BYTES
 
@@ -274,7 +274,7 @@ def lost_steps(*, with_tier: bool, hours: int = 2000, nodes: int = 64, seed: int
         gone: list[int] = []
         if chance.random() < 0.5:
             gone = chance.sample(range(nodes), 2 if chance.random() < 0.05 else 1)
-        in_memory = with_tier and survives([[*held] for held in holders], gone)
+        in_memory = with_tier and all({*holders[node]} - {*gone} for node in gone)
         begin = step - step % (10 if in_memory else 600)
         lost, failures, step = lost + step - begin, failures + 1, begin
         fails_at = now + chance.expovariate(1 / 600)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 60
@@ -75,7 +75,10 @@ class _Folder:
         if len(branch.below) <= 1:  # most branches have no child or one: nothing to sort or fold
             alone = [self._node(part, below, prefix) for part, below in branch.below.items()]
             return [(_join(node), look) for node, look in alone]
-        found = [(part, *self._node(part, below, prefix)) for part, below in _in_order(branch.below)]
+        # Named children by name, and numbered ones behind them by their numbers.
+        numbered = [(_is_number(part), part) for part in branch.below]
+        ordered = sorted(numbered, key=lambda item: (item[0], int(item[1]) if item[0] else 0, item[1]))
+        found = [(part, *self._node(part, branch.below[part], prefix)) for _, part in ordered]
         groups: dict[Hashable, list[tuple[str, Node, int]]] = {}
         for part, node, look in found:
             groups.setdefault(("fold", look) if _is_number(part) else ("one", part), []).append((part, node, look))
@@ -97,13 +100,6 @@ class _Folder:
 
     def _number(self, look: Hashable) -> int:
         return self._numbers.setdefault(look, len(self._numbers))
-
-
-def _in_order(below: dict[str, _Branch]) -> Iterable[tuple[str, _Branch]]:
-    """Sort named children by name, and numbered ones behind them by their numbers."""
-    numbered = [(_is_number(part), part, branch) for part, branch in below.items()]
-    ordered = sorted(numbered, key=lambda item: (item[0], int(item[1]) if item[0] else 0, item[1]))
-    return [(part, branch) for _, part, branch in ordered]
 
 
 def _is_number(part: str) -> bool:

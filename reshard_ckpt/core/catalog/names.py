@@ -34,6 +34,15 @@ _ROUNDS = 8
 _BETWEEN = f".{STATE}."
 
 
+def is_below(name: str, prefixes: Sequence[str]) -> bool:
+    """Return whether a name is one of these, or that of something below one of these.
+
+    >>> is_below("model.w", ["model"]), is_below("models.w", ["model"])
+    (True, False)
+    """
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
 def groups_name(optimizer: str) -> str:
     """Return the name of an optimizer's groups.
 

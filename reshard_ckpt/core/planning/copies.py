@@ -11,7 +11,7 @@ one's copy with probability 1 / (n − 1), while in one large ring the probabili
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import zip_longest
 from math import comb
 
@@ -65,11 +65,6 @@ def _dealt_out(machines: Sequence[Hashable]) -> list[int]:
     # Machines with most nodes first: if one has more nodes than all others, only its last nodes stand side by side.
     hands = sorted(by_machine.values(), key=len, reverse=True)
     return [node for round_ in zip_longest(*hands) for node in round_ if node is not None]
-
-
-def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
-    """Tell whether some copy of each lost node's images is left after the loss of these nodes."""
-    return all(any(holder not in lost for holder in holders[node]) for node in lost)
 
 
 def pair_lost_share(nodes: int, copies: int) -> float:

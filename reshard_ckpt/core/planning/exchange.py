@@ -109,7 +109,8 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     lengths = np.minimum(*ends) - low
     # One entry for each pair and each rank that wants its run from here on; pair[i]: the pair.
     # takers[begin[r] : begin[r + 1]]: the rows that want distinct run r.
-    takers, begin = _members(want_run, len(want_first))
+    takers = np.argsort(want_run, kind="stable")
+    begin = np.searchsorted(want_run[takers], np.arange(len(want_first) + 1))
     run = want_parent[want_box]
     pair, step = ranges(begin[run + 1] - begin[run])
     # taker_row[i]: the row of `wanted` that takes the part; run[i]: the distinct run of `held` that it comes from.
@@ -158,12 +159,6 @@ def _boxes(runs: RankRuns, width: int) -> tuple[TensorBoxes, I64]:
     cut = decompose(runs.lengths, runs.start, runs.count)
     offsets = pad_left(runs.offsets[cut.parent] + cut.offsets, width, 0)
     return TensorBoxes(runs.tensor[cut.parent], offsets, pad_left(cut.lengths, width, 1)), cut.parent
-
-
-def _members(group: I64, num: int) -> tuple[I64, I64]:
-    """List the rows of each group; returns them and their bounds: the rows of group g are ``rows[begin[g] : begin[g + 1]]``."""
-    rows = np.argsort(group, kind="stable")
-    return rows, np.searchsorted(group[rows], np.arange(num + 1))
 
 
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:

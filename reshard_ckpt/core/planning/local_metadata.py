@@ -123,23 +123,12 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
         replication=np.array([spec.replication for spec in specs], np.uint8),
         ndim=np.array([len(spec.shape) for spec in specs], np.int64),
         shape=pad_rows([spec.shape for spec in specs], width_of(specs), 1),
-        alias=_aliases(specs),
+        alias=np.array([-1 if spec.alias_of is None else first[spec.alias_of] for spec in specs], np.int64),
         placements=tuple(placements),
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
         **link_columns(names, [spec.link for spec in specs], first),
     )
-
-
-def _aliases(specs: Sequence[TensorSpec]) -> I64:
-    """Return for each spec the index of the tensor that it is an alias of, or -1."""
-    index: dict[str, int] = {}
-    alias = np.full(len(specs), -1, np.int64)
-    for i, spec in enumerate(specs):
-        if spec.alias_of is not None:
-            alias[i] = index[spec.alias_of]
-        index.setdefault(spec.name, i)
-    return alias
 
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:

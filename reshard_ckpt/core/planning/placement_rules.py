@@ -58,14 +58,11 @@ def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
     """
     if raw is None:
         return ()
-    return tuple(_rule(pattern, given, mesh) for part in _parts(raw) for pattern, given in part.items())
-
-
-def _parts(raw: Any) -> Iterator[Mapping[Any, Any]]:
-    for part in raw if isinstance(raw, list | tuple) else [raw]:
+    parts = raw if isinstance(raw, list | tuple) else [raw]
+    for part in parts:
         if not isinstance(part, Mapping):
             raise UsageError(f"rules: wanted a map of name patterns, or a list of them, got {part!r:.80}")
-        yield part
+    return tuple(_rule(pattern, given, mesh) for part in parts for pattern, given in part.items())
 
 
 def _rule(pattern: Any, given: Any, mesh: Mesh) -> Rule:

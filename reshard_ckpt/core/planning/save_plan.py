@@ -210,20 +210,15 @@ def _catalog_tables(
 
 def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[MergedTables, BoxTable, MergedRows, _Runs]:
     """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor, or only do not overlap."""
-    tables, boxes, merged = merge_metadata(job_metadata)
-    rows = _cut_rows(merged)
+    tables, boxes, rows = merge_metadata(job_metadata)
+    # Declared rows of one box that overlap without being equal are cut; a piece may become several rows.
+    cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
+    if cut is not None:
+        rows = replace(rows.take(cut.source), start=cut.start, count=cut.count)
+        rows = rows.take(lex_order(rows.tensor, rows.box, rows.start, rows.rank))
     runs = _distinct_runs(rows)
     _check_tiling(tables, boxes, rows, runs, may_lack=may_lack)
     return tables, boxes, rows, runs
-
-
-def _cut_rows(rows: MergedRows) -> MergedRows:
-    """Cut declared rows of one box that overlap without being equal; a piece may become several rows."""
-    cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
-    if cut is None:
-        return rows
-    rows = replace(rows.take(cut.source), start=cut.start, count=cut.count)
-    return rows.take(lex_order(rows.tensor, rows.box, rows.start, rows.rank))
 
 
 def _distinct_runs(rows: MergedRows) -> _Runs:

@@ -134,7 +134,11 @@ def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "
     sizes = None if blocks is None else tuple(blocks)
     for i in _small(catalog):
         name, code, place = table.names[i], catalog.dtype(i), _place(catalog, i)
-        beside = _scale_name(name, names) if code in QUANTIZED else None
+        beside = None
+        if code in QUANTIZED:  # the scale beside the tensor: named after it, or in the module of a weight
+            module = name.removesuffix("weight")
+            listed = [f"{name}{end}" for end in SCALES] + [f"{module}{own}" for own in BESIDE if name.endswith(".weight")]
+            beside = next((scale for scale in listed if scale in names), None)
         # Only the name "…_scale_inv" says that weights are multiplied by the scale; for other names, the method must say it.
         applies = beside is not None and sizes is not None and (method in METHODS or beside == f"{name}{SCALE_INV}")
         scale = _applicable(catalog, i, str(beside), sizes or (), names) if applies else None
@@ -153,15 +157,6 @@ def _place(catalog: Catalog, index: int) -> Place:
     if rows.start == rows.stop:  # it has no elements
         return (-1, -1)
     return int(catalog.rows.file[rows.start]), int(catalog.rows.offset[rows.start])
-
-
-def _scale_name(name: str, names: frozenset[str]) -> str | None:
-    """Return the name of the scale that is saved beside a tensor."""
-    module = name.removesuffix("weight") if name.endswith(".weight") else None
-    listed = [f"{name}{end}" for end in SCALES]
-    if module is not None:
-        listed += [f"{module}{own}" for own in BESIDE]
-    return next((scale for scale in listed if scale in names), None)
 
 
 def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints], names: frozenset[str]) -> Scale | None:

@@ -55,15 +55,27 @@ def target_rows(
     blobs
         For the index of each blob the ranks that hold it whole.
     """
-    return _TargetRowsBuilder(shapes, placed, names, mesh).run(blobs)
+    builder = _TargetRowsBuilder(shapes, placed, mesh)
+    rows = {i: builder.rows(i) for i in range(len(placed))}
+    index = {name: i for i, name in enumerate(names)}
+    for i, of_one in enumerate(placed):
+        if of_one.follows is not None:  # it lies only on the ranks that hold a part of the tensor that it follows
+            rows[i] = rows[i][np.isin(rows[i][:, 0], rows[index[of_one.follows]][:, 0])]
+    for i, holders in blobs.items():
+        whole = builder.box(((0,), shapes[i]))
+        rows[i] = _as_table((rank, whole, 0, prod(shapes[i])) for rank in holders)
+    tensor = np.repeat(np.array([*rows], np.int64), [len(of_one) for of_one in rows.values()])
+    rank, box, start, count = np.concatenate([*rows.values(), _as_table(())]).T
+    # Sorted by rank, then by tensor.
+    table = TargetRows(rank, tensor, box, start, count)
+    return table.take(np.lexsort((tensor, rank))), list(builder.boxes)
 
 
 class _TargetRowsBuilder:
     """One call of `target_rows`: the boxes and rows found so far."""
 
-    def __init__(self, shapes: Sequence[Ints], placed: Sequence[TargetPlacement], names: Sequence[str], mesh: Mesh) -> None:
+    def __init__(self, shapes: Sequence[Ints], placed: Sequence[TargetPlacement], mesh: Mesh) -> None:
         self.shapes, self.placed, self.mesh = shapes, placed, mesh
-        self.index = {name: i for i, name in enumerate(names)}
         self.coordinates = [mesh.coordinates(rank) for rank in range(mesh.size)]
         self.boxes: dict[Box, int] = {}
         self.alike: dict[tuple[Ints, TargetPlacement], I64] = {}
@@ -76,25 +88,11 @@ class _TargetRowsBuilder:
         """For a vector, and a rank's coordinates but that on the flat axis: the rank's part of each tensor before that axis cuts,
         and where each part begins in the vector; last the end of the vector."""
 
-    def run(self, blobs: Mapping[int, Sequence[int]]) -> tuple[TargetRows, list[Box]]:
-        rows = {i: self._rows(i) for i in range(len(self.placed))}
-        for i, placed in enumerate(self.placed):
-            if placed.follows is not None:  # it lies only on the ranks that hold a part of the tensor that it follows
-                rows[i] = rows[i][np.isin(rows[i][:, 0], rows[self.index[placed.follows]][:, 0])]
-        for i, holders in blobs.items():
-            whole = self._box(((0,), self.shapes[i]))
-            rows[i] = _as_table((rank, whole, 0, prod(self.shapes[i])) for rank in holders)
-        tensor = np.repeat(np.array([*rows], np.int64), [len(of_one) for of_one in rows.values()])
-        rank, box, start, count = np.concatenate([*rows.values(), _as_table(())]).T
-        # Sorted by rank, then by tensor.
-        table = TargetRows(rank, tensor, box, start, count)
-        return table.take(np.lexsort((tensor, rank))), list(self.boxes)
-
-    def _box(self, box: Box) -> int:
+    def box(self, box: Box) -> int:
         """Return the number of a box, a new one if it is new."""
         return self.boxes.setdefault(box, len(self.boxes))
 
-    def _rows(self, tensor: int) -> I64:
+    def rows(self, tensor: int) -> I64:
         """Return rank, box, start and count of the pieces of a tensor; alike tensors share them."""
         placed = self.placed[tensor]
         key = (self.shapes[tensor], placed)
@@ -118,8 +116,8 @@ class _TargetRowsBuilder:
         if region is None:
             return []
         if 0 in shape:  # a rank that has an empty tensor holds one run of no elements
-            return [(self._box(((0,) * len(shape), shape)), 0, 0)]
-        return [(self._box(box), start, count) for box, start, count in region.runs()]
+            return [(self.box(((0,) * len(shape), shape)), 0, 0)]
+        return [(self.box(box), start, count) for box, start, count in region.runs()]
 
     def _region(self, tensor: int, where: Ints) -> LocalRegion | None:
         """Return the part of a tensor that the rank at coordinates `where` holds; None if it holds not even an empty one."""

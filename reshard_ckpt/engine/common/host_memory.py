@@ -106,21 +106,20 @@ class Registrar(NamedTuple):
     unregister: Callable[[int], None]
 
 
-def _cuda_register(address: int, num_bytes: int) -> None:
-    portable = 1  # for every device of the process
-    _check_cuda(torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable))  # type: ignore[no-untyped-call]
+def _call_cuda(name: str, *args: int) -> None:
+    code = int(getattr(torch.cuda.cudart(), name)(*args))  # type: ignore[no-untyped-call]
+    if code:
+        raise RuntimeError(f"CUDA error {code}")
 
 
-def _cuda_unregister(address: int) -> None:
-    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+_PORTABLE = 1  # for every device of the process
 
-
-def _check_cuda(code: Any) -> None:
-    if int(code):
-        raise RuntimeError(f"CUDA error {int(code)}")
-
-
-REGISTRARS = {"cuda": Registrar(_cuda_register, _cuda_unregister)}
+REGISTRARS = {
+    "cuda": Registrar(
+        lambda address, num_bytes: _call_cuda("cudaHostRegister", address, num_bytes, _PORTABLE),
+        lambda address: _call_cuda("cudaHostUnregister", address),
+    )
+}
 """Registrars by the type of the device."""
 
 

@@ -16,8 +16,8 @@ The timeline has the steps of a save, timed on all ranks and put on one axis of 
 
 Ranks have clocks of their own. Messages show how far two clocks differ: because a message never arrives before it is sent, each
 message to rank 0 gives a lower bound of how far the sender's clock is ahead of rank 0's, and each message from rank 0 an upper
-bound (`ClockBounds`). `ClockBounds.offset` is 0, which is exact on one machine, if the bounds allow it, else the nearest value
-that they allow. `ClockBounds.uncertainty` is the largest possible error of it.
+bound (`merged`). If the bounds allow it, the clock counts as 0 ahead, which is exact on one machine, else as the nearest value that
+they allow (`clock_offset`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 import numpy as np
@@ -348,53 +347,29 @@ def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, 
     num_common = min(int(num_calls.min()), len(recorder.calls))
     heads = b"".join(record[_HEAD.size : _HEAD.size + 4 * num_common] for record in records)
     times = began[:, None] + np.frombuffer(heads, "<f4").reshape(len(records), num_common)
-    bounds = clock_bounds(recorder.calls[:num_common], times, began + sealed - received_at)
-    shift = began - bounds.offset
-    zero = float(shift.min())
-    steps = [record[_HEAD.size + 4 * count :] for record, count in zip(records, num_calls.tolist(), strict=True)]
-    return encode_timeline(save_id, zero, mesh, shift - zero, bounds.uncertainty, steps)
-
-
-def clock_bounds(first: Sequence[CommCall], times: NDArray[np.float64], least: NDArray[np.float64]) -> ClockBounds:
-    """Return bounds of the seconds by which each rank's clock is ahead of rank 0's.
-
-    Parameters
-    ----------
-    first
-        The calls of rank 0.
-    times
-        ``times[rank, i]``: when the message of call i left this rank if it went to rank 0, else when it came to this rank.
-    least
-        For each rank a bound that the sending of its record gives.
-    """
-    least, most = least.copy(), np.full(len(times), np.inf)
-    for call, there in zip(first, times.T, strict=True):
+    # least, most: bounds of the seconds by which each rank's clock is ahead of rank 0's. The sending of its record gives one too.
+    least, most = began + sealed - received_at, np.full(len(records), np.inf)
+    for call, there in zip(recorder.calls[:num_common], times.T, strict=True):
         if call.to_first:
             np.maximum(least, there - call.ended, out=least)
         else:
             np.minimum(most, there - call.began, out=most)
     least[0] = most[0] = 0.0
-    return ClockBounds(least, most)
+    offset, uncertainty = clock_offset(least, most)
+    shift = began - offset
+    zero = float(shift.min())
+    steps = [record[_HEAD.size + 4 * count :] for record, count in zip(records, num_calls.tolist(), strict=True)]
+    return encode_timeline(save_id, zero, mesh, shift - zero, uncertainty, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class ClockBounds:
-    """Bounds, in seconds, of how far the clocks of ranks are ahead of another clock."""
+def clock_offset(least: NDArray[np.float64], most: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how far to assume that clocks are ahead, in seconds: 0 if the bounds allow that, else the bound nearest to 0.
 
-    least: NDArray[np.float64]
-    most: NDArray[np.float64]
+    Return also the largest possible error of that.
 
-    @property
-    def offset(self) -> NDArray[np.float64]:
-        """How far to assume that each clock is ahead, in seconds: 0 if its bounds allow that, else the bound nearest to 0.
-
-        >>> ClockBounds(np.array([-0.1, 7.0]), np.array([0.3, 7.5])).offset.tolist()
-        [0.0, 7.0]
-        """
-        # Bounds that contradict each other: a clock ran faster, or was set, meanwhile.
-        return np.where(self.least > self.most, (self.least + self.most) / 2, np.minimum(np.maximum(0.0, self.least), self.most))
-
-    @property
-    def uncertainty(self) -> NDArray[np.float64]:
-        """The largest possible error of `offset`."""
-        return np.maximum(np.abs(self.most - self.offset), np.abs(self.offset - self.least))
+    >>> clock_offset(np.array([-0.1, 7.0]), np.array([0.3, 7.5]))[0].tolist()
+    [0.0, 7.0]
+    """
+    # Bounds that contradict each other: a clock ran faster, or was set, meanwhile.
+    offset = np.where(least > most, (least + most) / 2, np.minimum(np.maximum(0.0, least), most))
+    return offset, np.maximum(np.abs(most - offset), np.abs(offset - least))

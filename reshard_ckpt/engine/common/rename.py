@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
@@ -91,22 +91,15 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable, lossy=lossy)
 
 
-@dataclass(slots=True)
 class _NewNames:
     """The new names of all tensors and values, and the new links between them."""
 
-    catalog: Catalog
-    rename: Rename
-    _old: dict[str, StateLink] = field(default_factory=dict)
-    _new: dict[str, str] = field(default_factory=dict)
-    _links: dict[str, StateLink] = field(default_factory=dict)
-    _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
-    """The new FQN of each parameter of each optimizer, under the old names of both."""
-
-    def __post_init__(self) -> None:
-        self._old = self.catalog.links()
-        for name in (*self.catalog.names, *self.catalog.value_names):
-            self._new[name] = self._given_name(name)
+    def __init__(self, catalog: Catalog, rename: Rename) -> None:
+        self.catalog, self.rename = catalog, rename
+        self._old, self._links = catalog.links(), dict[str, StateLink]()
+        self._new = {name: self._given_name(name) for name in (*catalog.names, *catalog.value_names)}
+        # _fqns: the new FQN of each parameter of each optimizer, under the old names of both.
+        self._fqns: dict[tuple[str, str], str] = {}
         for name, link in self._old.items():
             new = self._link_of_renamed(name, link) if self._new[name] != name else self._link_after_parameter(link)
             if new is not None:

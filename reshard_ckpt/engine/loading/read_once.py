@@ -46,6 +46,7 @@ from ..common.rounds import Rounds, named_error, pack_columns, pack_table, settl
 from ..common.tensor_bytes import RAW
 from .device_targets import DevicePart, DeviceTargets
 from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
+from .ties import INTS
 
 ROUND_BYTES = 12 << 20
 """Most bytes that a rank sends in one round, and most that it receives; or one message, if that is larger."""
@@ -55,9 +56,6 @@ _NEXT_TO_NOTHING = 1 / 200
 
 SMALL_BYTES = 128 << 20
 """Size of a checkpoint up to which each rank reads for itself: the ranks would take longer to agree who reads which part."""
-
-_WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A dtype for each element size. Owners do not know the dtypes of the boxes that they send, and need not."""
 
 
 def pays_off(storage: Storage, catalog: Catalog) -> bool:
@@ -333,7 +331,8 @@ class _SharedWindows(Mover):
         self._memory, self._targets = _WindowMemory(), _Targets(targets, reader.devices)
         parts, dest = concatenated([taken, asked]), plan.dest[items]
         transfers = Transfers(parts.round, parts.owner, parts.taker, volumes(parts.lengths) * parts.item_bytes)
-        wire = [targets[i].dtype for i in dest.tolist()] + [_WIRE[size] for size in asked.item_bytes.tolist()]
+        # An owner does not know the dtypes of the boxes that it sends, and need not: any dtype of the size will do.
+        wire = [targets[i].dtype for i in dest.tolist()] + [INTS[size] for size in asked.item_bytes.tolist()]
         super().__init__(exchange.rank, exchange.size, len(came), transfers, wire, keeps_views=False)
         # window[i], first[i]: the window of asked box i, and its first byte there.
         window = _window_of(reads, asked.file, asked.window)

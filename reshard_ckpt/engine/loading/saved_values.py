@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.names import is_below
 from ...core.catalog.specs import TensorSpec, ValueKind, piece_columns
 from ...core.planning.load_plan import plan_load
 from ...format.values import decode_value
@@ -41,10 +42,10 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
         The bytes of a value are damaged.
     """
     at = tuple(prefixes)
-    below = tuple(f"{prefix}." for prefix in at)
-    chosen = [entry for entry in catalog.values_table if entry.name in at or entry.name.startswith(below)]
     found, large = {}, []
-    for entry in chosen:
+    for entry in catalog.values_table:
+        if not is_below(entry.name, at):
+            continue
         if entry.data is not None:
             found[entry.name] = SavedValue(entry.kind, decode_value(entry.data, name=entry.name))
         elif entry.kind is ValueKind.PER_RANK:

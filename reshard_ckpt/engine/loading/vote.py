@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
+from ...core.catalog.names import is_below
 from ...core.catalog.param_groups import NO_GROUP, OTHER_KIND
 from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, matches
 from ...core.planning.scales import DEQUANTIZE
@@ -195,13 +196,12 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         problems[kind] = tuple(lines)
     named: set[int] = set().union(*(vote["named"] for vote in votes))
     table = catalog.tensors_table
-    below = tuple(f"{prefix}." for prefix in prefixes)
     problems["unexpected"] = tuple(
         f"{name}: in the checkpoint, but not in the state passed"
         for i, name in enumerate(table.names)
         if table.kind[i] == TensorKind.TENSOR
         and i not in named
-        and (name in prefixes or name.startswith(below))
+        and is_below(name, prefixes)
         # An alias of a tensor that is loaded has no bytes of its own, so it is not unexpected.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
@@ -243,8 +243,7 @@ def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> li
         There is such an entry, and ``strict`` is set. It is the error of reading the first of them.
     """
     at = tuple(prefixes)
-    below = tuple(f"{prefix}." for prefix in at)
-    found = {name: why for name, why in catalog.unreadable.items() if name in at or name.startswith(below)}
+    found = {name: why for name, why in catalog.unreadable.items() if is_below(name, at)}
     if strict:
         for error in found.values():
             raise error

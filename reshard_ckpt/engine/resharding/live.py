@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgpack
 import numpy as np
 import torch
 
@@ -25,8 +25,6 @@ from ...format.dtypes import TORCH_DTYPES
 from ..common.mover import Boxes, Memories, Mover, Transfers
 from ..common.rounds import pack_columns, unpack_columns
 from ..saving.local_shards import LocalShards
-
-_ROUNDS = struct.Struct("<II")
 
 
 class WantedRows(NamedTuple):
@@ -72,17 +70,15 @@ def plan_moves(
     round_bytes
         About how many bytes a rank sends, or receives, in one round.
     """
-    # Message of a rank: length of the node's name (4 bytes), the name, its wanted runs as a table.
-    runs = _runs_of(wanted, devices, comm.rank)
-    gathered = comm.gather(len(node).to_bytes(4, "little") + node + pack_columns(runs))
+    gathered = comm.gather(msgpack.packb([node, pack_columns(_runs_of(wanted, devices, comm.rank))]))
     messages = None
     if gathered is not None:
         assert held is not None
-        # cuts[r]: where the table begins in the message of rank r; number: an index for each machine; nodes[r]: rank r's machine
-        cuts = [4 + int.from_bytes(data[:4], "little") for data in gathered]
-        number = {name: i for i, name in enumerate(dict.fromkeys(data[4:cut] for data, cut in zip(gathered, cuts, strict=True)))}
-        nodes = [number[data[4:cut]] for data, cut in zip(gathered, cuts, strict=True)]
-        of_ranks = [unpack_columns(RankRuns, data[cut:]) for data, cut in zip(gathered, cuts, strict=True)]
+        names, tables = zip(*map(msgpack.unpackb, gathered), strict=True)
+        # nodes[r]: the number of rank r's machine
+        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        nodes = [number[name] for name in names]
+        of_ranks = [unpack_columns(RankRuns, table) for table in tables]
         # Tables are as wide as the most dims on their rank; shorter boxes get leading dims of offset 0 and length 1.
         width = max(table.offsets.shape[1] for table in of_ranks)
         all_wanted = concatenated(
@@ -91,9 +87,9 @@ def plan_moves(
         parts = plan_exchange(held, all_wanted, nodes, round_bytes)
         # Rounds are numbered from 0, and `OWN` is -1, so an exchange of own parts alone has 0 rounds.
         num_rounds = [int(parts.round[parts.device == device].max(initial=OWN)) + 1 for device in (0, 1)]
-        messages = [_ROUNDS.pack(*num_rounds) + pack_columns(parts.of_rank(rank)) for rank in range(comm.size)]
-    data = comm.scatter(messages)
-    return Moves(unpack_columns(Parts, data[_ROUNDS.size :]), _ROUNDS.unpack_from(data))
+        messages = [msgpack.packb([pack_columns(parts.of_rank(rank)), num_rounds]) for rank in range(comm.size)]
+    own_parts, num_rounds = msgpack.unpackb(comm.scatter(messages), use_list=False)
+    return Moves(unpack_columns(Parts, own_parts), num_rounds)
 
 
 def _runs_of(wanted: WantedRows, devices: Sequence[bool], rank: int) -> RankRuns:

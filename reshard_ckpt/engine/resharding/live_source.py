@@ -25,6 +25,7 @@ import torch
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog, FileEntry, RowTable, ValueEntry
+from ...core.catalog.names import is_below
 from ...core.catalog.specs import ValueKind, ValueSpec, item_bytes_of, piece_columns
 from ...core.planning.exchange import RankRuns
 from ...core.planning.merge import MergedTables, tensor_table
@@ -254,8 +255,7 @@ class LiveValues:
             one object to load.
         """
         out: dict[str, Any] = {}
-        below = tuple(f"{prefix}." for prefix in prefixes)
-        for entry in (entry for entry in table if entry.name in prefixes or entry.name.startswith(below)):
+        for entry in (entry for entry in table if is_below(entry.name, prefixes)):
             if entry.kind is ValueKind.PER_RANK:
                 data = self._per_rank[old_names.get(entry.name, entry.name)]
                 lost = frozenset(rank for rank, blob in enumerate(data) if blob is None)

@@ -390,8 +390,12 @@ def commit(
         for section in (Section(*columns) for part in parts for columns in part[1]):
             sections.setdefault(section.key, []).append(section)
         sizes = {layout.key: layout.num_bytes for of_rank in layouts for layout in of_rank}
-        joined = [_joined(target, key, sizes[key], of_file, read_back) for key, of_file in sections.items()]
-        files |= {file.key: file for file in joined}
+        for key, of_file in sections.items():
+            whole = join(target, key, sizes[key], of_file)
+            values = decode_digests(whole.digests, whole.size).values.tolist()
+            read_back.verify(WrittenBlocks(key, values, low, high) for low, high in whole.written)
+            write_file(target, digests_key(key), whole.digests)
+            files[key] = WrittenFile(key, whole.size, digest128(whole.digests))
         none = np.zeros(0, np.uint64)
         receipts = [receipt_of(of_rank, [files[layout.key] for layout in of_rank], none) for of_rank in layouts]
         saved = plan.catalog
@@ -404,15 +408,6 @@ def commit(
         return sum(part[2] for part in parts)
 
     return ProcessReport(bytes_read=merge_of_all(comm, packed, published), kept=done.kept)
-
-
-def _joined(target: Storage, key: str, size: int, sections: Sequence[Section], read_back: ReadBack) -> WrittenFile:
-    """Join the sections of one file, and write its digests file."""
-    file = join(target, key, size, sections)
-    values = decode_digests(file.digests, size).values
-    read_back.verify(WrittenBlocks(key, values.tolist(), low, high) for low, high in file.written)
-    write_file(target, digests_key(key), file.digests)
-    return WrittenFile(key, size, digest128(file.digests))
 
 
 @dataclass(frozen=True, slots=True)

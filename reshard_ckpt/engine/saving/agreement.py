@@ -20,7 +20,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -54,25 +54,20 @@ _LAYOUT_PARTS = 2
 _VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)
 
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept(Generic[Item]):
-    plan_id: bytes
-    item: Item
-
 
 class PlanCache:
-    """Results of earlier agreements that a process keeps, by layout: its own assignments, and plans if it was rank 0."""
+    """Results of earlier agreements that a process keeps, by layout: its own assignments, and plans if it was rank 0.
+
+    Each is kept with the id of its plan.
+    """
 
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
         """Empty the cache, also in a forked child."""
-        self.plans: Memo[bytes, _Kept[SavePlan]] = Memo(MAX_PLANS)
-        self.assignments: Memo[bytes, _Kept[Assignment]] = Memo(MAX_ASSIGNMENTS)
+        self.plans: Memo[bytes, tuple[bytes, SavePlan]] = Memo(MAX_PLANS)
+        self.assignments: Memo[bytes, tuple[bytes, Assignment]] = Memo(MAX_ASSIGNMENTS)
 
 
 PLANS = PlanCache()
@@ -152,9 +147,9 @@ def agree(
     parts = (*encode_metadata(local_shards.local_metadata), encoded)
     digests = [digest128(part) for part in parts]
     layout = b"".join((*digests[:_LAYOUT_PARTS], bytes([splits])))
-    kept = cache.assignments.find(layout)
+    plan_id, kept = cache.assignments.find(layout) or (_NO_PLAN, None)
     # 1. Gather: digests, and the id of the plan of the kept assignment.
-    states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
+    states = comm.gather(b"".join((*digests, plan_id)))
     leader = None if states is None else Leader(states, cache, accept, splits=splits)
     # 2. Broadcast: the answer. Every rank decodes the same one, so all take part in the same collectives from here.
     answer = _Answer.decode(comm.broadcast(None if leader is None else leader.answer.encode()))
@@ -169,10 +164,10 @@ def agree(
     if answer.assigns:
         data = comm.scatter(None if leader is None else leader.assignments())
     if data or kept is None:
-        kept = _Kept(answer.plan_id, decode_assignment(data, answer.save_id))
-        cache.assignments.keep(layout, kept)
-    assert kept.plan_id == answer.plan_id
-    assignment = replace(kept.item, save_id=answer.save_id)
+        plan_id, kept = answer.plan_id, decode_assignment(data, answer.save_id)
+        cache.assignments.keep(layout, (plan_id, kept))
+    assert plan_id == answer.plan_id
+    assignment = replace(kept, save_id=answer.save_id)
     if leader is None:
         return assignment, None
     # Decoded: the caller may change the object that it passed before the commit.
@@ -207,15 +202,14 @@ class Leader:
         self._states = states
         self._splits = splits
         self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data) + bytes([splits])
-        kept = cache.plans.find(self._layouts)
         self._accept = accept
-        self._plan = None if kept is None else kept.item
+        self._plan: SavePlan | None
+        plan_id, self._plan = cache.plans.find(self._layouts) or (secrets.token_bytes(_ID_BYTES), None)
         if self._plan is not None:
             accept(self._plan)
-        plan_id = secrets.token_bytes(_ID_BYTES) if kept is None else kept.plan_id
         # _lacks[rank]: whether the rank has no assignment from this plan
         self._lacks = (table[:, _PARTS] != np.frombuffer(plan_id, np.uint8)).any(axis=1)
-        self.answer = _Answer(new_save_id(), plan_id, self._asked(kept is None), bool(self._lacks.any()))
+        self.answer = _Answer(new_save_id(), plan_id, self._asked(self._plan is None), bool(self._lacks.any()))
         self.values: tuple[ValueEntry, ...] = ()
 
     @property
@@ -261,7 +255,7 @@ class Leader:
             metadata = decode_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
             self._plan = plan_save(metadata, splits=self._splits)
             self._accept(self._plan)
-            self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
+            self._cache.plans.keep(self._layouts, (self.answer.plan_id, self._plan))
         for rank in self._first_with(_METADATA).values():
             _refuse_other(messages[0][_METADATA], messages[rank][_METADATA], rank)
         of_ranks = [(rank, decode_values(messages[rank][_VALUES])) for rank in self._first_with(_VALUES).values()]

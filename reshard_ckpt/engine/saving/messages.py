@@ -9,7 +9,7 @@ column at a time, and encodes all assignments at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -26,11 +26,10 @@ from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColum
 from ...core.planning.save_plan import SavePlan
 from ...format.files import digests_key
 
-_ARRAY = 1
-"""Code of the msgpack extension type of arrays."""
+_NARROW = ("dtype", "kind", "own", "replication")
+"""The columns of tensors that are uint8."""
 
-_WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
-"""The columns of tensors that are int64 again after decoding; encoding narrows them."""
+_TENSOR_COLUMNS = (*_NARROW, "ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 
 _COLUMN = np.dtype([("count", "<u4"), ("width", "u1")])
 """Head of a column in a message: how many numbers it has, and the bytes of each."""
@@ -210,24 +209,6 @@ class Receipts:
         return sorted({file.key.partition("/")[0] for file in self.files})
 
 
-def _default(value: Any) -> msgpack.ExtType:
-    """Encode an array for msgpack: dtype, shape and little-endian bytes; non-negative int64 in the narrowest unsigned dtype."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"cannot send {type(value).__name__} to another rank")
-    if value.dtype == np.int64 and value.size and int(value.min()) >= 0:
-        value = value.astype(np.min_scalar_type(int(value.max())))
-    little = value.astype(value.dtype.newbyteorder("<"), copy=False)
-    return msgpack.ExtType(_ARRAY, msgpack.packb([little.dtype.str, list(value.shape), little.tobytes()]))
-
-
-def _ext_hook(code: int, data: bytes) -> Any:
-    if code != _ARRAY:
-        raise ValueError(f"unknown message part {code}")
-    dtype, shape, raw = msgpack.unpackb(data)
-    array = np.frombuffer(raw, dtype)
-    return array if len(shape) == 1 else array.reshape(shape)
-
-
 def encode_columns(columns: Sequence[NDArray[Any]], cuts: Sequence[I64] | None = None) -> list[bytes]:
     """Encode columns of numbers that are not negative as one message, or cut them into several.
 
@@ -289,18 +270,26 @@ _ENCODED: Memo[tuple[int, int], tuple[TensorColumns, RowColumns, tuple[bytes, by
 
 
 def _encode_tensors(tensors: TensorColumns) -> bytes:
-    message = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    message["placements"] = [[astuple(p) for p in placement] for placement in tensors.placements]
-    message["mesh"] = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
-    packed: bytes = msgpack.packb(message, default=_default)
+    placements = [[astuple(p) for p in placement] for placement in tensors.placements]
+    mesh = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
+    # Plus 1: some columns have a -1 for nothing, and only numbers that are not negative can be encoded.
+    [columns] = encode_columns([getattr(tensors, name).ravel().astype(np.int64) + 1 for name in _TENSOR_COLUMNS])
+    packed: bytes = msgpack.packb([tensors.names, placements, mesh, tensors.shape.shape[1], columns])
     return packed
 
 
 def _decode_tensors(data: bytes) -> TensorColumns:
-    m = msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, strict_map_key=False)
-    placements = tuple(tuple(AxisPlacement(*p) for p in placement) for placement in m["placements"])
-    wide = {name: m[name].astype(np.int64) for name in _WIDE}
-    return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
+    names, placements, mesh, width, encoded = msgpack.unpackb(data, use_list=False)
+    numbers, _ = decode_columns([encoded], len(_TENSOR_COLUMNS))
+    columns: dict[str, Any] = {name: column - 1 for name, column in zip(_TENSOR_COLUMNS, numbers, strict=True)}
+    columns |= {name: columns[name].astype(np.uint8) for name in _NARROW}
+    columns["shape"] = columns["shape"].reshape(len(names), width)
+    return TensorColumns(
+        names=names,
+        placements=tuple(tuple(AxisPlacement(*p) for p in placement) for placement in placements),
+        mesh=None if mesh is None else Mesh(*mesh),
+        **columns,
+    )
 
 
 def encode_values(values: Sequence[ValueSpec | ValueEntry]) -> bytes:
