@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from .model import Catalog, TensorKind
 from .specs import CODES, Mesh, item_bytes_of
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
+class Portion(NamedTuple):
     """Totals of some tensors; elements and bytes are those of the whole tensors, each counted once, without aliases."""
 
     num_tensors: int

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ..catalog.placements import KINDS
@@ -29,8 +28,7 @@ _CALL = re.compile(r"\s*(\w+)\s*(?:\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\))?\s*")
 _OTHER_WORDS = {"on": "resident"}
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """A pattern with placements by axis, sections by dim, and the order in which axes cut a dim (None if the rule gives none).
 
     The dim of a ``shard`` may be negative, counted from the end, because a rule does not know the number of dims.

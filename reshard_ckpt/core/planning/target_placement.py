@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from ...errors import UsageError
 from ..catalog.model import Catalog
@@ -62,8 +63,7 @@ class TargetPlacement:
         return replace(self, axes=tuple(AxisPlacement(p.axis, "replicate") if KINDS[p.kind].flattens else p for p in self.axes))
 
 
-@dataclass(frozen=True, slots=True)
-class TargetTopology:
+class TargetTopology(NamedTuple):
     """The user's description of the new topology."""
 
     mesh: Mesh

@@ -18,11 +18,11 @@ from ...format.files import CATALOG_KEY, MAX_MANIFEST_BYTES, decode_manifest, en
 from ...storage.protocol import Storage, read_parts
 from ..common.files import num_threads
 from ..common.packed_files import as_stored
-from ..common.progress import OnProgress, Tally, silent
+from ..common.progress import OnProgress, Tally
 from ..loading.read import REQUEST_BYTES
 
 
-def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> str:
+def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, report: OnProgress) -> str:
     """Hash all files of a checkpoint as they are now, publish the manifest in place of an earlier one, and return its key."""
     digests: dict[str, bytes] = {}
     for name, found in _hashes(storage, _keys(catalog), workers, report):
@@ -34,9 +34,7 @@ def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = N
     return key
 
 
-def check_manifest(
-    storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent
-) -> Iterator[str]:
+def check_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, report: OnProgress) -> Iterator[str]:
     """Yield a line for each file that is not listed, is missing, or has another digest than the listed one.
 
     Raises
@@ -58,9 +56,7 @@ def check_manifest(
     yield from check_listed(storage, {name: listed[name] for name in expected if name in listed}, workers=workers, report=report)
 
 
-def check_listed(
-    storage: Storage, listed: Mapping[str, bytes], *, workers: int | None = None, report: OnProgress = silent
-) -> Iterator[str]:
+def check_listed(storage: Storage, listed: Mapping[str, bytes], *, workers: int | None, report: OnProgress) -> Iterator[str]:
     """Yield a line for each listed file that is missing, or has another SHA-256 than `listed` gives for its key."""
     for name, found in _hashes(storage, list(listed), workers, report):
         if isinstance(found, CheckpointError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +43,7 @@ class Transfers(ColumnTable):
     num_bytes: I64
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
+class Boxes(NamedTuple):
     """Boxes of elements in this rank's memory, one for each part.
 
     `row` is the row whose memory holds the box, or -1 if the box is on another rank. `first` is its first element, counted from

@@ -16,8 +16,8 @@ The timeline has the steps of a save, timed on all ranks and put on one axis of 
 
 Ranks have clocks of their own. Messages show how far two clocks differ: because a message never arrives before it is sent, each
 message to rank 0 gives a lower bound of how far the sender's clock is ahead of rank 0's, and each message from rank 0 an upper
-bound (`merged`). If the bounds allow it, the clock counts as 0 ahead, which is exact on one machine, else as the nearest value that
-they allow (`clock_offset`).
+bound (`merged`). If the bounds allow it, the clock counts as 0 ahead, which is exact on one machine, else as the nearest value
+that they allow (`clock_offset`).
 """
 
 from __future__ import annotations

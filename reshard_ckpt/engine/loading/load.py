@@ -205,7 +205,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
         source=source,
         wanted=wanted,
         plan=plan_load(catalog, source, wanted, resolved.window_bytes),
-        ties=tuple(replace(tie, members=tuple(m for m in tie.members if m.source not in refused)) for tie in resolved.ties),
+        ties=tuple(tie._replace(members=tuple(m for m in tie.members if m.source not in refused)) for tie in resolved.ties),
     )
 
 
@@ -293,7 +293,7 @@ def fetch(
     task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:
-        bytes_read += run(replace(task, copy=False), report)
+        bytes_read += run(task._replace(copy=False), report)
     bytes_read += run(task, report)
     if is_foreign:
         refuse_changed(storage, catalog, before)

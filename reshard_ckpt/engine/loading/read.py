@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,8 +58,7 @@ class ReadTarget(NamedTuple):
     """Whether the tensor is a temporary buffer of this package. Messages do not list it as overwritten."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTask:
+class ReadTask(NamedTuple):
     """Arguments of `execute`: the checkpoint, the plan, the targets to fill, and the digests to verify with."""
 
     storage: Storage

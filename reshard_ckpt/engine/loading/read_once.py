@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ def execute_once(
     items, taken = _boxes_in_messages(task.plan, given[of_item], messages)
     asked = _send_wanted_boxes(exchange, taken) if messages.num_rounds else taken.take(slice(0))
     # served: the reads of the owned windows, for the items of this rank and of all others.
-    served = reads_of(replace(task, plan=_plan_for_all(task.plan, np.isin(of_item, owned), asked), copy=False))
+    served = reads_of(task._replace(plan=_plan_for_all(task.plan, np.isin(of_item, owned), asked), copy=False))
     own_bytes = int(wants.read[alone].sum()) + served.num_bytes
     # With ``copy=False`` no bytes are received from other ranks, so only this rank's own reads count as progress.
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from .load import check_whole
 from .read import ReadTarget, ReadTask, execute
 
 
-@dataclass(frozen=True, slots=True)
-class SavedValue:
+class SavedValue(NamedTuple):
     """A value of a checkpoint; the `value` of a per-rank one is a sequence of all ranks' values."""
 
     kind: ValueKind

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -103,8 +102,7 @@ def parts_of_load(catalog: Catalog, resolved: Resolved, quantized: Quantized) ->
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Dequantizer:
+class Dequantizer(NamedTuple):
     """The quantized tensors of a source, and where it reads their scales: the store and the catalog of the source itself."""
 
     storage: Storage

@@ -15,7 +15,7 @@ So every overlap is checked, for any shapes, strides and dtypes of the targets. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -54,8 +54,7 @@ class TiedTarget(NamedTuple):
         return self.target.tensor.data_ptr()
 
 
-@dataclass(frozen=True, slots=True)
-class Tie:
+class Tie(NamedTuple):
     """Targets that may share memory at the addresses ``[low, high)``."""
 
     members: tuple[TiedTarget, ...]

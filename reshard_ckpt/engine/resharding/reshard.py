@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +53,7 @@ AT_ONCE_BYTES = 512 << 20
 """Bytes of files that are written at once to a store with slow round trips."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessReport:
+class ProcessReport(NamedTuple):
     """The result of one process, or of all: the files and the sections of files that it wrote, and the bytes that it read from
     the source. `kept` are files that an earlier attempt had finished; every process has the same ones."""
 
@@ -136,12 +134,12 @@ def keep_finished(
         key, size, digests_of_it = whole[i].key, whole[i].num_bytes, digests_key(whole[i].key)
         digests = finished_digests(target, key, size, whole[i].header, target, digests_of_it)
         if digests is not None:
-            finished.append(astuple(WrittenFile(key, size, digest128(digests))))
+            finished.append(WrittenFile(key, size, digest128(digests)))
 
     def without_others(parts: list[Any]) -> list[Any]:
         kept = [WrittenFile(*file) for part in parts for file in part]
         target.delete(left - set(keys_of(kept)))
-        return [astuple(file) for file in kept]
+        return kept
 
     return tuple(WrittenFile(*file) for file in merge_of_all(comm, finished, without_others))
 
@@ -379,7 +377,7 @@ def commit(
 
     Return the report with the bytes that all processes read.
     """
-    packed = [[astuple(file) for file in done.written], done.sections, done.bytes_read]
+    packed = [done.written, done.sections, done.bytes_read]
 
     # Runs on rank 0 with the reports of all processes. A file counts as written only after its sections are joined, and the lease
     # is checked last before the catalog: a job that lost it may have had its files deleted.
@@ -410,8 +408,7 @@ def commit(
     return ProcessReport(bytes_read=merge_of_all(comm, packed, published), kept=done.kept)
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(NamedTuple):
     """The share of one rank of the new topology in the work: files to write, bytes to read, and where these lie.
 
     Attributes

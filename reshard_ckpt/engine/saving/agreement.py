@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -74,8 +74,7 @@ PLANS = PlanCache()
 """The cache of this process, used by all saves."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """Rank 0's broadcast to all ranks.
 
     Attributes

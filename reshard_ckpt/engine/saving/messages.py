@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -119,8 +118,7 @@ class StoredRuns(ColumnTable):
     offset: I64
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """A file that a rank wrote and made durable together with its digests file.
 
     Attributes
@@ -364,28 +362,27 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 def encode_receipt(receipt: Receipt) -> bytes:
     """Encode a receipt."""
     parts = StoredRuns.empty() if receipt.parts is None else receipt.parts
-    head = np.array([len(receipt.files), receipt.parts is not None], np.int64)
-    files = b"".join([msgpack.packb(astuple(file)) for file in receipt.files])
-    texts = [np.frombuffer(text, np.uint8) for text in (files, receipt.record)]
-    return encode_columns([head, *texts, receipt.file, receipt.offset, receipt.fingerprints, *columns_of(parts)])[0]
+    [columns] = encode_columns([receipt.file, receipt.offset, receipt.fingerprints, *columns_of(parts)])
+    packed: bytes = msgpack.packb([receipt.files, receipt.record, receipt.parts is not None, columns])
+    return packed
 
 
 def decode_receipts(messages: Sequence[bytes]) -> Receipts:
     """Decode the receipts of all ranks, by rank, as `encode_receipt` encoded them: one column of all ranks at a time."""
-    (heads, packed_files, records, file, offset, fingerprints, *parts), counts = decode_columns(messages, 11)
-    num_files, has_parts = heads.reshape(-1, 2).T
-    text = records.astype(np.uint8).tobytes()
-    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=0)
-    unpacker.feed(packed_files.astype(np.uint8).tobytes())
+    unpacked = [msgpack.unpackb(message, use_list=False) for message in messages]
+    files_of, records, has_parts, columns = zip(*unpacked, strict=True)
+    (file, offset, fingerprints, *parts), counts = decode_columns(columns, 8)
     files = tuple(
         WrittenFile(key, size, digest, sha256, digests_sha256, packed and tuple(PackedRows(*rows) for rows in packed))
-        for key, size, digest, sha256, digests_sha256, packed in unpacker
+        for of_rank in files_of
+        for key, size, digest, sha256, digests_sha256, packed in of_rank
     )
+    num_files = np.array([len(of_rank) for of_rank in files_of], np.int64)
     # first[r]: index of the first file of rank r; a receipt numbers its own files from 0
     first = np.cumsum(num_files) - num_files
     ranks = np.arange(len(messages))
     part_rank = np.repeat(ranks, counts[:, -1])
-    stored = StoredRuns(*parts) if has_parts.any() else None
+    stored = StoredRuns(*parts) if any(has_parts) else None
     if stored is not None:
         # A part lies in a file of its rank, or in the base: that number counts on from the rank's files, and now from all files.
         beyond = np.where(stored.file < num_files[part_rank], first[part_rank], len(files) - num_files[part_rank])
@@ -393,10 +390,10 @@ def decode_receipts(messages: Sequence[bytes]) -> Receipts:
     return Receipts(
         files=files,
         rank=np.repeat(ranks, num_files),
-        file=file + np.repeat(first, counts[:, 3]),
+        file=file + np.repeat(first, counts[:, 0]),
         offset=offset,
         fingerprints=fingerprints.view(np.uint64),
-        records=[text[low:high] for low, high in pairwise([0, *np.cumsum(counts[:, 2]).tolist()])],
+        records=records,
         parts=stored,
         part_rank=part_rank,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -48,8 +48,7 @@ HEADER_BYTES = 48 << 20
 """The header of a file stays below this; safetensors refuses a header above 100 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(NamedTuple):
     """One file to be written: its key, members and header, and the range of the assignment's items that it holds.
 
     `num_bytes` is the size of the file; of one with packed rows, that of the plain file.
@@ -82,11 +81,11 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int) -> lis
         if not assignment.bits:
             return files
         bits = [assignment.bits.get(row, 0) for row in items.local.tolist()]
-        return [replace(file, packed=_packed(file, bits[file.items])) for file in files]
+        return [file._replace(packed=_packed(file, bits[file.items])) for file in files]
 
     files = _FILES.get(key, divide)
     return [
-        replace(file, key=file_key(assignment.save_id, rank, part, is_packed=bool(file.packed)))
+        file._replace(key=file_key(assignment.save_id, rank, part, is_packed=bool(file.packed)))
         for part, file in enumerate(files)
     ]
 
