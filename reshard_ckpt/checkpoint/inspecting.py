@@ -166,7 +166,7 @@ def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
     table = catalog.tensors_table
     # at: the index of each tensor in the table; source: the index of the tensor that has its bytes.
     at = np.array([catalog.index(name) for name in names], np.int64)
-    source = np.where(table.alias[at] < 0, at, table.alias[at])
+    source = catalog.sources(at)
     num_bytes = volumes(table.shape[at]) * item_bytes_of(table.dtype[at])
     num_shards = np.diff(table.row_start)[source]  # an alias has the shards of its source
     columns = (column.tolist() for column in (at, table.placement[at], table.alias[at], num_bytes, num_shards))

@@ -103,6 +103,11 @@ class TensorDescriptions:
     key: I64
     parameter: I64
 
+    def shape_of(self, index: int) -> Ints:
+        """Return the global shape of a tensor, without padding."""
+        width, ndim = self.shape.shape[1], int(self.ndim[index])
+        return tuple(self.shape[index, width - ndim :].tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class TensorTable(TensorDescriptions):
@@ -266,9 +271,7 @@ class Catalog:
 
     def shape(self, index: int) -> Ints:
         """Return the global shape of a tensor."""
-        table = self.tensors_table
-        width, ndim = table.shape.shape[1], int(table.ndim[index])
-        return tuple(table.shape[index, width - ndim :].tolist())
+        return self.tensors_table.shape_of(index)
 
     def found(self, names: Sequence[str]) -> list[tuple[int, str, Ints] | None]:
         """Return the index, the dtype and the global shape of each of these tensors; None for a name that no tensor has."""
@@ -284,6 +287,11 @@ class Catalog:
             None if index < 0 else (index, CODES[dtype], tuple(shape[width - ndim :]))
             for index, dtype, ndim, shape in zip(indices, *columns, strict=True)
         ]
+
+    def sources(self, indices: I64) -> I64:
+        """Return for each of these tensors the index of the one that holds its bytes: its own, unless it is an alias."""
+        alias = self.tensors_table.alias[indices]
+        return np.where(alias < 0, indices, alias)
 
     def source(self, index: int) -> int:
         """Return the index of the tensor that holds the bytes of this one: its own, unless it is an alias."""
@@ -387,7 +395,7 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
     wanted = {*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}
     # taken: the old index of each new entry; source: the old index of the tensor that has its bytes.
     taken = np.array(sorted(wanted, key=table.names.__getitem__), np.int64)
-    source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]
+    source = catalog.sources(taken)
     # Entries by their source. First of each group comes the source itself if it was selected, else the first of its aliases.
     order = np.lexsort((taken, taken != source, source))
     first = is_new(source[order])

@@ -130,6 +130,26 @@ def is_new(*columns: I64) -> Mask:
     return new
 
 
+def group_bounds(first: Mask) -> tuple[I64, I64]:
+    """Return where each group of rows begins and where it ends; `first` marks the first row of each group.
+
+    >>> [a.tolist() for a in group_bounds(np.array([True, False, True]))]
+    [[0, 2], [2, 3]]
+    """
+    begin = np.flatnonzero(first)
+    return begin, np.append(begin[1:], len(first))[: len(begin)]
+
+
+def rows_by_id(ids: I64, num: int) -> list[I64]:
+    """Return the rows of each id from 0 to ``num - 1``, ascending.
+
+    >>> [rows.tolist() for rows in rows_by_id(np.array([1, 0, 1]), 2)]
+    [[1], [0, 2]]
+    """
+    order = np.argsort(ids, kind="stable")
+    return np.split(order, np.searchsorted(ids[order], np.arange(1, num)))
+
+
 def running_max(values: I64, first: Mask) -> I64:
     """Return the largest value so far within each group; `first` marks the first row of each group. No value is negative.
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import UnsupportedError
-from .columns import ColumnTable, batches, is_new, lex_order, running_max
+from .columns import ColumnTable, batches, group_bounds, is_new, lex_order, running_max
 from .runs import I64, Mask, all_less, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 20
@@ -194,11 +194,10 @@ def find_faults(
     clashing, begin = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor is enough to report
     for i in clash[begin].tolist():
         yield _overlap(boxes, runs.take([i, i + 1]))
-    # Consecutive runs without a gap are joined; first and last are the first and the last run of each joined one.
+    # Consecutive runs without a gap are joined; last: the last run of each joined one.
     new = np.append(True, ~(same & (gap == 0))) if len(runs.row) else np.zeros(0, bool)
-    first = np.flatnonzero(new)
-    last = runs.take(np.append(first[1:], len(new))[: len(first)] - 1)
-    joined = runs.take(first)
+    first, end = group_bounds(new)
+    joined, last = runs.take(first), runs.take(end - 1)
     joined = replace(joined, count=last.start + last.count - joined.start)
     joined = joined.take(~np.isin(joined.tensor, clashing))
     yield from _box_faults(shapes, boxes, joined, frozenset(clashing.tolist()))

@@ -127,9 +127,8 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
     # Row i of each array from here on is box i; inner[i]: its offsets in the box of its piece.
     strides = pad_left(wanted.strides, width, 0)[cut.parent]
     inner = pad_left(cut.offsets, width, 0)
-    alias = catalog.tensors_table.alias[source]
     return _WantedBoxes(
-        tensor=np.where(alias >= 0, alias, source)[wanted.tensor[cut.parent]],
+        tensor=catalog.sources(source)[wanted.tensor[cut.parent]],
         piece=cut.parent,
         offsets=pad_left(wanted.offsets, width, 0)[cut.parent] + inner,
         lengths=pad_left(cut.lengths, width, 1),

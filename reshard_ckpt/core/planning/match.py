@@ -146,7 +146,7 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
     """List the faults of source tensors whose rows do not tile them."""
     table = catalog.tensors_table
     # origin: the sources, each alias replaced by its tensor. All other tensors get an empty shape, which has no faults.
-    origin = np.unique(np.where(table.alias[source] >= 0, table.alias[source], source))
+    origin = np.unique(catalog.sources(source))
     shape = np.zeros_like(table.shape)
     shape[origin] = table.shape[origin]
     chosen = np.zeros(len(table.names), bool)

@@ -195,8 +195,7 @@ def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
     table_number = int(np.searchsorted(ids.first, entry, side="right")) - 1
     table, i = job_metadata.tables[table_number], entry - int(ids.first[table_number])
     rank = int(np.argmax(job_metadata.table == table_number))
-    width, ndim = table.shape.shape[1], int(table.ndim[i])
-    shape = tuple(table.shape[i, width - ndim :].tolist())
+    shape = table.shape_of(i)
     if table.kind[i] == TensorKind.BLOB:
         return f"rank {rank} has a value of {shape[0]:,} bytes"
     return f"rank {rank} has {CODES[int(table.dtype[i])]} {shape}"

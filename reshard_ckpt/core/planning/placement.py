@@ -28,7 +28,7 @@ import numpy as np
 
 from ..catalog.placements import cut_ranges
 from ..catalog.specs import AxisPlacement, Ints, Mesh, Placement
-from ..geometry.columns import group_ids, is_new, lex_order
+from ..geometry.columns import group_ids, is_new, lex_order, rows_by_id
 from ..geometry.runs import I64, Mask, Range
 
 
@@ -278,10 +278,8 @@ def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I6
     order, sections = hypothesis
     # Ranks with the same coordinates on the cutting axes have the same ranges: one group each.
     ids, first = group_ids(where[:, list(order)])
-    by_rank = np.argsort(ids, kind="stable")
-    groups = np.split(by_rank, np.searchsorted(ids[by_rank], np.arange(1, len(first))))
     # at: one piece of a group; of_group: all of its pieces
-    for at, of_group in zip(first.tolist(), groups, strict=True):
+    for at, of_group in zip(first.tolist(), rows_by_id(ids, len(first)), strict=True):
         ranges: Sequence[Range] = [(0, size)]
         for turn, axis in enumerate(order):
             ranges = cut_ranges(ranges, sections if turn == 0 else (), mesh.sizes[axis], int(where[at, axis]))

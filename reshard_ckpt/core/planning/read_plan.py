@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable, is_new, running_max
+from ..geometry.columns import ColumnTable, group_bounds, is_new, running_max
 from ..geometry.runs import I64, Mask, dot, ranges, volumes
 from .load_plan import LoadPlan
 
@@ -184,10 +184,9 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
     reach = running_max(touched.high, begins)
     fresh = begins.copy()
     fresh[1:] |= touched.low[1:] > reach[:-1] + touched.near[1:]
-    # first, last: the first and the last range of each extent.
-    first = np.flatnonzero(fresh)
-    last = np.append(first[1:], len(fresh))[: len(first)] - 1
-    return touched.window[first], touched.low[first], reach[last]
+    # first: the first range of each extent; end: the one behind its last.
+    first, end = group_bounds(fresh)
+    return touched.window[first], touched.low[first], reach[end - 1]
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:

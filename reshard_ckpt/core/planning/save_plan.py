@@ -23,7 +23,7 @@ import numpy as np
 from ...errors import LayoutError
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
-from ..geometry.columns import concatenated, group_ids, is_new, lex_order
+from ..geometry.columns import concatenated, group_ids, is_new, lex_order, rows_by_id
 from ..geometry.runs import I64, Mask, as_boxes, strides_of, volumes
 from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
@@ -271,9 +271,8 @@ def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) ->
     bounds = zip((runs.begin[shared] * width).tolist(), (runs.begin[shared + 1] * width).tolist(), strict=True)
     number: dict[bytes, int] = {}
     group = np.array([number.setdefault(raw[begin:end], len(number)) for begin, end in bounds], np.int64)
-    # group[i]: the group of run shared[i]; members[g]: the runs of group g.
-    order = np.argsort(group, kind="stable")
-    members = np.split(shared[order], np.searchsorted(group[order], np.arange(1, len(number)))) if number else []
+    # group[i]: the group of run shared[i]; items: the runs of a group.
+    members = [shared[rows] for rows in rows_by_id(group, len(number))]
     return [
         ReplicaGroup(np.frombuffer(key, ranks.dtype), items[splits[items]], items[~splits[items]])
         for key, items in zip(number, members, strict=True)
@@ -309,7 +308,7 @@ def _check_tiling(tables: MergedTables, boxes: BoxTable, rows: MergedRows, runs:
 def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
     name, ndim = tables.names[fault.tensor], int(tables.ndim[fault.tensor])
     region = describe_region(fault.low, fault.high, ndim)
-    shape = tuple(tables.shape[fault.tensor, tables.shape.shape[1] - ndim :].tolist())
+    shape = tables.shape_of(fault.tensor)
     if fault.rows:
         distinct = np.unique(ranks).tolist()
         who = f"rank {distinct[0]}" if len(distinct) == 1 else f"ranks {distinct[0]} and {distinct[1]}"

@@ -20,25 +20,20 @@ def load_all(group: str, own: Mapping[str, str], kind: type[Found]) -> list[Foun
     """
     points = {point.name: point for point in entry_points(group=group)}
     points |= {name: EntryPoint(name, value, group) for name, value in own.items()}
-    return [found for point in points.values() if (found := _loaded(point, kind)) is not None]
-
-
-def _loaded(point: EntryPoint, kind: type[Found]) -> Found | None:
-    try:
-        found = point.load()
-    except Exception as error:  # code of another package may raise anything, and must not stop the others
-        _warn(point, kind, f"{type(error).__name__}: {error}")
-        return None
-    if not isinstance(found, kind):
-        _warn(point, kind, f"it is a {type(found).__name__}, not a reshard_ckpt.plugins.{kind.__name__}")
-        return None
+    found: list[Found] = []
+    for point in points.values():
+        try:
+            loaded = point.load()
+            why = f"it is a {type(loaded).__name__}, not a reshard_ckpt.plugins.{kind.__name__}"
+        except Exception as error:  # code of another package may raise anything, and must not stop the others
+            loaded, why = None, f"{type(error).__name__}: {error}"
+        if isinstance(loaded, kind):
+            found.append(loaded)
+            continue
+        owner = f" of {point.dist.name}" if point.dist is not None else ""
+        warnings.warn(
+            f"the {kind.__name__.lower()} {point.name!r}{owner} ({point.value}) cannot be used: {why}; repair or uninstall the "
+            "package that brings it",
+            stacklevel=2,
+        )
     return found
-
-
-def _warn(point: EntryPoint, kind: type[Found], why: str) -> None:
-    owner = f" of {point.dist.name}" if point.dist is not None else ""
-    warnings.warn(
-        f"the {kind.__name__.lower()} {point.name!r}{owner} ({point.value}) cannot be used: {why}; repair or uninstall the "
-        "package that brings it",
-        stacklevel=5,
-    )

@@ -120,8 +120,10 @@ class DeviceTargets:
                 # to the device and each part from there.
                 of_device = [part for part in parts if part.target.device == streams.device]
                 aligned = [part for part in of_device if part.offset % part.dtype.itemsize == 0]
-                if len(aligned) < len(of_device):
-                    self._place_unaligned([part for part in of_device if part.offset % part.dtype.itemsize])
+                for part in of_device:
+                    if part.offset % part.dtype.itemsize:  # in a foreign file; this waits for the copy
+                        moved = slot.memory[part.offset : part.end].clone()
+                        part._replace(offset=0).take_from(moved, non_blocking=False)
                 if all(part.goes_as_it_is for part in aligned):
                     for part in aligned:
                         part.take_from(slot.memory, non_blocking=True)
@@ -131,13 +133,6 @@ class DeviceTargets:
                     for part in aligned:
                         part.take_from(slot.scratch_on(streams), non_blocking=True)
             slot.marks = self._copy_streams.record()
-
-    def _place_unaligned(self, parts: Sequence[DevicePart]) -> None:
-        """Copy parts whose first byte in a foreign file is not aligned for their dtype, one by one, and wait for each."""
-        memory = self._local.slots[0].memory
-        for part in parts:
-            moved = memory[part.offset : part.end].clone()
-            part._replace(offset=0).take_from(moved, non_blocking=False)
 
     def finish(self) -> None:
         """Wait for all queued copies. Call it when no thread reads any more, also after a failure."""

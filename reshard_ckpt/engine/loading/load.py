@@ -180,8 +180,7 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
     Of several targets that share memory and have the same source (tied weights), only the first is loaded.
     """
     # origin[i]: the tensor that holds the bytes of the source of found spec i
-    alias = catalog.tensors_table.alias[found.source]
-    origin = dict(zip(found.specs, np.where(alias < 0, found.source, alias).tolist(), strict=True))
+    origin = dict(zip(found.specs, catalog.sources(found.source).tolist(), strict=True))
     of_name = {specs[i].name: i for i in reversed(found.specs)}
     first = [None if (alias_of := specs[i].alias_of) is None else of_name.get(alias_of) for i in found.specs]
     is_new = np.array([k is None or origin[k] != origin[i] for i, k in zip(found.specs, first, strict=True)], bool)
@@ -239,7 +238,7 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, w
         The rows of a tensor have fewer elements than the tensor, or a file has another size than the catalog says.
     """
     table, rows = catalog.tensors_table, catalog.rows
-    sources = np.array([catalog.source(index) for index in tensors], np.int64)
+    sources = catalog.sources(np.array(tensors, np.int64))
     files = [np.zeros(0, np.int64)]
     for index, begin, end in zip(sources, table.row_start[sources], table.row_start[sources + 1], strict=True):
         shape = catalog.shape(index)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints
-from ...core.geometry.columns import is_new
+from ...core.geometry.columns import group_bounds, is_new
 from ...core.geometry.runs import I64, ranges
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan, plan_reads
@@ -280,10 +280,9 @@ class Reader:
         src, dst = runs.src - self._origin[window], runs.dst + first_byte[runs.dest]
         new = is_new(window, runs.dest)
         # begin[g]: first run of group g. head[r]: first run of run r's group. unit[g]: largest unit of all runs of the group.
-        begin = np.flatnonzero(new)
+        begin, end = group_bounds(new)
         head = begin[np.cumsum(new) - 1]
         unit = np.gcd.reduceat(np.gcd(np.gcd(runs.size, src - src[head]), dst - dst[head]), begin)
-        end = np.append(begin[1:], len(src))
         # together[g]: whether the runs of group g are copied at once, because one by one would take longer
         together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
         columns = (begin, end, window[begin], runs.dest[begin], unit, together)

@@ -24,8 +24,8 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Piece, PieceColumns, TensorSpec, piece_columns
-from ...core.geometry.columns import is_new, running_max
-from ...core.geometry.runs import I64, Mask, decompose
+from ...core.geometry.columns import group_bounds, is_new, running_max
+from ...core.geometry.runs import I64, decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
@@ -244,9 +244,10 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
     high = low + ((lengths - 1) * steps).sum(axis=1) + 1
     # Boxes by device and address; each group is order[begin[g] : end[g]].
     order = np.lexsort((low, device[target]))
-    groups = _group_starts(device[target][order], low[order], high[order])
-    begin = np.flatnonzero(groups)
-    end = np.append(begin[1:], len(order))[: len(begin)]
+    # fresh: the boxes, in this order, that begin behind the ends of all boxes of their device before them.
+    fresh = is_new(device[target][order])
+    fresh[1:] |= low[order][1:] >= running_max(high[order], fresh)[:-1]
+    begin, end = group_bounds(fresh)
     out = []
     for i in np.flatnonzero(end - begin > 1).tolist():
         boxes = order[begin[i] : end[i]]
@@ -254,13 +255,6 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
         if len(owners) > 1 and not _are_apart(target[boxes], low[boxes], lengths[boxes], steps[boxes]):
             out.append(Shared(tuple(owners.tolist()), int(low[boxes].min()), int(high[boxes].max())))
     return out
-
-
-def _group_starts(device: I64, low: I64, high: I64) -> Mask:
-    """Mark the ranges, sorted by device and address, that begin behind the ends of all ranges before them."""
-    fresh = is_new(device)
-    fresh[1:] |= low[1:] >= running_max(high, fresh)[:-1]
-    return fresh
 
 
 def _are_apart(owner: I64, low: I64, lengths: I64, steps: I64) -> bool:
