@@ -15,7 +15,7 @@ import torch
 from ..comm import Comm
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Replication, row_major_strides
-from ..engine.common.tensor_bytes import LocalPiece, LocalTensor, copy_run
+from ..engine.common.tensor_bytes import LocalPiece, LocalTensor, copy_run, empty_bytes
 from ..state.capture import Target, capture
 
 _MAX_TENSORS, _MAX_ELEMENTS = 4, 4096
@@ -67,7 +67,7 @@ class StepSample:
         """Name the tensors whose elements differ from those of the checkpoint."""
         found = []
         for (spec, memory), (_, saved) in self._read:
-            own = torch.empty(saved.nbytes, dtype=torch.uint8, device="cpu")
+            own = empty_bytes(saved.nbytes)
             copy_run(LocalPiece(memory, spec.pieces[0]), spec.pieces[0].start, saved.numel(), own)
             if not torch.equal(own, saved.view(torch.uint8)):
                 found.append(spec.name)

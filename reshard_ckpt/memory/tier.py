@@ -24,7 +24,7 @@ import torch
 
 from ..comm.links import Links
 from ..comm.protocol import Comm, merge_of_all, union
-from ..engine.common.tensor_bytes import on_device
+from ..engine.common.tensor_bytes import empty_bytes, on_device
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from ..engine.saving.options import SaveJob, Written
@@ -201,7 +201,7 @@ class Tier:
         try:
             links, members = self._open_links(table.save_id, timeout_s)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
-            heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for source in sources}
+            heads = {source: empty_bytes(HEADER_BYTES) for source in sources}
             body, *bodies = (taken[rank].slot.region()[: sizes[rank]] for rank in (self.rank, *sources))
             for own, theirs in ((head, heads.values()), (body, bodies)):
                 coming = dict(zip(map(members.index, sources), theirs, strict=True))

@@ -781,6 +781,22 @@ def test_a_rank_that_cannot_choose_rows_fails_all_at_once(tmp_path: Path):
     assert "rank 1: MemoryError: too little" in first
 
 
+def save_rows_with_a_default_device(root: str) -> int:
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, DIM)
+    tracker = TouchedRows(table)
+    checkpoint.save(f"{root}/1", {"model": table}, rows=tracker)
+    tracker.mark(table.weight, torch.tensor([dist.get_rank()]))
+    with torch.device("meta"):  # which keeps nothing: host memory must not be taken there
+        report = checkpoint.save(f"{root}/2", {"model": table}, rows=tracker, base=f"{root}/1")
+    return report.bytes_written
+
+
+def test_ranks_merge_their_rows_in_host_memory_whatever_the_default_device(tmp_path: Path):
+    written = run_ranks(save_rows_with_a_default_device, 2, str(tmp_path))
+    assert 0 < sum(written) < ROWS * DIM * 4
+
+
 def test_ranks_that_differ_in_their_tracker_are_told(tmp_path: Path):
     for line in run_ranks(rows_of_two_policies, 2, str(tmp_path)):
         assert "different policy=, fraction= and bits=: [('most_used', 0.1, None), ('most_used', 0.2, None)]" in line

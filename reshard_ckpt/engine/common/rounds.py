@@ -30,6 +30,7 @@ from ...core.geometry.runs import I64
 from ...core.report import few
 from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
+from .tensor_bytes import empty_bytes
 
 HEAD_BYTES = 16
 """Bytes of the head of each part: a multiple of every element size, so that parts are aligned for all dtypes."""
@@ -97,7 +98,7 @@ class Buffers:
             if self._device.type == "cpu" and num_bytes >= LARGE_BYTES:
                 buffer = allocate(num_bytes, pinned=False)
             else:
-                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                buffer = empty_bytes(num_bytes, self._device)
             self._buffers[slot] = buffer
         return buffer[:num_bytes]
 
@@ -163,9 +164,7 @@ class Rounds:
         self._exchange, self._traffic = exchange, traffic
         self._buffers = buffers or Buffers(exchange.device)
         self._slot_bytes = self._first = 0
-        self._shared = SharedMemory(
-            torch.empty(0, dtype=torch.uint8, device="cpu"), [None] * exchange.size, [False] * exchange.size
-        )
+        self._shared = SharedMemory(empty_bytes(0), [None] * exchange.size, [False] * exchange.size)
         self.failure: BaseException | None = None
         self.stopped = self.complete = False
 

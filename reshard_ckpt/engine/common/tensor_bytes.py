@@ -72,6 +72,11 @@ _VIEW_OF.restype, _VIEW_OF.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 _WRITABLE = 0x200  # PyBUF_WRITE
 
 
+def empty_bytes(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return uninitialized memory, 1-D uint8. A default device that the job has set for torch plays no part."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a CPU tensor's whole storage. The view does not keep the tensor alive: its caller must."""
     # By address: by way of a second tensor and of numpy, which would keep the storage, a view takes eight times as long.
@@ -325,7 +330,7 @@ class Scratch:
 
     def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
         self._streams = streams
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=streams.device) for _ in range(2)]
+        self._buffers = [empty_bytes(num_bytes, streams.device) for _ in range(2)]
         self._free: list[Mark | None] = [None, None]
         self._turn = 0
 

@@ -16,7 +16,7 @@ import torch
 
 from ...core.catalog.specs import Ints, is_row_major
 from ..common.host_memory import allocate
-from ..common.tensor_bytes import SMALL_BYTES, CopyStreams, DeviceStreams, Mark, region
+from ..common.tensor_bytes import SMALL_BYTES, CopyStreams, DeviceStreams, Mark, empty_bytes, region
 
 
 class DevicePart(NamedTuple):
@@ -66,7 +66,7 @@ class _Slot:
     """One pinned buffer of a thread, a scratch buffer of the same size on each device, and the marks after which it is free."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.memory = empty_bytes(0)
         self.scratch: dict[torch.device, torch.Tensor] = {}
         self.marks: list[Mark] = []
 
@@ -80,7 +80,7 @@ class _Slot:
     def scratch_on(self, streams: DeviceStreams) -> torch.Tensor:
         """Return the scratch buffer on a device, as large as the pinned one."""
         if streams.device not in self.scratch:
-            self.scratch[streams.device] = torch.empty(self.memory.numel(), dtype=torch.uint8, device=streams.device)
+            self.scratch[streams.device] = empty_bytes(self.memory.numel(), streams.device)
         return self.scratch[streams.device]
 
 

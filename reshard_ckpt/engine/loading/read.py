@@ -34,7 +34,7 @@ from ..common.files import in_threads, num_threads
 from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import NOTHING_CHANGED, USE_ANOTHER, VERIFY_FIRST, overwritten_text
-from ..common.tensor_bytes import RAW, count_up, has_streams, region, storage_bytes
+from ..common.tensor_bytes import RAW, count_up, empty_bytes, has_streams, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
 REQUEST_BYTES = 8 << 20
@@ -364,7 +364,7 @@ class Reader:
         """Return this thread's buffer in host memory."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
-            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
+            buffer = self._local.buffer = empty_bytes(size).numpy().data
         return buffer
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:

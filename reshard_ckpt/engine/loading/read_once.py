@@ -43,7 +43,7 @@ from ..common.files import in_threads, num_threads
 from ..common.mover import Array, Boxes, Memories, Mover, Transfers, View
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, pack_columns, pack_table, settle, unpack_columns, unpack_table
-from ..common.tensor_bytes import RAW
+from ..common.tensor_bytes import RAW, empty_bytes
 from .device_targets import DevicePart, DeviceTargets
 from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 from .ties import INTS
@@ -391,7 +391,7 @@ class _SharedWindows(Mover):
         task, reads, number = self._reader.task, self._reads, self._numbers[window]
         extents, file = slice(*reads.extent_start[window : window + 2]), int(reads.file[window])
         lows, highs = reads.low[extents].tolist(), reads.high[extents].tolist()
-        data = torch.empty(highs[-1] - lows[0], dtype=torch.uint8, device="cpu").numpy().data
+        data = empty_bytes(highs[-1] - lows[0]).numpy().data
         for low, high in zip(lows, highs, strict=True):
             part = data[low - lows[0] : high - lows[0]]
             task.storage.read_into(task.catalog.files[file].key, low, [part])

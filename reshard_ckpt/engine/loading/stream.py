@@ -19,7 +19,6 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, PieceColumns, row_major_strides
@@ -31,6 +30,7 @@ from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.progress import Tally, silent
+from ..common.tensor_bytes import empty_bytes
 from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 from .scales import Dequantizer, Scaled, multiply
 
@@ -163,7 +163,7 @@ class RunReader:
 
     def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests, dequantizer: Dequantizer | None = None) -> None:
         self._storage, self._catalog, self._digests, self._dequantizer = storage, catalog, digests, dequantizer
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
+        self._buffers = [empty_bytes(0) for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0
 
@@ -239,7 +239,7 @@ class RunReader:
         size, slot = self.num_bytes(runs), self._num_planned % AHEAD
         self._num_planned += 1
         if self._buffers[slot].numel() < size:
-            self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._buffers[slot] = empty_bytes(size)
         buffer = self._buffers[slot]
         targets: list[ReadTarget] = []
         begin: list[int] = []

@@ -31,7 +31,7 @@ from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
 from ..common.host_memory import allocate
-from ..common.tensor_bytes import CopyStreams, LocalRun, Mark, bytes_in_place, chunks, copy_run, is_in_order, region
+from ..common.tensor_bytes import CopyStreams, LocalRun, Mark, bytes_in_place, chunks, copy_run, empty_bytes, is_in_order, region
 from .local_shards import LocalShards
 from .messages import RunColumns
 
@@ -95,7 +95,7 @@ class Fingerprints:
         for i, run in enumerate(self._runs):
             if chosen(run.local.tensor):
                 by_device[run.local.tensor.device][i] = run
-        scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8, device="cpu")
+        scratch = empty_bytes(WHOLE_BYTES)
         for device, runs in by_device.items():
             if device in self._copy_streams.by_device or (self._copy_streams and self._between_ranks):
                 self._queue_sums(device, runs)
@@ -191,7 +191,7 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
     sizes = [sum(part.num_bytes for part in of_run) for of_run in parts]
     sizes = [size if len(of_run) > 1 else min(size, PACKED_BYTES) for size, of_run in zip(sizes, parts, strict=True)]
     num_words = -(-max(sizes, default=0) // WORD_BYTES)
-    weights, packed = _weights(num_words, device), torch.empty(num_words * WORD_BYTES, dtype=torch.uint8, device=device)
+    weights, packed = _weights(num_words, device), empty_bytes(num_words * WORD_BYTES, device)
     products, pack_sum = torch.empty_like(weights), torch.empty((), dtype=torch.int64, device=device)
     for of_run, sum_of_run in zip(parts, sums.unbind(), strict=True):
         for number, words in enumerate(_words(of_run, packed)):

@@ -38,6 +38,7 @@ from ..common.tensor_bytes import (
     Mark,
     Scratch,
     copy_run,
+    empty_bytes,
     is_in_order,
 )
 from .local_shards import LocalShards
@@ -240,7 +241,7 @@ class Staging:
         elif streams is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
             # A host item inside an open pack: the pack goes on over its place, and its bytes are put there late.
             self._pack.end = at + num_bytes
-            copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            copied = empty_bytes(num_bytes)
             copy_run(*run, copied)
             self._late.append((at, copied))
         else:

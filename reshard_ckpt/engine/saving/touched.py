@@ -32,7 +32,7 @@ from ...core.geometry.columns import concatenated, lex_order
 from ...core.geometry.runs import I64, ranges
 from ...core.planning.merge import MergedTables
 from ...errors import UsageError
-from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, region
+from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, empty_bytes, region
 from .local_shards import LocalShards
 from .messages import RunColumns, StoredRuns
 from .unchanged import Base, Spans, Unchanged, is_equal, merged, spans_of
@@ -140,12 +140,12 @@ def _merged(exchange: Exchange, scores: Scores) -> Scores:
     bounds = np.linspace(0, len(sent), exchange.size + 1).astype(np.int64)
     sizes = (np.diff(bounds) * sent.itemsize).tolist()
     own = sizes[exchange.rank]
-    parts = torch.empty(own * exchange.size, dtype=torch.uint8)
+    parts = empty_bytes(own * exchange.size)
     exchange.start(_as_bytes(sent), sizes, parts, [own] * exchange.size)()
     # of_ranks (ranks, part): the part of this rank from every rank; merged: all merged parts, by rank.
     of_ranks = parts.numpy().view(sent.dtype).reshape(exchange.size, -1)
     part = np.bitwise_or.reduce(of_ranks, axis=0) if is_bool else of_ranks.sum(axis=0, dtype=sent.dtype)
-    merged = torch.empty(sum(sizes), dtype=torch.uint8)
+    merged = empty_bytes(sum(sizes))
     exchange.start(_as_bytes(np.tile(part, exchange.size)), [own] * exchange.size, merged, sizes)()
     found = merged.numpy().view(sent.dtype)
     return np.unpackbits(found, count=len(scores)).astype(bool) if is_bool else found
@@ -266,7 +266,7 @@ def pick(
         offset = local.piece.offsets[0]
         held = _held(spans.take(slice(first[i], first[i + 1])), tables[index][offset + low : offset + high], low, width, i)
         if base.verify:
-            scratch, run = torch.empty(1 << 20, dtype=torch.uint8), LocalRun(local, start, count)
+            scratch, run = empty_bytes(1 << 20), LocalRun(local, start, count)
             held = held.take(np.array([is_equal(base, [run], (0, *part[1:]), scratch) for part in held.rows()], bool))
         stored.append(held)
         # begins, ends: the runs of rows that are written.

@@ -18,7 +18,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
@@ -32,7 +31,7 @@ from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_me
 from ...storage.protocol import Storage, at_once, write_file
 from ..common.packed_files import Packer
 from ..common.progress import Recorder, Tally
-from ..common.tensor_bytes import LocalRun, bytes_in_place, slices
+from ..common.tensor_bytes import LocalRun, bytes_in_place, empty_bytes, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
 from .local_shards import LocalShards
 from .messages import Assignment, Memo, Receipt, StoredRuns, WrittenFile
@@ -301,7 +300,7 @@ def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memor
     buffer, a counter in shared memory), the checkpoint would be committed, and every load would refuse it as damaged.
     """
     yield memoryview(layout.header)
-    scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
+    scratch = empty_bytes(WRITE_BYTES)
     own = scratch.numpy().data
     # All views are made before the first write: writing empties the processor's caches, so that a view takes ten times as long.
     used = 0
