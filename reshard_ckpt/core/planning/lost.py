@@ -41,18 +41,16 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
             if count == 0:
                 left.append(piece)
             elif count < piece.count:
-                left += _without(piece, _boxes_of(catalog, catalog.source(catalog.index(specs[i].name)), len(piece.lengths)))
+                # boxes: the piece as boxes; then without the elements that the rows of the tensor have.
+                whole = piece.boxes()
+                boxes = _as_pairs(np.array([box.offsets for box in whole]), np.array([box.lengths for box in whole]))
+                for low, high in _boxes_of(catalog, catalog.source(catalog.index(specs[i].name)), len(piece.lengths)):
+                    boxes = [part for box in boxes for part in _difference(box, low, high)]
+                for low, high in boxes:
+                    lengths = tuple(np.subtract(high, low).tolist())
+                    left.append(piece.inner(np.subtract(low, piece.offsets).tolist(), lengths))
         out[i] = replace(specs[i], pieces=tuple(left)) if out[i] is not None and left else None
     return out
-
-
-def _without(piece: Piece, taken: Sequence[Box]) -> list[Piece]:
-    """Cut a piece into pieces that are boxes, without the elements in the boxes `taken`."""
-    boxes = piece.boxes()
-    left = _as_pairs(np.array([box.offsets for box in boxes]), np.array([box.lengths for box in boxes]))
-    for low, high in taken:
-        left = [part for box in left for part in _difference(box, low, high)]
-    return [piece.inner(np.subtract(low, piece.offsets).tolist(), tuple(np.subtract(high, low).tolist())) for low, high in left]
 
 
 def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:

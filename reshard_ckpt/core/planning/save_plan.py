@@ -377,7 +377,7 @@ class HeldRows:
     checks: Checks
 
 
-def find_holders(job_metadata: JobMetadata, *, may_lack: bool = False) -> HeldRows:
+def find_holders(job_metadata: JobMetadata, *, may_lack: bool) -> HeldRows:
     """Find the ranks that hold each run of all tensors; with `may_lack`, the runs may leave regions of tensors uncovered.
 
     Raises

@@ -25,7 +25,7 @@ from ...errors import CheckpointError, CorruptError
 from ...format.files import Digests, wrong_blocks
 from ...storage.protocol import DISK, Storage, at_once
 from ..common.files import FileContents, in_threads, num_threads, open_files
-from ..common.progress import OnProgress, SharedTally, Tally, silent
+from ..common.progress import OnProgress, SharedTally, Tally
 from ..common.sections import share_cut
 from ..loading.read import REQUEST_BYTES
 
@@ -59,8 +59,8 @@ def verify_all(
     storage: Storage,
     catalog: Catalog,
     *,
-    workers: int | None = None,
-    report: OnProgress = silent,
+    workers: int | None,
+    report: OnProgress,
     comm: Comm | None = None,
 ) -> VerifyReport:
     """Read every byte that the catalog refers to.

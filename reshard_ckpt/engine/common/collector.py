@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_PAUSING: list[None] = []
+PAUSING: list[None] = []
 """An entry for each ``with`` block that has paused the collector."""
 
 
@@ -16,19 +16,19 @@ def collector_paused() -> Iterator[None]:
     """Pause the garbage collector in a ``with`` block, if it is on."""
     collects = gc.isenabled()
     if collects:
-        _PAUSING.append(None)
+        PAUSING.append(None)
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            del _PAUSING[-1:]
+            del PAUSING[-1:]
             gc.enable()
 
 
 def _forked() -> None:
-    if _PAUSING:
-        _PAUSING.clear()
+    if PAUSING:
+        PAUSING.clear()
         gc.enable()
 
 

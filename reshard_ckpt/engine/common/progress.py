@@ -154,7 +154,10 @@ class StatusLine:
         elif done < total and now - self._began >= MOMENT_S:
             pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
             if self._reported == self._began or now - self._reported >= pause:
-                self._show(_under_way(step, done, total, now - self._began), now)
+                elapsed = now - self._began
+                left = f", {_seconds(elapsed * (total - done) / done)} left" if done else ""
+                of_all = f"{size_text(done)} of {size_text(total)} ({done / total:.0%})"
+                self._show(f"{step}: {of_all}, {_rate(done, elapsed)}{left}", now)
 
     def _show(self, text: str, now: float) -> None:
         self._reported = now
@@ -178,11 +181,6 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty()
     except (ValueError, AttributeError):
         return False
-
-
-def _under_way(step: str, done: int, total: int, elapsed: float) -> str:
-    left = f", {_seconds(elapsed * (total - done) / done)} left" if done else ""
-    return f"{step}: {size_text(done)} of {size_text(total)} ({done / total:.0%}), {_rate(done, elapsed)}{left}"
 
 
 def _rate(done: int, elapsed: float) -> str:

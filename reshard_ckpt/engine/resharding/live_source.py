@@ -63,7 +63,7 @@ class LiveSource(NamedTuple):
     checks: Checks | None = None
 
 
-def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_lack: bool = False) -> LiveSource:
+def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_lack: bool) -> LiveSource:
     """Open the live state of all ranks. Collective.
 
     Parameters
@@ -88,15 +88,28 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
     tensors, rows, flags = zip(*(msgpack.unpackb(zlib.decompress(data)) for data in gathered), strict=True)
     metadata = decode_metadata(tensors, rows)
     holders = find_holders(metadata, may_lack=may_lack)
-    catalog = _catalog(holders)
+    tables, sizes = holders.tables, holders.count * item_bytes_of(holders.tables.dtype)[holders.tensor]
+    # The one file of the catalog, "memory", is never read: the exchange reads the ranks' memory.
+    catalog = Catalog(
+        save_id=new_save_id(),
+        created_s=0.0,
+        mesh=None,
+        metadata=encode_value(None, ""),
+        tensors_table=tensor_table(tables, np.full(len(tables.names), -1), holders.tensor),
+        placements=(),
+        boxes=holders.boxes,
+        rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),
+        files=(FileEntry("memory", int(sizes.sum()), "memory.digests", bytes(16), "memory", 0),),
+        values_table=(),
+    )
     comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
     # num_rows[r]: rows of rank r; bits[r]: the `devices` of rank r, one 0 or 1 for each row (sent packed, 8 to a byte)
     num_rows = np.bincount(metadata.rank, minlength=len(tensors))
     bits = [np.unpackbits(np.frombuffer(data, np.uint8), count=num) for data, num in zip(flags, num_rows.tolist(), strict=True)]
-    return LiveSource(catalog, _held(holders, bits), holders.tables, holders.checks)
+    return LiveSource(catalog, _held(holders, bits), tables, holders.checks)
 
 
-def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None = None) -> RunColumns:
+def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None) -> RunColumns:
     """Compare the replicas of all tensors, by fingerprints of all of their bytes. Collective.
 
     Return the runs of this rank that were compared. If all ranks pass them as `checked` next time, no scatter is needed.
@@ -119,24 +132,6 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: Ru
         compare_replicas(checks, source.tables.names, np.frombuffer(b"".join(gathered), np.uint64))
     comm.gather(b"")  # a barrier: no rank moves anything before rank 0 has compared, and its error reaches all ranks here
     return checked
-
-
-def _catalog(holders: HeldRows) -> Catalog:
-    """Make the catalog of a live state. Its one file, "memory", is never read: the exchange reads the ranks' memory."""
-    tables = holders.tables
-    sizes = holders.count * item_bytes_of(tables.dtype)[holders.tensor]
-    return Catalog(
-        save_id=new_save_id(),
-        created_s=0.0,
-        mesh=None,
-        metadata=encode_value(None, ""),
-        tensors_table=tensor_table(tables, np.full(len(tables.names), -1), holders.tensor),
-        placements=(),
-        boxes=holders.boxes,
-        rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),
-        files=(FileEntry("memory", int(sizes.sum()), "memory.digests", bytes(16), "memory", 0),),
-        values_table=(),
-    )
 
 
 def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:

@@ -127,6 +127,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     chosen = set(choice.values)
     entries = [value for value in catalog.values_table if value.name in chosen]
     holders: dict[int, Sequence[int]] = {}
+    blobs_of: dict[str, list[str]] = {value.name: [] for value in entries}
     for value in entries:
         for which, blob in enumerate(value.blobs):
             own = value.kind is ValueKind.PER_RANK
@@ -135,6 +136,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
             new_rank = which * topology.mesh.size // len(value.blobs)
             holders[len(specs)] = [new_rank] if own else range(topology.mesh.size)
             name = blob_name(value.name, which if own else None)
+            blobs_of[value.name].append(name)
             specs.append(TensorSpec(name, "U8", catalog.shape(blob), (), Replication.PLAIN))
             sources.append(ByteSource(blob, None))
     names = [spec.name for spec in specs]
@@ -146,7 +148,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     # All replicas are written from the same source bytes, so no replicas are compared.
     plan = replace(plan, checks=Checks(none, none, none, none, none, none, none, np.zeros(0, np.uint8)))
     index = {name: i for i, name in enumerate(plan.tables.names)}
-    values = tuple(_value(value, index) for value in entries)
+    values = tuple(replace(value, blobs=tuple(index[name] for name in blobs_of[value.name])) for value in entries)
     where = tuple(placed[name] for name in names[:tensors])
     return ReshardPlan(catalog, plan, values, topology.mesh, tuple(specs), where, tuple(sources), held, boxes)
 
@@ -179,10 +181,3 @@ def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
     return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))
-
-
-def _value(value: ValueEntry, index: Mapping[str, int]) -> ValueEntry:
-    """Return the value with the indices of its blobs in the result."""
-    own = value.kind is ValueKind.PER_RANK
-    names = [blob_name(value.name, which if own else None) for which in range(len(value.blobs))]
-    return replace(value, blobs=tuple(index[name] for name in names))

@@ -154,7 +154,7 @@ def write_share(
     there: Mapping[str, int],
     *,
     report: OnProgress,
-    dequantizer: Dequantizer | None = None,
+    dequantizer: Dequantizer | None,
 ) -> tuple[ProcessReport, SharedTally]:
     """Write this process's share of the files of all new ranks, group by group, and make it durable. Collective.
 
