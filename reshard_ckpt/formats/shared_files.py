@@ -122,10 +122,10 @@ def write_files(
         for file in (file for file in missing if file.key in found):
             crc_of = {number: crc for _, crcs in found[file.key] for number, crc in crcs.items()}
             end = file.end([crc_of[number] for number in range(len(file.parts))]) if file.end else b""
-            whole = join(storage, file.key, sizes[file.key], [section for section, _ in found[file.key]], end)
+            digests, _ = join(storage, file.key, sizes[file.key], [section for section, _ in found[file.key]], end)
             storage.sync([file.key])
             if notes is not None:
-                notes.publish(_digests_key(file), whole.digests)
+                notes.publish(_digests_key(file), digests)
 
     merge_of_all(comm, sections, joined)
     return sum(sizes[key] for key in kept)

@@ -329,19 +329,15 @@ class FileContents:
         self._first = np.searchsorted(rows.file[order], np.arange(len(catalog.files) + 1))
         self._values = {index: value.name for value in catalog.values_table for index in value.blobs}
 
-    def names(self, file: int, begin: int, end: int) -> list[str]:
-        """List the tensors and values in these bytes of a file, in order of place."""
+    def text(self, file: int, begin: int, end: int) -> str:
+        """Name the tensors and values in these bytes of a file, in order of place, for a message."""
         part = slice(self._first[file], self._first[file + 1])
         last = int(np.searchsorted(self._begin[part], end))
         hit = np.flatnonzero(self._end[part][:last] > begin)
         names = self._catalog.tensors_table.names
         owners = self._owner[part][hit].tolist()
-        return list(dict.fromkeys(self._values.get(i, names[i]) for i in owners))
-
-    def text(self, file: int, begin: int, end: int) -> str:
-        """Name the tensors and values in these bytes of a file, for a message."""
-        names = self.names(file, begin, end)
-        return few(names) if names else "its header alone"
+        found = list(dict.fromkeys(self._values.get(i, names[i]) for i in owners))
+        return few(found) if found else "its header alone"
 
 
 def contents_from(catalog: Catalog, file: int, begin: int = 0) -> str:

@@ -95,7 +95,8 @@ class _NewNames:
     """The new names of all tensors and values, and the new links between them."""
 
     def __init__(self, catalog: Catalog, rename: Rename) -> None:
-        self.catalog, self.rename = catalog, rename
+        self.catalog, self._is_mapping = catalog, isinstance(rename, Mapping)
+        self._rename = by_mapping(rename) if isinstance(rename, Mapping) else rename
         self._old, self._links = catalog.links(), dict[str, StateLink]()
         self._new = {name: self._given_name(name) for name in (*catalog.names, *catalog.value_names)}
         # _fqns: the new FQN of each parameter of each optimizer, under the old names of both.
@@ -111,7 +112,7 @@ class _NewNames:
 
     def _given_name(self, name: str) -> str:
         """Return the name that the user's mapping or function gives to a name."""
-        new = by_mapping(self.rename)(name) if isinstance(self.rename, Mapping) else self.rename(name)
+        new = self._rename(name)
         check_text(new, "a name")
         return new
 
@@ -154,7 +155,7 @@ class _NewNames:
         root = old.removesuffix(fqn).removesuffix(".")
         # A new name below the old root lies deeper in it, also if the mapping names just the root: {"model": "model.inner"}.
         is_deeper = new.startswith(f"{root}.")
-        moved = self._given_name(root) if isinstance(self.rename, Mapping) and root and not is_deeper else root
+        moved = self._given_name(root) if self._is_mapping and root and not is_deeper else root
         if moved and new.startswith(f"{moved}."):
             return new[len(moved) + 1 :]
         if f".{new}".endswith(f".{fqn}"):  # the same FQN below another root

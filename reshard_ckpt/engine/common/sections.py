@@ -152,22 +152,20 @@ class SectionWriter:
             self._writer.abort()
 
 
-class JoinedFile(NamedTuple):
-    """A file whose sections are all written: its digests file, and the ranges that `join` wrote, each of whole blocks."""
-
-    key: str
-    size: int
-    digests: bytes
-    written: tuple[tuple[int, int], ...]
-
-
-def join(storage: Storage, key: str, size: int, sections: Sequence[Section], rest: bytes = b"") -> JoinedFile:
+def join(
+    storage: Storage, key: str, size: int, sections: Sequence[Section], rest: bytes = b""
+) -> tuple[bytes, list[tuple[int, int]]]:
     """Write the blocks of a file that several sections share, durably; on rank 0, once all sections are written.
 
     Parameters
     ----------
     rest
         The bytes behind the last section, up to the end of the file.
+
+    Returns
+    -------
+    tuple
+        The digests file of the whole file, and the ranges that this wrote, each of whole blocks.
     """
     ordered = sorted(sections, key=lambda section: section.low)
     ends = [0, *(section.high for section in ordered)]
@@ -190,4 +188,4 @@ def join(storage: Storage, key: str, size: int, sections: Sequence[Section], res
             writer.write(joined)
         hashed = hasher.close()
         values[at // BLOCK_BYTES : at // BLOCK_BYTES + len(hashed)] = hashed
-    return JoinedFile(key, size, encode_digests(values, BLOCK_BYTES, size), tuple((at, at + len(d)) for at, d in runs))
+    return encode_digests(values, BLOCK_BYTES, size), [(at, at + len(data)) for at, data in runs]

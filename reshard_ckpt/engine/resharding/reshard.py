@@ -389,11 +389,11 @@ def commit(
             sections.setdefault(section.key, []).append(section)
         sizes = {layout.key: layout.num_bytes for of_rank in layouts for layout in of_rank}
         for key, of_file in sections.items():
-            whole = join(target, key, sizes[key], of_file)
-            values = decode_digests(whole.digests, whole.size).values.tolist()
-            read_back.verify(WrittenBlocks(key, values, low, high) for low, high in whole.written)
-            write_file(target, digests_key(key), whole.digests)
-            files[key] = WrittenFile(key, whole.size, digest128(whole.digests))
+            digests, written = join(target, key, sizes[key], of_file)
+            values = decode_digests(digests, sizes[key]).values.tolist()
+            read_back.verify(WrittenBlocks(key, values, low, high) for low, high in written)
+            write_file(target, digests_key(key), digests)
+            files[key] = WrittenFile(key, sizes[key], digest128(digests))
         none = np.zeros(0, np.uint64)
         receipts = [receipt_of(of_rank, [files[layout.key] for layout in of_rank], none) for of_rank in layouts]
         saved = plan.catalog

@@ -288,10 +288,6 @@ class SaveQueue:
         """Add a save that has begun to the queue."""
         self.begun.append(handle)
 
-    def forget(self) -> None:
-        """Drop all saves from the queue, in a forked child."""
-        self.begun = []
-
 
 SAVES = SaveQueue()
 
@@ -300,7 +296,7 @@ def _after_fork() -> None:
     """End the parent's saves in a forked child (a data loader's worker), where their threads do not exist; empty caches."""
     for save in _RUNNING:
         save.after_fork()
-    SAVES.forget()
+    SAVES.begun = []
     POOL.forked()
     PLANS.forked()
 
