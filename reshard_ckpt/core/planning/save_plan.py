@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -357,23 +357,17 @@ def _placements(
     return tuple(table), number
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRows:
+class HeldRows(NamedTuple):
     """The ranks that hold each run: distinct runs that tile every tensor, in order of tensor, box and start, and their holders.
 
-    ``tensor, box, start, count`` have an entry for each run; ``run, rank, local`` have one for each holder: row ``local`` of
-    ``rank`` holds run ``run``. A buffer under DDP has only its lowest rank as holder, so nothing of it is in `checks`.
+    `runs` has the row of the lowest rank that holds each run, `held` the rows of all ranks that hold it. A buffer under DDP has
+    only its lowest rank as holder, so nothing of it is in `checks`.
     """
 
     tables: MergedTables
     boxes: BoxTable
-    tensor: I64
-    box: I64
-    start: I64
-    count: I64
-    run: I64
-    rank: I64
-    local: I64
+    runs: MergedRows
+    held: MergedRows
     checks: Checks
 
 
@@ -391,18 +385,8 @@ def find_holders(job_metadata: JobMetadata, *, may_lack: bool) -> HeldRows:
     first[runs.begin[:-1]] = True
     run = runs.of_row[runs.holder]
     chosen = runs.holder[first | (runs.replication[run] != Replication.BUFFER)]
-    return HeldRows(
-        tables=tables,
-        boxes=boxes,
-        tensor=runs.tensor,
-        box=runs.box,
-        start=runs.start,
-        count=runs.count,
-        run=runs.of_row[chosen],
-        rank=rows.rank[chosen],
-        local=rows.local[chosen],
-        checks=_checks(rows, runs, ~(runs.replication == Replication.BUFFER)),
-    )
+    checks = _checks(rows, runs, runs.replication != Replication.BUFFER)
+    return HeldRows(tables, boxes, rows.take(runs.holder[first]), rows.take(chosen), checks)
 
 
 def build_catalog(

@@ -88,17 +88,18 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
     tensors, rows, flags = zip(*(msgpack.unpackb(zlib.decompress(data)) for data in gathered), strict=True)
     metadata = decode_metadata(tensors, rows)
     holders = find_holders(metadata, may_lack=may_lack)
-    tables, sizes = holders.tables, holders.count * item_bytes_of(holders.tables.dtype)[holders.tensor]
+    tables, runs = holders.tables, holders.runs
+    sizes = runs.count * item_bytes_of(tables.dtype)[runs.tensor]
     # The one file of the catalog, "memory", is never read: the exchange reads the ranks' memory.
     catalog = Catalog(
         save_id=new_save_id(),
         created_s=0.0,
         mesh=None,
         metadata=encode_value(None, ""),
-        tensors_table=tensor_table(tables, np.full(len(tables.names), -1), holders.tensor),
+        tensors_table=tensor_table(tables, np.full(len(tables.names), -1), runs.tensor),
         placements=(),
         boxes=holders.boxes,
-        rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),
+        rows=RowTable(runs.box, runs.start, runs.count, np.zeros_like(runs.box), np.cumsum(sizes) - sizes),
         files=(FileEntry("memory", int(sizes.sum()), "memory.digests", bytes(16), "memory", 0),),
         values_table=(),
     )
@@ -139,21 +140,20 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 
     ``devices[r][i]`` is 1 if row i of rank r can be sent from device memory without a copy in host memory, else 0.
     """
-    # run[i]: the distinct run that held row i is a copy of. first[r]: rows of all ranks before r. device[j]: flag of j-th row.
-    run = holders.run
-    tensor, box = holders.tensor[run], holders.box[run]
+    # first[r]: rows of all ranks before r. device[j]: flag of j-th row.
+    held = holders.held
     first = np.concatenate([[0], np.cumsum([len(bits) for bits in devices])])
     device = np.concatenate([*devices, np.zeros(0, np.uint8)]).astype(np.int64)
     return RankRuns(
-        rank=holders.rank,
-        local=holders.local,
-        tensor=tensor,
-        offsets=holders.boxes.offsets[box],
-        lengths=holders.boxes.lengths[box],
-        start=holders.start[run],
-        count=holders.count[run],
-        dtype=holders.tables.dtype[tensor].astype(np.int64),
-        device=device[first[holders.rank] + holders.local],
+        rank=held.rank,
+        local=held.local,
+        tensor=held.tensor,
+        offsets=holders.boxes.offsets[held.box],
+        lengths=holders.boxes.lengths[held.box],
+        start=held.start,
+        count=held.count,
+        dtype=holders.tables.dtype[held.tensor].astype(np.int64),
+        device=device[first[held.rank] + held.local],
     )
 
 
