@@ -133,8 +133,8 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
     for name in names:
         # ways: all ways to divide the name at ".state." into an optimizer and the rest; fitting: links whose FQN the groups list
         ways = [(before[1:], rest) for before, rest in _divisions(f".{name}", _BETWEEN)]
-        of_listed = [(optimizer, *way) for optimizer, rest in ways if optimizer in listed for way in _divisions(rest, ".")]
-        fitting = [StateLink(*way) for way in of_listed if way[1] in listed[way[0]]]
+        of_listed = ((optimizer, rest) for optimizer, rest in ways if optimizer in listed)
+        fitting = [StateLink(o, fqn, key) for o, rest in of_listed for fqn, key in _divisions(rest, ".") if fqn in listed[o]]
         link = _only([way for way in fitting if "." not in way.key]) or _only(fitting)
         if link is None and not fitting:
             # The groups do not list the parameter, so the last part is the key, and the FQN stands before its dot.
