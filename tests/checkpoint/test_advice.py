@@ -72,3 +72,12 @@ def test_what_reads_into_no_state_speaks_of_no_state_and_of_no_option_that_it_la
     digests.unlink()
     with pytest.raises(CorruptError, match=r"is missing; .*; load, reshard and convert take verify=False, which reads them"):
         READERS[name](tmp_path / "ckpt", tmp_path / "other")
+
+
+def test_names_with_a_colon_are_matched_whole(tmp_path: Path):
+    checkpoint.save(tmp_path, {"x": {"v": 1}})
+    into = {"x": {"v": 0, "loss: train": 3}}
+    with pytest.raises(MismatchError, match="x.loss: train: not in the checkpoint"):
+        checkpoint.load(tmp_path, into, ignore=["x.loss"])
+    assert checkpoint.load(tmp_path, into, allow_missing=["x.loss: train"]).kept == ("x.loss: train: not in the checkpoint",)
+    assert into["x"] == {"v": 1, "loss: train": 3}

@@ -81,7 +81,7 @@ def vote(
         Ranks were given options with which some ranks would enter a collective and others would not.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    missing = [line for line in values if line.partition(": ")[2].startswith((MISSING, NO_GROUP))]
+    missing = [line for line in values if _divided(line)[1].startswith((MISSING, NO_GROUP))]
     allowed = [line for line in missing if matches(_missing_name(line), options.allow_missing)]
     values = [line for line in values if line not in allowed]
     kept = [line.partition("; ")[0] for line in allowed]  # drop the line's advice: a missing name is allowed here
@@ -146,19 +146,28 @@ def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
     return f"load {', '.join(texts)}, or {last}" if texts else f"load {last}"
 
 
+def _divided(line: str) -> tuple[str, str]:
+    """Divide a problem's line into the name, which may contain ": ", and the rest."""
+    for begin in (MISSING, NO_GROUP, ""):
+        name, colon, rest = line.partition(f": {begin}")
+        if colon:
+            return name, begin + rest
+    return line, ""
+
+
 def _subject(line: str) -> str:
     """Return the name at the beginning of a problem's line."""
-    return line.partition(": ")[0]
+    return _divided(line)[0]
 
 
 def _no_group(line: str) -> bool:
     """Return whether a line says that a parameter has no saved hyperparameters."""
-    return line.partition(": ")[2].startswith(NO_GROUP)
+    return _divided(line)[1].startswith(NO_GROUP)
 
 
 def _missing_name(line: str) -> str:
     """Return the name that the checkpoint lacks. If a parameter lacks its hyperparameters, this is the name of its state."""
-    name, _, what = line.partition(": ")
+    name, what = _divided(line)
     if not _no_group(line):
         return name
     fqn = what.removeprefix(NO_GROUP).partition(";")[0]
