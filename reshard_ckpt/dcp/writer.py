@@ -61,7 +61,7 @@ class ReshardWriter(StorageFolder, StorageWriter):
 
     Examples
     --------
-    >>> import tempfile, torch.distributed.checkpoint as dcp
+    >>> import tempfile, torch, torch.distributed.checkpoint as dcp
     >>> folder = tempfile.mkdtemp()
     >>> metadata = dcp.save({"w": torch.arange(4)}, storage_writer=ReshardWriter(folder))
     >>> from reshard_ckpt import checkpoint

@@ -66,7 +66,7 @@ def small() -> Iterator[None]:
     with (
         patch.object(safetensors, "PART_BYTES", 50_000),
         patch.object(reshard, "WINDOW_BYTES", 100_000),
-        patch.object(dcp_write.write_dcp, "__kwdefaults__", {**dcp_write.write_dcp.__kwdefaults__, "file_bytes": SMALL_FILES}),
+        patch.object(dcp_write, "FILE_BYTES", SMALL_FILES),
     ):
         yield
 
