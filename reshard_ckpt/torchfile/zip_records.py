@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ..errors import CorruptError, UnsupportedError
 from ..storage.protocol import Storage
@@ -224,16 +224,22 @@ def whole_record(record: ZipRecord, data: bytes) -> bytes:
 def directory(records: Sequence[ZipRecord], crcs: Iterable[int]) -> bytes:
     """Return the end of a zip, which lists its records with the CRC-32 of each."""
     end = _End(records[-1].end)
-    with zipfile.ZipFile(end, "w") as archive:
+    with zipfile.ZipFile(cast(BinaryIO, end), "w") as archive:
         archive.filelist += (record.info(crc) for record, crc in zip(records, crcs, strict=True))
     return bytes(end.data)
 
 
-class _End(io.RawIOBase):
-    """The end of a file, from byte `begin` on: collects what `zipfile` writes there."""
+class _End:
+    """The end of a file, from byte `begin` on: collects the bytes that `zipfile` writes there.
+
+    It has no `seek`, as a stream. That of `io.RawIOBase` takes no position beyond 2 GiB from Python 3.12 on.
+    """
 
     def __init__(self, begin: int) -> None:
         self._begin, self.data = begin, bytearray()
+
+    def flush(self) -> None:
+        pass
 
     def tell(self) -> int:
         return self._begin + len(self.data)

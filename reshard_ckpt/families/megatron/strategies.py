@@ -41,8 +41,8 @@ def locked_until_over(handle: checkpoint.SaveHandle) -> str:
     fcntl.lockf(file, fcntl.LOCK_EX)
 
     def release(_: checkpoint.SaveHandle) -> None:
+        os.close(file)  # with it goes the lock, also where a cleaner of old files has removed the path
         os.unlink(path)
-        os.close(file)  # with it goes the lock
 
     handle.add_done_callback(release)
     return path
