@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +12,8 @@ from .model import Catalog, TensorKind
 from .specs import CODES, Mesh, item_bytes_of
 
 
-class Portion(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Portion:
     """Totals of some tensors; elements and bytes are those of the whole tensors, each counted once, without aliases."""
 
     num_tensors: int

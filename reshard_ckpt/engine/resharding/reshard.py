@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -408,7 +409,8 @@ def commit(
     return ProcessReport(bytes_read=merge_of_all(comm, packed, published), kept=done.kept)
 
 
-class RankShare(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankShare:
     """The share of one rank of the new topology in the work: files to write, bytes to read, and where these lie.
 
     Attributes
