@@ -171,7 +171,7 @@ class Job0:
         call = call_of("save", name)
         self._sent([call] * self.size, shown=True)
         with self.rank0("session"):
-            self.comms[0].open("save", name)
+            self.comms[0].open(call)
         self._received("gather")
 
     def gather(self, payloads: Sequence[bytes], step: str) -> list[bytes]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,8 +58,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
+class Missed(NamedTuple):
     """A session that a rank gave up before it could tell the others: its number, its call and the reason."""
 
     number: int

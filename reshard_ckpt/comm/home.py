@@ -107,7 +107,8 @@ class Home:
             host, nonce = own_address(self._host), uuid.uuid4().hex
             server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
             # If the job's store is on this machine, ranks on other machines reach it by another name than this one does.
-            record = f"{nonce} {server.port} {'' if is_loopback(host) else host}".encode()
+            is_loopback = host == "::1" or host.startswith("127.")
+            record = f"{nonce} {server.port} {'' if is_loopback else host}".encode()
             self._started = self._started or (server, record)
         return self._started
 
@@ -164,8 +165,3 @@ def own_address(towards: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address."""
-    return host == "::1" or host.startswith("127.")

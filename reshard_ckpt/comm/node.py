@@ -111,8 +111,8 @@ class NodeComm(StoreComm):
             self._near = connection.open(self._timeout_s / 4).below(self._name)
             self._leader, *self._others = self._ranks_near()
 
-    def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
-        if not super().open(kind, subject, before=before):
+    def open(self, call: bytes, *, before: bytes = b"") -> bool:
+        if not super().open(call, before=before):
             return False
         if self._neighbours is not None and not self._neighbours.node.is_known:
             with self._reachable():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 _LENGTH = struct.Struct("<Q")
@@ -40,13 +40,16 @@ class Payloads:
         keys: list[str] = []
         values: list[bytes] = []
         num_bytes = 0
-        for key, value in _chunked(payloads):
-            keys.append(key)
-            values.append(value)
-            num_bytes += len(value)
-            if num_bytes >= _SAVED_AT_ONCE:
-                self._store.multi_set(keys, values)
-                keys, values, num_bytes = [], [], 0
+        for key, payload in payloads.items():
+            view = memoryview(payload)
+            for i in range(_num_chunks(len(payload))):
+                length = b"" if i else _LENGTH.pack(len(payload))
+                keys.append(f"{key}/{i}")
+                values.append(b"".join((length, view[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES])))
+                num_bytes += len(values[-1])
+                if num_bytes >= _SAVED_AT_ONCE:
+                    self._store.multi_set(keys, values)
+                    keys, values, num_bytes = [], [], 0
         if keys:
             self._store.multi_set(keys, values)
 
@@ -78,11 +81,3 @@ class Payloads:
 
 def _num_chunks(length: int) -> int:
     return max(1, -(-length // _CHUNK_BYTES))
-
-
-def _chunked(payloads: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    for key, payload in payloads.items():
-        view = memoryview(payload)
-        for i in range(_num_chunks(len(payload))):
-            chunk = view[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
-            yield f"{key}/{i}", b"".join((_LENGTH.pack(len(payload)), chunk)) if i == 0 else bytes(chunk)

@@ -90,9 +90,8 @@ def open_turn(kind: str, subject: str, *, process_group: dist.ProcessGroup | Non
     if group is None:
         return Turn(nullcontext(SoloComm()))
     sessions, turn = group.sessions, group.sessions.take()
-    comm_of = _comm_of(group, "", kind, subject, timeout_s, Meeting)
-    session = _session(comm_of, sessions, turn, kind, subject)
-    return Turn(session, lambda: comm_of(sessions.number(turn)), call_of(kind, subject))
+    comm_of, call = _comm_of(group, "", kind, subject, timeout_s, Meeting), call_of(kind, subject)
+    return Turn(_session(comm_of, sessions, turn, call), lambda: comm_of(sessions.number(turn)), call)
 
 
 def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
@@ -167,7 +166,8 @@ def _refuse_forgotten_init(process_group: object) -> None:
 def _opened(
     group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
 ) -> AbstractContextManager[Comm]:
-    return _session(_comm_of(group, prefix, kind, subject, timeout_s, NodeComm), sessions, sessions.take(), kind, subject)
+    comm_of = _comm_of(group, prefix, kind, subject, timeout_s, NodeComm)
+    return _session(comm_of, sessions, sessions.take(), call_of(kind, subject))
 
 
 def _comm_of(
@@ -198,12 +198,11 @@ def shared_store(
 
 
 @contextmanager
-def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, kind: str, subject: str) -> Iterator[Comm]:
-    call = call_of(kind, subject)
+def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> Iterator[Comm]:
     comm = _arrive(comm_of, sessions, turn, call)
     before, sessions.unopened = sessions.unopened, call
     try:
-        while not comm.open(kind, subject, before=before):
+        while not comm.open(call, before=before):
             comm.leave()
             sessions.skip()
             comm = comm_of(sessions.number(turn))

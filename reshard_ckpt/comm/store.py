@@ -27,14 +27,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 from torch.distributed import DistError
 
 from ..errors import PeerError
 from .bounded import BoundedStore, StoreLost, Waiting
-from .calls import call_of, different_calls_refusal, ended_refusal, expired_refusal, late_refusal
+from .calls import different_calls_refusal, ended_refusal, expired_refusal, late_refusal
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
 from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of
@@ -202,11 +201,13 @@ class StoreComm:
 
     # --- opening and leaving a session ---
 
-    def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
+    def open(self, call: bytes, *, before: bytes = b"") -> bool:
         """Take the first step: check that all ranks have come, and for the same call.
 
         Parameters
         ----------
+        call
+            The `call_of` of this session.
         before
             The `call_of` of this rank's previous session, if that did not open.
 
@@ -216,7 +217,6 @@ class StoreComm:
             False if this session belongs to another call, so that this rank must try the next one. Either the others gave up this
             rank in a call that it left out, or they have come only now for the call that this rank made before.
         """
-        call = call_of(kind, subject)
         with self._reachable():
             try:
                 self._meet(call)
@@ -247,24 +247,17 @@ class StoreComm:
     def _is_for_another(self, call: bytes, before: bytes) -> bool:
         if self._step or self._refusal is None:
             return False
-        calls = self._others_calls()
+        # calls: the encoded call of each other rank that came to this session in time, its message in the first step
+        calls = {frame.payload for frame in self._inbox_of(0) if frame.rank not in (self.rank, *self._refusal.absent)}
         if not calls or call in calls:
             return False
-        return self.came_late or set(calls) == {before}
-
-    def _others_calls(self) -> list[bytes]:
-        """Return the encoded call of each other rank that came to this session in time: the messages of its first step."""
-        inbox = "0/in"
-        if not self._store.check([inbox]):
-            return []
-        late = {self.rank, *self._refused().absent}
-        return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank not in late]
+        return self.came_late or calls == {before}
 
     def is_for_others(self, call: bytes) -> bool:
         """Whether another rank has refused the session, or opened it for another call. Used before this rank opens it."""
         with self._reachable():
-            inbox = self._store.get("0/in") if self._store.check(["0/in"]) else b""
-            return self._store.check(["0/decision"]) or any(frame.payload != call for frame in decode_frames(inbox))
+            arrived = self._inbox_of(0)
+            return self._store.check(["0/decision"]) or any(frame.payload != call for frame in arrived)
 
     def decline(self, call: bytes) -> bool:
         """Refuse a session that this rank, being late, will not join. Return False if another refusal was there before."""
@@ -364,7 +357,7 @@ class StoreComm:
         self._sender = self.rank
 
         def arrive(store: KeyValueStore) -> None:
-            store.append(self._key("in"), encode_frames(replace(frame, sender=self.rank) for frame in frames))
+            store.append(self._key("in"), encode_frames(frame._replace(sender=self.rank) for frame in frames))
             if store.add(self._key("arrived"), len(frames)) == self.size:
                 store.set(self._key("bell"), b"")
 
@@ -521,8 +514,12 @@ class StoreComm:
         return True
 
     def _arrived(self) -> set[int]:
-        inbox = self._key("in")
-        return {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
+        return {frame.rank for frame in self._inbox_of(self._step)}
+
+    def _inbox_of(self, step: int) -> list[Frame]:
+        """Return the messages that have arrived in a step so far."""
+        inbox = f"{step}/in"
+        return list(decode_frames(self._store.get(inbox))) if self._store.check([inbox]) else []
 
     def _expire(self) -> None:
         """Refuse the step because its time is over, and name the absent ranks. If all have just come, ring the bell instead."""

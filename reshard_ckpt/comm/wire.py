@@ -6,7 +6,7 @@ import json
 import struct
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import errors
 from ..errors import CheckpointError, MismatchError, PeerError
@@ -19,8 +19,7 @@ _MAX_PROBLEMS_CHARS = 256 << 10
 _MAX_NAMED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One rank's message in an inbox, and the rank that sent it: itself, or the one that speaks for the ranks of its machine.
 
     If `separate`, the payload has a key of its own, and `payload` here is empty.
@@ -51,8 +50,7 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
         position += length
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The reason why a session ended early: the error that every other rank raises, and the ranks that never arrived."""
 
     kind: str
@@ -70,7 +68,7 @@ class Refusal:
         return found(self.message)
 
     def encode(self) -> bytes:
-        return json.dumps([self.kind, self.message, self.ranks, self.problems, self.absent]).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Refusal:

@@ -16,6 +16,7 @@ from torch.distributed import DistError
 from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm import peers as peers_module
 from reshard_ckpt.comm.bounded import StoreConnection
+from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import Home
 from reshard_ckpt.comm.peers import Peers
@@ -105,7 +106,7 @@ def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
             return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=near.ended)
 
         try:
-            with _session(comm_of, counters[rank], counters[rank].take(), "save", subject) as comm:
+            with _session(comm_of, counters[rank], counters[rank].take(), call_of("save", subject)) as comm:
                 return comm.broadcast(b"together" if rank == 0 else None).decode()
         except PeerError as error:
             return f"{error.ranks} {error}"

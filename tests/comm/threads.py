@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm.bounded import BoundedStore
+from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
 from reshard_ckpt.comm.sessions import _session
@@ -81,7 +82,7 @@ def run_session(
 
         start.wait()
         try:
-            with _session(comm_of, SessionCounter(), 0, *call(rank)) as comm:
+            with _session(comm_of, SessionCounter(), 0, call_of(*call(rank))) as comm:
                 outcomes[rank] = body(comm)
         except BaseException as error:
             outcomes[rank] = error
