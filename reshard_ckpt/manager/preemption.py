@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from ..comm import give_up_sessions, open_session, value_of_first
 from ..engine.common.progress import LOGGER
 from ..errors import UsageError
 from .pending import PendingSaves
-from .stopping import Stop, open_stop
+from .stopping import open_stop
 
 GRACE_S = 20.0
 """Default seconds for a save to finish after SIGTERM: torchrun, Slurm and Kubernetes kill after 30 s."""
@@ -64,7 +64,7 @@ class Preemption:
     def __init__(self, root: str, session: Mapping[str, Any], pending: PendingSaves) -> None:
         self._root, self._session, self._pending = root, session, pending
         self.gave_up = False
-        self._stop: Stop | None = None
+        self._stop: Callable[[], bool] | None = None
         self._grace_s, self._deadline = GRACE_S, math.inf
         self._process = os.getpid()
         self._depth = 0
@@ -81,9 +81,9 @@ class Preemption:
         """Whether the ranks have agreed to stop at this read. The first read installs the handler; closing `held` removes it."""
         if self._stop is None:
             self._stop = self._watch(held)
-        return self._stop.reached()
+        return self._stop()
 
-    def _watch(self, held: ExitStack) -> Stop:
+    def _watch(self, held: ExitStack) -> Callable[[], bool]:
         with open_session("read preempted of", self._root, **self._session) as comm:
             if not self._is_installed:
                 self._install(held)

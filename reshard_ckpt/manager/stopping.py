@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 from ..comm.bounded import BoundedStore, PollingWait
 from ..comm.payloads import KeyValueStore
@@ -32,17 +31,13 @@ _NEVER = -1
 """Posted by a rank that takes no further step; also the decision if a rank has posted it."""
 
 
-class Stop(Protocol):
-    """The question of a rank before each step: stop here?"""
-
-    def reached(self) -> bool:
-        """Count one more step, and return whether all ranks stop at this step or have stopped before."""
-
-
+@contextmanager
 def open_stop(
     name: str, wanted: Callable[[], bool], *, process_group: Any = None, timeout_s: float = 600
-) -> AbstractContextManager[Stop]:
-    """Open a `Stop` for a ``with`` block: once one rank of a process group is told to stop, all ranks stop at the same step.
+) -> Iterator[Callable[[], bool]]:
+    """Let all ranks of a process group stop at the same step, once one of them is told to stop, while the ``with`` block lasts.
+
+    Yields the question of a rank before each step: `AgreedStop.reached`, or `wanted` itself if this process is on its own.
 
     Parameters
     ----------
@@ -55,18 +50,10 @@ def open_stop(
     """
     group = current_group(process_group, timeout_s)
     if group is None:
-        return nullcontext(SoloStop(wanted))
-    return AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class SoloStop:
-    """The stop of a process on its own: at the next step after `wanted` returns True."""
-
-    wanted: Callable[[], bool]
-
-    def reached(self) -> bool:
-        return self.wanted()
+        yield wanted
+        return
+    with AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s) as stop:
+        yield stop.reached
 
 
 class AgreedStop(AbstractContextManager["AgreedStop"]):

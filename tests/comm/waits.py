@@ -155,7 +155,7 @@ def turn(rank: int, seconds: float, folder: Path, die: Die) -> None:
 
 def stop(rank: int, seconds: float, folder: Path, die: Die) -> None:
     with open_stop("stop", lambda: rank == 1 or bool(die()), timeout_s=seconds) as stop:
-        while not stop.reached():
+        while not stop():
             pass
 
 
