@@ -27,7 +27,7 @@ from ..errors import CorruptError, StorageError, UsageError
 from ..format.catalog import HEAD_BYTES
 from ..format.files import CATALOG_KEY, EXPORT, SAVE_ID
 from ..storage import Lock, Storage, open_storage
-from ..storage.protocol import PROBE, at_once, begin
+from ..storage.protocol import PROBE, begin, map_at_once
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, read_step_info
 
@@ -320,14 +320,14 @@ class StoredSteps:
             return bytes(found)
 
         infos = list(self._infos.items())
-        heads = at_once(self._storage, *(partial(head, info) for _, info in infos))
+        heads = map_at_once(self._storage, head, [info for _, info in infos])
         for (step, info), now in zip(infos, heads, strict=True):
             if now != info.head:
                 self._infos.pop(step, None)
 
     def _read_infos(self, steps: Iterable[int]) -> None:
         """Read the facts about these steps that are not known yet, all together."""
-        at_once(self._storage, *(partial(self._info, step) for step in steps if step not in self._infos))
+        map_at_once(self._storage, self._info, [step for step in steps if step not in self._infos])
 
     def _info(self, step: int) -> StepInfo:
         if step not in self._infos:
@@ -342,7 +342,7 @@ class StoredSteps:
         finding = begin(self._storage, lambda: find_steps(self._storage, self._names))
         self._storage.delete(f"{folder}/{PROBE}" for folder in self._storage.folders() if SAVE_ID.fullmatch(folder))
         committed, begun = finding()
-        inner = at_once(self._storage, *(partial(self._storage.folders, folder) for folder in committed.values()))
+        inner = map_at_once(self._storage, self._storage.folders, committed.values())
         stale = [folder for folder, folders in zip(committed.values(), inner, strict=True) if len({*folders} - {EXPORT}) > 1]
         for folder in stale:
             with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):

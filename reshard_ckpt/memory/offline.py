@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
@@ -15,10 +14,10 @@ from ..engine.common.step_folders import names_at
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
-from ..storage.protocol import at_once
+from ..storage.protocol import map_at_once
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage_copy import read_copy
-from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
+from .node import is_entered, node_id, remove_run, run_path, runs
 from .persist import is_older, is_persisted, publish, stored_save_id, write_files
 from .restore import whole_files
 
@@ -98,7 +97,7 @@ class PersistReport:
     passed_over: tuple[str, ...] = ()
 
 
-def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
+def held_runs(root: str | None, folder: str) -> list[HeldRun]:
     """List the checkpoints in the memory of this node: of the run at `root`, or of all runs of this user."""
     wanted = None if root is None else run_path(folder, root)
     out = []
@@ -107,8 +106,13 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
             lineage = None
             with suppress(CheckpointError), open_storage(run.root) as storage:  # the store may be away, or the note damaged
                 lineage = _lineage(run.path, storage)
-            steps = tuple(_held_step(run.path, generation, lineage) for generation in find_generations(run.path))
-            out.append(HeldRun(run.root, run.num_bytes, is_entered(run.path), steps))
+            steps = []
+            for held in find_generations(run.path):
+                saved_s = None if held.is_damaged else held.decoded_catalog().created_s
+                superseded = lineage is not None and held.run == lineage.run and not lineage.is_current(held.attempt, held.step)
+                num_here = len(files_here(run.path, held))
+                steps.append(HeldStep(held.step, held.save_id, held.run, saved_s, num_here, len(held.holders), superseded))
+            out.append(HeldRun(run.root, run.num_bytes, is_entered(run.path), tuple(steps)))
     return out
 
 
@@ -118,13 +122,7 @@ def _lineage(path: Path, storage: Storage) -> Lineage | None:
     return copy if copy is not None and (lineage is None or copy.is_newer(lineage)) else lineage
 
 
-def _held_step(path: Path, held: Generation, lineage: Lineage | None) -> HeldStep:
-    saved_s = None if held.is_damaged else held.decoded_catalog().created_s
-    superseded = lineage is not None and held.run == lineage.run and not lineage.is_current(held.attempt, held.step)
-    return HeldStep(held.step, held.save_id, held.run, saved_s, len(files_here(path, held)), len(held.holders), superseded)
-
-
-def drop_held(root: str, folder: str = FOLDER) -> int:
+def drop_held(root: str, folder: str) -> int:
     """Free all memory of this node that a run takes, and return the number of bytes.
 
     Raises
@@ -140,7 +138,7 @@ def drop_held(root: str, folder: str = FOLDER) -> int:
     return num_bytes
 
 
-def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) -> PersistReport:
+def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistReport:
     """Write the newest checkpoint of a run, or the one of `step`, from the memory of this node to the store.
 
     Call it on every node: each writes the files that it holds and the store lacks. The call that finds all files in the store
@@ -199,7 +197,7 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
                 return False
             return True
 
-        is_stored = at_once(storage, *(partial(is_there, number) for number in range(len(catalog.files))))
+        is_stored = map_at_once(storage, is_there, range(len(catalog.files)))
         absent = [file.key for file, found in zip(catalog.files, is_stored, strict=True) if not found]
         if not absent:
             publish(storage, generation)

@@ -149,8 +149,11 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
         raise UsageError(f"{text!r}: pass {scheme}://… as a str, as a Path drops a slash; a folder of that name is './{text}'")
     if scheme == "memory" and len(match[2]) == 2 and rest.strip("/"):
         return MemoryStorage(rest.strip("/"))
-    if scheme == "file":
-        return LocalStorage(_file_path(text), timeout_s=timeout_s)
+    if scheme == "file":  # RFC 8089
+        host, slash, absolute = text[len("file://") :].partition("/")
+        if host not in ("", "localhost") or not absolute:
+            raise UsageError(f"{text!r}: a file URL reads file:///absolute/folder, without a host")
+        return LocalStorage(slash + unquote(absolute), timeout_s=timeout_s)
     schemes = ", ".join(f"{name}://bucket/prefix" for name in _OBJECTS)
     raise UsageError(f"{text!r}: no store serves this scheme; there are a folder, file:///folder, {schemes} and memory://name")
 
@@ -185,11 +188,3 @@ def open_beside(storage: Storage, relative: str, key: str) -> Storage:
         behind = LocalStorage(os.path.normpath(os.path.join(os.path.realpath(rest), relative)))
         return behind if behind.size(key) is not None else found
     return found
-
-
-def _file_path(url: str) -> str:
-    """Extract the path from a file URL (RFC 8089)."""
-    host, slash, path = url[len("file://") :].partition("/")
-    if host not in ("", "localhost") or not path:
-        raise UsageError(f"{url!r}: a file URL reads file:///absolute/folder, without a host")
-    return slash + unquote(path)

@@ -40,12 +40,12 @@ from .protocol import (
     Storage,
     Version,
     Writer,
-    at_once,
     conflict,
     fill,
     flat_bytes,
     folder_parts,
     key_parts,
+    map_at_once,
     missing,
     short_file,
     too_large,
@@ -239,7 +239,7 @@ class ObjectStorage(Storage):
             with explained("write", f"{url}: {path}"):
                 first = _version_of(put(b"1", "overwrite"))
                 # The two that wait for nothing else at once: each would be a round trip.
-                created, second = at_once(self, *(partial(put, b"2", mode) for mode in ("create", _update(first, quoted=True))))
+                created, second = map_at_once(self, partial(put, b"2"), ("create", _update(first, quoted=True)))
                 quoted = second is not None
                 if created is not None:
                     raise _ignores(url, "If-None-Match: * (create)")
@@ -270,7 +270,7 @@ class ObjectStorage(Storage):
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]
         batches = [paths[begin : begin + DELETE_AT_ONCE] for begin in range(0, len(paths), DELETE_AT_ONCE)]
-        for error in filter(None, at_once(self, *(partial(self._delete_batch, batch) for batch in batches))):
+        for error in filter(None, map_at_once(self, self._delete_batch, batches)):
             raise error
 
     def _delete_batch(self, paths: Sequence[str]) -> StorageError | None:
@@ -280,7 +280,7 @@ class ObjectStorage(Storage):
                 try:
                     obstore().delete(self._client, list(paths))
                 except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
-                    at_once(self, *(partial(self._delete_one, path) for path in paths))
+                    map_at_once(self, self._delete_one, paths)
         except StorageError as error:
             return error
         return None

@@ -127,17 +127,10 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
         if not left or not got:
             break
         offset += got
-        views = _remaining(views, got)
+        while got >= len(views[0]):
+            got -= len(views.pop(0))
+        views[0] = views[0][got:]
     return left
-
-
-def _remaining(views: list[memoryview], filled: int) -> list[memoryview]:
-    """Return the views without their first `filled` bytes."""
-    for i, view in enumerate(views):
-        if filled < len(view):
-            return [view[filled:], *views[i + 1 :]]
-        filled -= len(view)
-    return []
 
 
 def open_to_read(path: str) -> int:

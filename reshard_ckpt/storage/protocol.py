@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptError, StorageError
@@ -25,6 +24,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes to write. A memoryview must be C-contiguous; its items may have any size."""
 
 Self = TypeVar("Self")
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -263,7 +263,7 @@ class Storage(Protocol):
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
         """Call `read_into` with each key, offset and buffers."""
-        at_once(self, *(partial(self.read_into, *asked) for asked in ranges))
+        map_at_once(self, lambda asked: self.read_into(*asked), ranges)
 
     def document(self, key: str, limit: int) -> Document:
         """Read the whole file, with its version.
@@ -288,7 +288,7 @@ class Storage(Protocol):
                 return self.document(key, limit)
             return None
 
-        return at_once(self, *(partial(read, key) for key in keys))
+        return map_at_once(self, read, keys)
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
@@ -299,7 +299,7 @@ class Storage(Protocol):
 
     def stat(self, keys: Sequence[str]) -> list[int | None]:
         """Return the `size` of each file."""
-        return at_once(self, *(partial(self.size, key) for key in keys))
+        return map_at_once(self, self.size, keys)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """List the keys and sizes of all files in the folder `prefix` and below it, sorted by key."""
@@ -482,10 +482,16 @@ def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
 
 def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
     """Make several calls and return their results; at the same time if the round trips of the store are slow."""
-    if storage.hints.requests <= DISK.requests or len(calls) <= 1:
-        return [call() for call in calls]
-    with ThreadPoolExecutor(min(len(calls), storage.hints.requests), thread_name_prefix="reshard-ckpt-ask") as pool:
-        return list(pool.map(lambda call: call(), calls))
+    return map_at_once(storage, lambda call: call(), calls)
+
+
+def map_at_once(storage: Storage, function: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+    """Call a function with each item and return its results; at the same time if the round trips of the store are slow."""
+    items = list(items)
+    if storage.hints.requests <= DISK.requests or len(items) <= 1:
+        return list(map(function, items))
+    with ThreadPoolExecutor(min(len(items), storage.hints.requests), thread_name_prefix="reshard-ckpt-ask") as pool:
+        return list(pool.map(function, items))
 
 
 def write_file(storage: Storage, key: str, data: Buffer) -> None:
