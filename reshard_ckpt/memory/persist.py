@@ -103,7 +103,7 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
 
 
 def persist(
-    comm: Comm, images: NodeImages, generation: Generation, own_keys: Sequence[str], storage: Storage, *, grace_s: float = GRACE_S
+    comm: Comm, images: NodeImages, generation: Generation, own_keys: Sequence[str], storage: Storage, *, grace_s: float
 ) -> bool:
     """Write a generation to the store, each rank its own files. Return False if it was there already.
 

@@ -15,7 +15,6 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptError, StorageError
@@ -24,14 +23,6 @@ from .generations import Generation, drop_generations, find_generations
 from .node import SLOT_SUFFIX, NoRoom, enter_run, files_in, free_bytes, run_folder
 from .options import Memory
 from .slots import Slot, slot_bytes
-
-
-@dataclass(slots=True)
-class HeldSlot:
-    """A slot of this process, and the id of the save that is in it or being written to it; empty if the slot is free."""
-
-    slot: Slot
-    save_id: str = ""
 
 
 class SlotPool:
@@ -63,15 +54,14 @@ class SlotPool:
         self.generations, self.short = options.generations, ""
         # Ids of kept saves that have lost a slot here since the last call of `given_up`.
         self._given_up: set[str] = set()
-        # By rank whose images they hold: the slots. `_kept`: ids of committed saves, the newest last.
-        self._slots: dict[int, list[HeldSlot]] = {}
-        self._kept: list[str] = []
-        self._places: dict[str, tuple[int, int]] = {}
-        """The attempt and the step of each kept save."""
+        self._slots: dict[int, list[Slot]] = {}
+        """The slots, by the rank whose images they hold."""
+        self._kept: dict[str, tuple[int, int]] = {}
+        """The attempt and the step of each committed save that is kept, by its id, the newest last."""
         self._pinned: set[str] = set()
         self._lock = threading.Lock()
 
-    def take(self, source: int, num_bytes: int, save_id: str) -> HeldSlot:
+    def take(self, source: int, num_bytes: int, save_id: str) -> Slot:
         """Take a slot for the images of the rank `source` in a new save, and make its header void.
 
         Raises
@@ -82,19 +72,19 @@ class SlotPool:
         with self._lock:
             slots = self._slots.setdefault(source, [])
             # Slots whose files somebody has deleted: their images would be lost with this process.
-            for removed in [held for held in slots if held.slot.is_removed]:
+            for removed in [held for held in slots if held.is_removed]:
                 slots.remove(removed)
-                removed.slot.close()
+                removed.close()
             # From the cheapest to the dearest: a slot of this process, one of a dead process, new memory.
             held = self._reusable(slots)
-            if held is not None and held.slot.num_bytes < num_bytes:
+            if held is not None and held.num_bytes < num_bytes:
                 self._remove(slots, held)
                 held = None
             if held is None:
                 held = self._added(slots, num_bytes)
             # Void before anything is written: a reader of the old images finds out by the header.
             self._give_up(held.save_id)
-            held.slot.void()
+            held.void()
             held.save_id = save_id
             return held
 
@@ -112,7 +102,7 @@ class SlotPool:
         if not self._folder.is_dir():
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
 
-    def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
+    def _reusable(self, slots: list[Slot]) -> Slot | None:
         """Choose one of these slots to refill; None if one more slot may be added."""
         held = next((slot for slot in slots if slot.save_id not in {*self._kept, *self._pinned}), None)
         if held is not None or len(slots) <= self.generations:
@@ -123,9 +113,9 @@ class SlotPool:
             raise NoRoom("the generations in memory are still being written to the store, which is slower than saves come")
         return held
 
-    def _oldest(self, slots: list[HeldSlot]) -> HeldSlot | None:
+    def _oldest(self, slots: list[Slot]) -> Slot | None:
         """Return the slot of the oldest generation that may go: not the newest, and not on its way to the store. Else None."""
-        old = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
+        old = [save_id for save_id in [*self._kept][:-1] if save_id not in self._pinned]
         return next((slot for save_id in old for slot in slots if slot.save_id == save_id), None)
 
     def given_up(self) -> list[str]:
@@ -141,14 +131,14 @@ class SlotPool:
         """
         with self._lock:
             self.generations = generations
-            self._kept = [save_id for save_id in self._kept if save_id not in given_up]
+            self._kept = {save_id: place for save_id, place in self._kept.items() if save_id not in given_up}
             self._empty(set(given_up) - self._pinned)
             # Each source needs a slot for each generation, and one to fill.
             for slots in self._slots.values():
                 for held in [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]:
                     self._remove(slots, held)
 
-    def _added(self, slots: list[HeldSlot], num_bytes: int) -> HeldSlot:
+    def _added(self, slots: list[Slot], num_bytes: int) -> Slot:
         """Add a slot and return it. If there is too little memory, take the slot of the oldest generation, or the memory of it.
 
         Raises
@@ -158,7 +148,7 @@ class SlotPool:
         """
         while True:
             try:
-                slots.append(HeldSlot(self._adopted(num_bytes) or self._new_slot(num_bytes)))
+                slots.append(self._adopted(num_bytes) or self._new_slot(num_bytes))
                 return slots[-1]
             except NoRoom as error:
                 oldest = self._oldest(slots)
@@ -166,18 +156,17 @@ class SlotPool:
                     raise
                 self.generations, self.short = min(self.generations, len(slots) - 1), str(error)
             # A slot that is too small is given back to the tmpfs, and the loop tries again with its memory.
-            if oldest.slot.num_bytes >= num_bytes:
+            if oldest.num_bytes >= num_bytes:
                 return oldest
             self._remove(slots, oldest)
 
-    def _remove(self, slots: list[HeldSlot], held: HeldSlot) -> None:
+    def _remove(self, slots: list[Slot], held: Slot) -> None:
         self._give_up(held.save_id)
         slots.remove(held)
-        held.slot.close(remove=True)
+        held.close(remove=True)
 
     def _give_up(self, save_id: str) -> None:
-        if save_id in self._kept:
-            self._kept.remove(save_id)
+        if self._kept.pop(save_id, None) is not None:
             self._given_up.add(save_id)
 
     def _adopted(self, num_bytes: int) -> Slot | None:
@@ -236,12 +225,11 @@ class SlotPool:
         The slots of the oldest save, and of an earlier save of the same step, may be refilled.
         """
         with self._lock:
-            save_id, step = generation.save_id, generation.step
             if pin:
-                self._pinned.add(save_id)
-            self._kept = [*(kept_id for kept_id in self._kept if self._places[kept_id][1] != step), save_id][-self.generations :]
-            self._places[save_id] = generation.attempt, step
-            self._places = {kept_id: self._places[kept_id] for kept_id in self._kept}
+                self._pinned.add(generation.save_id)
+            others = [(save_id, place) for save_id, place in self._kept.items() if place[1] != generation.step]
+            new = generation.save_id, (generation.attempt, generation.step)
+            self._kept = dict([*others, new][-self.generations :])
 
     def keep_current(self, is_current: Callable[[int, int], bool]) -> None:
         """Let the slots of saves that no longer count be refilled; `is_current` takes an attempt and a step.
@@ -249,7 +237,7 @@ class SlotPool:
         Else they would count as some of the generations to keep, and older ones that do count would lose their slots.
         """
         with self._lock:
-            self._kept = [kept_id for kept_id in self._kept if is_current(*self._places[kept_id])]
+            self._kept = {save_id: place for save_id, place in self._kept.items() if is_current(*place)}
 
     def pin(self, save_id: str) -> None:
         """Keep the slots of a save while it is written to the store."""
@@ -269,14 +257,14 @@ class SlotPool:
     def free(self, save_id: str) -> None:
         """Free the slots of a save that failed, or that was deleted."""
         with self._lock:
-            self._kept = [kept_id for kept_id in self._kept if kept_id != save_id]
+            self._kept.pop(save_id, None)
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:
         """Free the slots of some saves."""
         for held in self._all():
             if held.save_id in save_ids:
-                held.slot.void()
+                held.void()
                 held.save_id = ""
 
     def has_all(self) -> bool:
@@ -285,15 +273,15 @@ class SlotPool:
 
     def paths(self) -> set[str]:
         """Return the paths of the slot files of this process."""
-        return {held.slot.path for held in self._all()}
+        return {held.path for held in self._all()}
 
-    def _all(self) -> list[HeldSlot]:
+    def _all(self) -> list[Slot]:
         return [held for slots in self._slots.values() for held in slots]
 
     def close(self) -> None:
         """Close the slots and leave the run's folder. Slots with a save stay on the tmpfs; free ones are deleted."""
         for held in self._all():
-            held.slot.close(remove=not held.save_id)
+            held.close(remove=not held.save_id)
         if self._entered is not None:
             self._entered.release()
 

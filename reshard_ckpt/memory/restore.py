@@ -95,9 +95,9 @@ def find_newest(
     wanted: Callable[[Generation], bool],
     at_least: Callable[[], int],
     stored: Callable[[int], str],
-    excluded: Sequence[str] = (),
+    excluded: Sequence[str],
     *,
-    verify: bool = True,
+    verify: bool,
 ) -> Found:
     """Find the newest generation that is whole on the nodes of the job. Collective.
 

@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -43,8 +43,7 @@ ALIGN_BYTES = 4 << 20
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRange:
+class SlotRange(NamedTuple):
     """Position of a file in a slot: offset from the beginning of the slot, and size, both in bytes."""
 
     offset: int
@@ -67,8 +66,7 @@ class SlotTable:
         NoRoom
             The table has too many files for a header of `HEADER_BYTES`.
         """
-        table = {key: (extent.offset, extent.size) for key, extent in self.files.items()}
-        body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
+        body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": dict(self.files)})
         if _FIXED + len(body) > HEADER_BYTES:
             raise NoRoom(f"rank {self.rank} writes {len(self.files)} files, too many for the header of a slot in memory")
         return MAGIC + digest128(body) + len(body).to_bytes(4, "little") + body
@@ -117,6 +115,11 @@ class Slot:
         Bytes of images and digests that it must have room for. The file is made with mode 0600, or made larger, if necessary.
         None opens an existing file without a change of its size.
 
+    Attributes
+    ----------
+    save_id
+        The save that is in the slot or being written to it, as its `SlotPool` notes; empty if the slot is free.
+
     Raises
     ------
     StorageError
@@ -124,7 +127,7 @@ class Slot:
     """
 
     def __init__(self, path: str, num_bytes: int | None = None) -> None:
-        self.path = path
+        self.path, self.save_id = path, ""
         create = 0 if num_bytes is None else os.O_CREAT
         lock = lock_file(os.open(path, _OPEN | create, 0o600), path, shared=False)
         if lock is None:

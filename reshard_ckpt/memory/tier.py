@@ -48,7 +48,7 @@ from .generations import (
 from .node import NoRoom, run_path
 from .options import Memory
 from .persist import id_in
-from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
+from .pool import SlotPool, node_lock, remove_dead_slots
 from .slots import HEADER_BYTES, Slot, SlotRange, SlotTable, decode_table, slot_bytes
 from .topology import Topology
 
@@ -112,7 +112,7 @@ class Tier:
         # If one rank of a group has lost its links, all ranks of the group make new ones.
         if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
             self._links = None
-        taken: dict[int, HeldSlot] = {}
+        taken: dict[int, Slot] = {}
         refused = ""
         try:
             self._fit_budget(sizes)
@@ -183,7 +183,7 @@ class Tier:
 
     # Copies
 
-    def copy(self, taken: Mapping[int, HeldSlot], sizes: Sequence[int], table: SlotTable) -> list[int]:
+    def copy(self, taken: Mapping[int, Slot], sizes: Sequence[int], table: SlotTable) -> list[int]:
         """Send this rank's sealed slot to the ranks that hold its copies, and fill the copies that it holds.
 
         Returns
@@ -202,7 +202,7 @@ class Tier:
             links, members = self._open_links(table.save_id, timeout_s)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: empty_bytes(HEADER_BYTES) for source in sources}
-            body, *bodies = (taken[rank].slot.region()[: sizes[rank]] for rank in (self.rank, *sources))
+            body, *bodies = (taken[rank].region()[: sizes[rank]] for rank in (self.rank, *sources))
             for own, theirs in ((head, heads.values()), (body, bodies)):
                 coming = dict(zip(map(members.index, sources), theirs, strict=True))
                 links.swap({members.index(target): own for target in targets}, coming, ends)
@@ -213,7 +213,7 @@ class Tier:
         held = []
         for source in sources:
             try:
-                seal_copy(taken[source].slot, bytes(heads[source].numpy()))
+                seal_copy(taken[source], bytes(heads[source].numpy()))
                 held.append(source)
             except (CorruptError, NoRoom) as error:
                 warnings.warn(f"the copy of rank {source}'s images is not used: {error}", stacklevel=2)
@@ -338,14 +338,14 @@ def seal_copy(slot: Slot, head: bytes) -> None:
 class MemoryTarget:
     """The destination of the images of one save: slots of this rank, and of the ranks that hold its copies."""
 
-    def __init__(self, tier: Tier, step: int, taken: Mapping[int, HeldSlot], sizes: Sequence[int]) -> None:
+    def __init__(self, tier: Tier, step: int, taken: Mapping[int, Slot], sizes: Sequence[int]) -> None:
         self._tier, self._step, self._taken, self._sizes = tier, step, taken, sizes
         self.generation: Generation | None = None
         self.copies, self.persists = 0, False
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
-        slot = self._taken[self._tier.rank].slot
+        slot = self._taken[self._tier.rank]
         device = job.local_shards.device_to_pin
         if device is not None:
             with on_device(device):
@@ -370,7 +370,7 @@ class MemoryTarget:
         return Written(receipt.num_bytes, total)
 
     def _sealed(self, job: SaveJob, copy: StagedCopy) -> tuple[Receipt, SlotTable]:
-        slot, layouts = self._taken[self._tier.rank].slot, copy.chunks.layouts
+        slot, layouts = self._taken[self._tier.rank], copy.chunks.layouts
         files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)
