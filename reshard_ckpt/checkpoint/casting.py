@@ -9,7 +9,8 @@ from ..core.catalog.model import Catalog
 from ..core.planning.scales import PACKED, may_be_quantized
 from ..engine.loading.scales import Dequantizer, advice, read_quantized
 from ..errors import UnsupportedError, UsageError
-from ..format.dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_NAMES
+from ..format.dtypes import TORCH_DTYPES, code_named
 from ..formats.source import SAFETENSORS, Source
 from .selecting import matching
 
@@ -43,7 +44,10 @@ def cast_dtypes(
     """
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():
-        code = _floating_code(pattern, wanted)
+        code = code_named(wanted)
+        if code is None or not TORCH_DTYPES[code].is_floating_point:
+            choices = ", ".join(sorted(TORCH_NAMES[code] for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point))
+            raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: not a floating-point dtype; pass one of {choices}")
         fitting = set(tensors).intersection(matching(saved.names, pattern))
         found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
         packed = sorted(name for name in fitting if saved.dtype(saved.index(name)) in PACKED)
@@ -58,14 +62,3 @@ def cast_dtypes(
                 raise UnsupportedError(f"cast={{{pattern!r}: …}}: {name} is {refusal}, or convert without cast=")
             dtypes.setdefault(name, code)
     return dtypes
-
-
-def _floating_code(pattern: str, wanted: Any) -> str:
-    """Return the code of a floating-point dtype, given as torch's dtype, torch's name for it, or the code."""
-    name = str(wanted).removeprefix("torch.")
-    known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
-    for code, spelled in known.items():
-        if name in (code, spelled):
-            return code
-    choices = ", ".join(sorted(known.values()))
-    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: not a floating-point dtype; pass one of {choices}")

@@ -273,15 +273,22 @@ def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
-    """Return absolute and relative difference of two numbers, arrays or tensors; None, None for other types and if not finite."""
+    """Return the largest absolute and relative difference of two numbers, arrays or tensors.
+
+    Both are None for other types, for arrays of different shapes, and if a number is not finite.
+    """
     if all(isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_complex() for x in (a, b)):
         a, b = (x.detach().to(torch.float64).numpy() for x in (a, b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return _array_difference(a, b)
-    if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in (a, b)):
-        return None, None
+        if a.shape != b.shape or a.dtype.kind not in "iuf" or b.dtype.kind not in "iuf" or not a.size:
+            return None, None
+        a, b = (side.astype(np.float64) for side in (a, b))
+        apart, largest = np.abs(b - a), np.maximum(np.abs(a), np.abs(b))
+        if not np.isfinite(apart).all():
+            return None, None
+        return float(apart.max()), float((apart / np.where(largest > 0, largest, 1)).max())
     x, y = (n.item() if isinstance(n, np.number) else n for n in (a, b))
-    if isinstance(x, complex) or isinstance(y, complex):
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in (x, y)):
         return None, None
     largest = max(abs(x), abs(y))
     try:
@@ -289,14 +296,3 @@ def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
     except OverflowError:  # a float, and an integer beyond all floats
         return None, None
     return (y - x, relative) if isfinite(relative) else (None, None)
-
-
-def _array_difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, float | None]:
-    """Return the largest absolute and the largest relative difference of the elements of two arrays."""
-    if a.shape != b.shape or a.dtype.kind not in "iuf" or b.dtype.kind not in "iuf" or not a.size:
-        return None, None
-    x, y = (side.astype(np.float64) for side in (a, b))
-    apart, largest = np.abs(y - x), np.maximum(np.abs(x), np.abs(y))
-    if not np.isfinite(apart).all():
-        return None, None
-    return float(apart.max()), float((apart / np.where(largest > 0, largest, 1)).max())

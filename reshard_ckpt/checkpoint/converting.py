@@ -14,6 +14,7 @@ from typing import Any
 from ..comm import ALONE, Comm, SoloComm, open_session, value_of_first
 from ..core.catalog.model import Catalog, TensorKind, retyped, select_entries
 from ..core.catalog.specs import ITEM_BYTES, ValueKind
+from ..core.report import check_choice
 from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
@@ -26,7 +27,7 @@ from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..format.values import decode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
-from ..formats.destination import new_file, new_folder, real_path
+from ..formats.destination import OutputFolder, new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
 from ..formats.source import Format, Path, Source, failing, known_formats, locate, open_shared_source, open_source, with_options
@@ -38,7 +39,7 @@ from ..state.targets import Prefixes
 from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
 from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .resharding import write_as_one_rank
-from .selecting import Names, SelectedNames, select_names, top_level_keys
+from .selecting import Names, select_names, top_level_keys
 from .topology_options import renamed_catalog
 
 MODEL = "model"
@@ -212,8 +213,7 @@ def convert(
         The disk refused.
     """
     writers = {written.name: written for written in known_formats() if written.write is not None}
-    if to not in (*WRITTEN_HERE, *writers):
-        raise UsageError(f"to={to!r}: pass one of {', '.join(map(repr, (*WRITTEN_HERE, *writers)))}")
+    check_choice("to", to, (*WRITTEN_HERE, *writers))
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
     if optimizer is not None and optimizer not in forms:
@@ -241,13 +241,21 @@ def convert(
             read = [real_path(source.storage.url if file is None else f"{above.url}/{file}")]
         if file is None:
             read += [f"{read[0]}/{entry.key}" for entry in source.catalog.files]
-        place = _Place(comm, path_text(dst), read, identity if has_checksums(conversion.saved) else None, overwrite)
+        place = path_text(dst)
         if to == "torch":
-            files, bytes_kept = _write_torch(conversion, place), 0
+            with _made(comm, new_file(place, read, overwrite=overwrite)) as path:
+                # In an object store a file has one writer: rank 0.
+                writing = SoloComm() if is_object_path(place) else comm
+                if writing is comm or comm.rank == 0:
+                    write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=writing)
+            files, bytes_kept = [os.path.basename(place)], 0
         else:
             left_out = ENTRIES if conversion.is_dequantized else ()
             beside = partial(copy_side_files, source.storage, source.catalog, left_out=left_out) if file is None else None
-            files, bytes_kept = _write_folder(to, writer, conversion, place, max_bytes, form, beside)
+            # A writer that shares no files expects an empty folder, so it does not go on from the files of a killed attempt.
+            resumes = has_checksums(conversion.saved) and (writer is None or writer.shares)
+            folder = new_folder(place, read, identity=identity if resumes else None, overwrite=overwrite)
+            files, bytes_kept = _write_folder(to, writer, conversion, place, folder, max_bytes, form, beside)
         if to != "reshard" and comm.size > 1:  # the ranks' last counts do not arrive before the end
             report("convert", conversion.num_bytes, conversion.num_bytes)
     return ConvertReport(
@@ -271,9 +279,9 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
     """
     with open_source(src) as source:
         conversion = _select(SoloComm(), source, "safetensors", root)
-        place = _Place(conversion.comm, dst, [real_path(src)], None, not is_object_path(dst))
+        folder = new_folder(dst, [real_path(src)], overwrite=not is_object_path(dst))
         beside = partial(write_beside, conversion.catalog)
-        _write_folder("safetensors", None, conversion, place, parse_size(MAX_SHARD_SIZE), "", beside)
+        _write_folder("safetensors", None, conversion, dst, folder, parse_size(MAX_SHARD_SIZE), "", beside)
 
 
 def _select(
@@ -294,13 +302,21 @@ def _select(
     # Names are changed first, then selected, then cut down to those below `top`.
     top = (MODEL if to == "safetensors" else "") if root is None else root
     selected = select_names(catalog, select, exclude)
-    taken = selected.below(top)
+    taken = selected.where(lambda name: not top or name.startswith(f"{top}."))
     taken.refuse_unreadable(catalog)
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     nothing = set() if to == "reshard" else _places_of_others(catalog)  # other formats have one thing for each name
     values = [name for name in values if name not in nothing]
     if not tensors and not values:
-        raise UsageError(_nothing_selected(catalog, top, taken if taken.values else selected))
+        found = taken if taken.values else selected
+        if found.values and not found.tensors:
+            raise UsageError(
+                f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
+            )
+        raise UsageError(
+            f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has "
+            f"{top_level_keys(catalog)}"
+        )
     dequantizer = dequantizer_of(source, verify=verify) if cast else None
     dtypes = cast_dtypes(catalog, tensors, cast, dequantizer)
     applied = applied_scales(catalog, dtypes, dequantizer)
@@ -328,14 +344,6 @@ def _places_of_others(catalog: Catalog) -> set[str]:
     return {one.name for one in found if one.data is not None and is_nothing(decode_value(one.data, name=one.name))}
 
 
-def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:
-    if found.values and not found.tensors:
-        return f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
-    return (
-        f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {top_level_keys(catalog)}"
-    )
-
-
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power for infix, base in (("", 1000), ("i", 1024)) for power, letter in enumerate("KMGTP", start=1)
 }
@@ -357,50 +365,23 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit_bytes  # not through a float, which is inexact above 2⁵³
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of the result. Rank 0 makes the folder or file beside it, and moves it there.
+@contextmanager
+def _made(comm: Comm, place: AbstractContextManager[Any]) -> Iterator[Any]:
+    """Enter a `new_file` or a `new_folder` on rank 0, and yield on all ranks the paths that it yields. Collective.
 
-    `src` are the real paths of the source and of its files.
+    Once all ranks have left the block, the result is in its place.
     """
-
-    comm: Comm
-    dst: str
-    src: Sequence[str]
-    identity: str | None
-    overwrite: bool
-
-    def folder(self) -> AbstractContextManager[tuple[str, str]]:
-        """Open the folder to write in, and yield the paths of an `OutputFolder`. Collective."""
-        return self._made(new_folder(self.dst, self.src, identity=self.identity, overwrite=self.overwrite))
-
-    def file(self) -> AbstractContextManager[str]:
-        """Open the file to write, and yield its path. Collective."""
-        return self._made(new_file(self.dst, self.src, overwrite=self.overwrite))
-
-    @contextmanager
-    def _made(self, place: AbstractContextManager[Any]) -> Iterator[Any]:
-        """Enter a context on rank 0. Once all ranks have left the block, it has ended, and the result is in its place."""
-        with ExitStack() as stack:
-            yield value_of_first(self.comm, lambda: stack.enter_context(place))
-        value_of_first(self.comm, lambda: None)
-
-
-def _write_torch(conversion: _Conversion, place: _Place) -> list[str]:
-    """Write one file of torch, and return its name. Collective. In an object store a file has one writer: rank 0."""
-    is_shared, comm = not is_object_path(place.dst), conversion.comm
-    with place.file() as path:
-        if is_shared or comm.rank == 0:
-            comm = comm if is_shared else SoloComm()
-            write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=comm)
-    return [os.path.basename(place.dst)]
+    with ExitStack() as stack:
+        yield value_of_first(comm, lambda: stack.enter_context(place))
+    value_of_first(comm, lambda: None)
 
 
 def _write_folder(
     to: str,
     writer: Format | None,
     conversion: _Conversion,
-    place: _Place,
+    dst: str,
+    folder: AbstractContextManager[OutputFolder],
     max_bytes: int,
     form: str,
     write_beside: Callable[[Storage], None] | None,
@@ -411,26 +392,26 @@ def _write_folder(
     ----------
     writer
         The format of `to`, if it is not one of `WRITTEN_HERE`.
+    dst, folder
+        The path of the result, and the `new_folder` to write it in.
     form
         The form of optimizers, as the option ``optimizer=`` of `convert`.
     write_beside
         For ``to="safetensors"``: writes other files into the folder; called on rank 0.
     """
     saved, out, comm, run_bytes = conversion.saved, conversion.catalog, conversion.comm, conversion.run_bytes
-    if writer is not None and not writer.shares:
-        place = replace(place, identity=None)  # it expects an empty folder
-    with place.folder() as (result, resume_info), open_storage(result) as storage, LocalStorage(resume_info) as notes:
+    with _made(comm, folder) as (result, resume_info), open_storage(result) as storage, LocalStorage(resume_info) as notes:
         shared: Any = {"comm": comm, "notes": notes if storage.hints.shares_files else None}
         kept = 0
         if to == "safetensors":
             beside = [write_beside] if write_beside is not None and comm.rank == 0 else []
             # In an object store the index of the tensors must be the last file. In a folder, `write_safetensors` first deletes
             # files that no earlier attempt has noted as finished, so the files beside the tensors must come after it.
-            for write in beside if is_object_path(place.dst) else ():
+            for write in beside if is_object_path(dst) else ():
                 write(storage)
             files = lay_out(conversion.written, max_bytes, conversion.run_of)
             kept = write_safetensors(storage, files, run_bytes, **shared)
-            for write in () if is_object_path(place.dst) else beside:
+            for write in () if is_object_path(dst) else beside:
                 write(storage)
         elif to == "reshard":
             dtypes = {name: out.dtype(out.index(name)) for name in out.names}
@@ -449,6 +430,6 @@ def _write_folder(
             with names_kept():
                 values = plain_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
             if writer.shares or comm.rank == 0:
-                with failing(writer, place.dst, writes=True):
+                with failing(writer, dst, writes=True):
                     kept = writer.write(storage, out, values, run_bytes, **(shared if writer.shares else {})) or 0
         return value_of_first(comm, lambda: [key for key, _ in storage.list() if key != CONVERT_LOCK]), kept

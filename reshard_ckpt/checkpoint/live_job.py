@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,6 @@ from ..engine.resharding.delta import DeltaMover
 from ..engine.resharding.live import LiveMover, Moves, WantedRows, plan_moves
 from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, open_live
 from ..engine.saving.handle import SAVES
-from ..engine.saving.local_shards import LocalShards
 from ..engine.saving.messages import RunColumns
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
@@ -100,11 +99,6 @@ class _Kept:
 _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 
 
-def _common(numbers: Sequence[int]) -> int:
-    """Return the number that all ranks have, or -1 if they differ."""
-    return numbers[0] if len(set(numbers)) == 1 else -1
-
-
 def _agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
     """Merge three answers of each rank: the plan that it has kept, or "" if it does not fit; whether values have changed; and
     whether it has kept memory.
@@ -123,20 +117,15 @@ class Job:
     """One rank's side of a live reshard: planned once by `begin`, then run any number of times."""
 
     plan: Plan
-    _states: States
     _first: Opened | None
 
     def __init__(self, src: State, dst: State, options: Options, process_group: Any, timeout_s: float) -> None:
-        self._src, self._dst, self._options, self._group, self._timeout_s = src, dst, options, process_group, timeout_s
+        self._options, self._group, self._timeout_s = options, process_group, timeout_s
+        self._states = States(src, dst, options, process_group)
         self._values = LiveValues(may_lack=options.load.may_lack)
         self._addresses: Sequence[Any] = ()
         self._turn: Turn | None = None
         """The last turn in which all ranks met."""
-
-    def _open_in(self, comm: Comm) -> None:
-        """Get ready to open both states on this rank of a session."""
-        self._rank, self._size = comm.rank, comm.size
-        self._states = States(self._src, self._dst, self._options, self._group, comm.rank, comm.size)
 
     def begin(self, comm: Comm) -> Job:
         """Open both states, let all ranks vote, and plan.
@@ -149,7 +138,6 @@ class Job:
         4. `plan_moves`: gather the wanted rows, and plan the rounds.
         5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
         """
-        self._open_in(comm)
         states = self._states
         captured = states.capture()
         held = states.held(captured)
@@ -197,7 +185,8 @@ class Job:
         self.spares = self._make_spares(opened)
         into, num_rounds = self.spares.with_spares(opened.wanted), self.plan.moves.num_rounds
         kinds = (DeltaMover if self._options.delta else LiveMover, LiveMover)
-        self.movers = [kind(self.plan.moves, i, self._rank, self._size, opened.held, into) for i, kind in enumerate(kinds)]
+        rank, size = self._states.rank, self._states.size
+        self.movers = [kind(self.plan.moves, i, rank, size, opened.held, into) for i, kind in enumerate(kinds)]
         # Making a group is collective; all ranks agree here because they know the same number of rounds.
         devices = (HOST, self._states.device(opened))
         self.exchanges = [
@@ -224,7 +213,7 @@ class Job:
             if has_memory:
                 assert kept.buffers is not None
                 number = kept.buffers.next_number(self.movers[0], self._options.memory_bytes)
-                has_memory = merge_of_all(comm, number, _common) >= 0
+                has_memory = merge_of_all(comm, number, lambda numbers: len({*numbers}) == 1 and numbers[0] >= 0)
         if has_memory:
             assert kept.buffers is not None
             self._buffers[0] = kept.buffers
@@ -241,7 +230,6 @@ class Job:
 
         Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
         """
-        self._open_in(comm)
         fits, has_changed, has_memory, first = True, True, False, 0
         while fits and has_changed:
             # Ranks with the same plan have used it equally often, so the memory kept with it is at the same message on all.
@@ -467,7 +455,7 @@ class Job:
     def _report(self, move: Move) -> LoadReport:
         """Make the report of a move, and log a line."""
         received, report = sum(mover.received_bytes for mover in self.movers), self.plan.report
-        RankLog(self._rank, move.destination.target.mesh).info(
+        RankLog(self._states.rank, move.destination.target.mesh).info(
             "resharded %d tensors live in %.3f s, %s from other ranks",
             report.num_tensors,
             time.monotonic() - move.began,
@@ -504,7 +492,9 @@ class Move:
             return []
         spares = {} if self._is_put else self._job.spares.memory
         rows = {row for mover in self._job.movers for row in mover.changed()}
-        return sorted({self._opened.wanted.specs[i].name for i in _tensors(self._opened.wanted, rows) if i not in spares})
+        wanted = self._opened.wanted
+        # A row of the destination is a pair: the index of its tensor, and its piece.
+        return sorted({wanted.specs[i].name for i in {wanted.rows[row][0] for row in rows} if i not in spares})
 
     def count_up(self) -> None:
         """Increment the version counters of the overwritten tensors, as torch does when it writes to a tensor."""
@@ -526,8 +516,3 @@ class Move:
         opened, self._is_put = self.destination, True
         self._job.spares.put(opened.wanted)
         opened.target.finish(opened.values, self._job.plan.not_loaded)
-
-
-def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:
-    """Return the indices of the tensors of some rows."""
-    return {local.rows[row][0] for row in rows}

@@ -14,6 +14,7 @@ from ..comm.exchange import HOST, carries
 from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
+from ..core.report import check_choice
 from ..engine.common.rename import renamed
 from ..engine.common.rounds import NUM_BUFFERS
 from ..engine.loading.load import LoadOptions
@@ -25,6 +26,7 @@ from ..engine.saving.messages import encode_metadata
 from ..errors import UsageError
 from ..format.files import digest128
 from ..state.capture import Captured, Target, capture, prepare_load
+from ..state.layouts import group_of
 from ..state.shards import PerRankValues
 from .loading import wanted_names, without_ignored
 
@@ -45,8 +47,7 @@ class Options:
     delta: bool = False
 
     def __post_init__(self) -> None:
-        if self.replicas not in ("verify", "trust"):
-            raise UsageError(f"replicas={self.replicas!r}: pass one of 'verify', 'trust'")
+        check_choice("replicas", self.replicas, ("verify", "trust"))
         if type(self.delta) is not bool:
             raise UsageError(f"delta={self.delta!r}: pass True or False")
         if self.memory_bytes < MIN_MEMORY_BYTES:
@@ -104,19 +105,18 @@ class Opened:
         `sources` has, for each tensor of `dst` that is loaded, the tensor of `catalog` with its bytes.
         """
         source = {self.wanted.specs[i].name: index for i, index in sources.items()}
-
-        def share_a_saved_tensor(name: str, other: str) -> bool:
-            return source[name] == catalog.source(catalog.index(other))
-
-        return find_overlaps(self.held, self.wanted, sources.keys(), share_a_saved_tensor)
+        return find_overlaps(
+            self.held, self.wanted, sources.keys(), lambda name, other: source[name] == catalog.source(catalog.index(other))
+        )
 
 
 class States:
     """Opens both states, as often as they are moved, on one rank."""
 
-    def __init__(self, src: State, dst: State, options: Options, process_group: Any, rank: int, size: int) -> None:
+    def __init__(self, src: State, dst: State, options: Options, process_group: Any) -> None:
         self._src, self._dst = ({} if state is None else state for state in (src, dst))
-        self._options, self._group, self._rank, self._size = options, process_group, rank, size
+        self._options, self._group, ranks = options, process_group, group_of(process_group)
+        self.rank, self.size = ranks.rank, ranks.size
 
     def capture(self) -> Captured:
         """Describe `src` as it is now."""
@@ -124,7 +124,7 @@ class States:
 
     def held(self, captured: Captured) -> LocalShards:
         """Return the pieces of `src` on this rank."""
-        return describe_local(captured.tensors, (), None, self._rank)
+        return describe_local(captured.tensors, (), None, self.rank)
 
     def open(self, captured: Captured, catalog: Catalog, known: LiveValues) -> Opened:
         """Open both states.
@@ -140,11 +140,11 @@ class States:
         if self._options.rename is not None:
             saved = renamed(catalog, self._options.rename)
         old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
-        target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
+        target = prepare_load(self._dst, saved, rank=self.rank, size=self.size)
         target, saved, ignored = without_ignored(target, saved, self._options.load.ignore)
         values = known.decoded(saved.values_table, old, target.prefixes, PerRankValues)
         unfit = (*missing_values(saved, target.values), *target.check(values))
-        wanted = describe_local(target.tensors, (), None, self._rank)
+        wanted = describe_local(target.tensors, (), None, self.rank)
         return Opened(self.held(captured), wanted, saved, target, values, ignored, unfit)
 
     def layout_of(self, opened: Opened) -> bytes:

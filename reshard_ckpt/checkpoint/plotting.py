@@ -59,7 +59,12 @@ def plot(
         The path holds no checkpoint, or it keeps no timeline.
     """
     file = pathlib.Path(path_text(output))
-    _check_options(name, to, timeline)
+    if to is not None and (name is None or timeline):
+        raise UsageError(f"to={dict(to)}: says how one tensor would be cut; pass the name of one, and no timeline=True")
+    if to is not None and not to:
+        raise UsageError("to={}: pass axes and their sizes, outermost first, as in {'dp': 2, 'tp': 4}")
+    if timeline and name is not None:
+        raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
     if timeline:
         check_suffix(file, (*PICTURES, ".json"), "a timeline")
         saved = read_timeline(path)
@@ -76,16 +81,6 @@ def plot(
         data = _cuts(path, name, to, file.suffix)
     write_picture(file, data)
     return file
-
-
-def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: bool) -> None:
-    """Raise UsageError if the options of `plot` contradict each other."""
-    if to is not None and (name is None or timeline):
-        raise UsageError(f"to={dict(to)}: says how one tensor would be cut; pass the name of one, and no timeline=True")
-    if to is not None and not to:
-        raise UsageError("to={}: pass axes and their sizes, outermost first, as in {'dp': 2, 'tp': 4}")
-    if timeline and name is not None:
-        raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
 
 def check_suffix(file: pathlib.Path, suffixes: tuple[str, ...], noun: str, instead: str = "") -> None:

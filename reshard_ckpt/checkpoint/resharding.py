@@ -169,7 +169,14 @@ def reshard(
         _check_target(source.storage, target)
         catalog = renamed_catalog(source, rename, verify=verify)
         dequantizer = dequantizer_of(source, verify=verify) if cast else None
-        choice = _choice(catalog, select, exclude, drop, cast, dequantizer)
+        unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
+        taken = select_names(catalog, select, unwanted or None)
+        taken.refuse_unreadable(catalog)
+        if not taken.tensors and not taken.values:
+            raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
+        dtypes = cast_dtypes(catalog, taken.tensors, cast, dequantizer)
+        applied = applied_scales(catalog, dtypes, dequantizer)
+        choice = Choice([name for name in taken.tensors if name not in applied], taken.values, dtypes)
         topology = TargetTopology(
             new_mesh, placement_rules, stage_boundaries(stages, new_mesh), orders_of_groups(source, catalog, choice.values)
         )
@@ -263,25 +270,6 @@ def _check_target(source: Storage, target: Storage) -> None:
         raise UsageError(f"{target.url}: is the checkpoint to be read; write to another path, and move it in place afterwards")
     if os.path.isfile(target.url):
         raise UsageError(f"{target.url}: is a file; pass the path of a folder, which need not be there yet")
-
-
-def _choice(
-    catalog: Catalog,
-    select: Names,
-    exclude: Names,
-    drop: Names,
-    cast: Mapping[str, Any] | None,
-    dequantizer: Dequantizer | None,
-) -> Choice:
-    """Select the tensors and values to write, and the dtypes of tensors that are converted."""
-    unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
-    taken = select_names(catalog, select, unwanted or None)
-    taken.refuse_unreadable(catalog)
-    if not taken.tensors and not taken.values:
-        raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
-    dtypes = cast_dtypes(catalog, taken.tensors, cast, dequantizer)
-    applied = applied_scales(catalog, dtypes, dequantizer)
-    return Choice([name for name in taken.tensors if name not in applied], taken.values, dtypes)
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:

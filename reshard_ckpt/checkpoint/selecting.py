@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ..core.catalog.model import Catalog
 from ..core.report import hint_of
@@ -13,21 +13,16 @@ from ..errors import MismatchError, UsageError
 Names = str | Sequence[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class SelectedNames:
+class SelectedNames(NamedTuple):
     """The selected names: tensors, values, and names that a foreign checkpoint has but that cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
-    def below(self, top: str) -> SelectedNames:
-        """Keep the names below `top`; ``""`` keeps everything."""
-
-        def kept(names: list[str]) -> list[str]:
-            return [name for name in names if not top or name.startswith(f"{top}.")]
-
-        return SelectedNames(kept(self.tensors), kept(self.values), kept(self.unreadable))
+    def where(self, keeps: Callable[[str], bool]) -> SelectedNames:
+        """Keep the names for which a function returns True."""
+        return SelectedNames(*([name for name in names if keeps(name)] for names in self))
 
     def refuse_unreadable(self, saved: Catalog) -> None:
         """Raise the error of the first tensor or value that cannot be read."""
@@ -82,10 +77,8 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
     taken = match_names(saved, as_list(select))
     if exclude is None:
         return taken
-    less = match_names(saved, as_list(exclude))
-    gone = {*less.tensors, *less.values, *less.unreadable}
-    kinds = (taken.tensors, taken.values, taken.unreadable)
-    return SelectedNames(*([name for name in names if name not in gone] for names in kinds))
+    gone = {name for names in match_names(saved, as_list(exclude)) for name in names}
+    return taken.where(lambda name: name not in gone)
 
 
 def as_list(names: Names) -> Sequence[str] | None:

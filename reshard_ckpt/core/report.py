@@ -205,6 +205,12 @@ def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -
         raise UsageError(f"{option}={value!r}: pass a whole number, {least} or more{', or None' if or_none else ''}")
 
 
+def check_choice(option: str, value: object, choices: Collection[str]) -> None:
+    """Raise `UsageError` unless the value of an option is one of the choices."""
+    if value not in choices:
+        raise UsageError(f"{option}={value!r}: pass one of {', '.join(map(repr, choices))}")
+
+
 def check_patterns(option: str, patterns: object) -> None:
     """Raise `UsageError` if an option is neither a bool nor a list of patterns; the message says what to pass."""
     only_lists = option in ("ignore", "exclude")

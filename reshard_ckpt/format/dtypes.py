@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .columns import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 """By the code of `core.catalog.specs`."""
+
+
+def code_named(wanted: Any) -> str | None:
+    """Return the code of a dtype that is given as torch's dtype, as torch's name for it, or as the code; None for any other.
+
+    >>> code_named(torch.bfloat16), code_named("bfloat16"), code_named("BF16"), code_named("complex128")
+    ('BF16', 'BF16', 'BF16', None)
+    """
+    name = str(wanted).removeprefix("torch.")
+    return next((code for code, of_torch in TORCH_NAMES.items() if name in (code, of_torch)), None)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..comm import Comm
 from ..comm.protocol import merge_of_all
-from ..core.report import check_count
+from ..core.report import check_choice, check_count
 from ..engine.saving.handle import RunningSave, SaveHandle, joint_error
-from ..errors import CheckpointError, StorageError, UsageError
+from ..errors import CheckpointError, StorageError
 
 
 class PendingSaves:
@@ -61,8 +61,7 @@ class ToleratedFailures:
     """
 
     def __init__(self, on_failure: str, max_failures: int) -> None:
-        if on_failure not in ("raise", "warn"):
-            raise UsageError(f"on_failure={on_failure!r}: pass one of 'raise', 'warn'")
+        check_choice("on_failure", on_failure, ("raise", "warn"))
         check_count("max_failures", max_failures, 1)
         self.are_tolerated, self._max = on_failure == "warn", max_failures
         self.in_a_row: list[str] = []

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.report import check_count
-from ..errors import UsageError
+from ..core.report import check_choice, check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,10 @@ class Retention:
     best: str = "max"
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("keep_last", self.keep_last, 1),
-            ("keep_every", self.keep_every, 1),
-            ("keep_best", self.keep_best, 0),
-        ):
-            check_count(name, value, least, or_none=name != "keep_best")
-        if self.best not in ("max", "min"):
-            raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
+        check_count("keep_last", self.keep_last, 1, or_none=True)
+        check_count("keep_every", self.keep_every, 1, or_none=True)
+        check_count("keep_best", self.keep_best, 0)
+        check_choice("best", self.best, ("max", "min"))
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, float]) -> frozenset[int]:
         """Return the steps to keep. A step without a metric, or with a NaN, is never among the best.

@@ -13,10 +13,12 @@ from math import lcm
 
 import torch
 
+from ..core.catalog.specs import ITEM_BYTES
 from ..core.report import check_count
 from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
 from ..errors import UsageError
-from ..format.dtypes import TORCH_DTYPES
+from ..format.columns import TORCH_NAMES
+from ..format.dtypes import code_named
 from ..format.files import digests_file_bytes
 from ..memory.options import Memory
 from ..memory.slots import slot_bytes
@@ -166,9 +168,9 @@ def sizes(
 
 
 def _item_bytes(option: str, wanted: str | torch.dtype) -> int:
-    """Return the bytes of one element of a dtype that is given as torch's, by torch's name, or by the format's code."""
-    for code, dtype in TORCH_DTYPES.items():
-        if wanted == dtype or str(wanted) in (code, str(dtype).removeprefix("torch.")):
-            return dtype.itemsize
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES.values()))
-    raise UsageError(f"{option}={wanted!r}: not a dtype that can be saved; pass one of {names}")
+    """Return the bytes of one element of a dtype, which is given as for `code_named`."""
+    code = code_named(wanted)
+    if code is None:
+        names = ", ".join(sorted(TORCH_NAMES.values()))
+        raise UsageError(f"{option}={wanted!r}: not a dtype that can be saved; pass one of {names}")
+    return ITEM_BYTES[code]

@@ -245,8 +245,15 @@ def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> La
     if region is None:
         return nothing
     _check_flattened(placement, found, region.num_elements)
-    if region.flat is not None:
-        return _flat_layout(shape, local_shape, list(region.boxes()), region.flat, placement)
+    if region.flat is not None:  # an axis cuts the tensor in its flattened form
+        start, count = region.flat
+        if prod(local_shape) != count:
+            raise LayoutError(
+                f"placements {placement} give it {count} elements of {shape}, but the local tensor has {local_shape}; pass a "
+                "FlatShard that says what it holds"
+            )
+        boxes = tuple(LocalBox((), offsets, lengths) for offsets, lengths in region.boxes())
+        return Layout(shape, local_shape, boxes, Replication.DECLARED, placement, flat_start=start)
     expected = tuple(sum(length for _, length in ranges) for ranges in region.ranges)
     if 0 in expected and 0 in local_shape:  # FSDP2 gives an empty shard other sizes in the other dims
         return nothing
@@ -256,19 +263,6 @@ def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> La
             f"but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
         )
     return Layout(shape, local_shape, _boxes(region.ranges), Replication.DECLARED, placement)
-
-
-def _flat_layout(
-    shape: Ints, local_shape: Ints, boxes: Sequence[tuple[Ints, Ints]], flat: Range, placement: tuple[AxisPlacement, ...]
-) -> Layout:
-    """Return the layout of a tensor that an axis cuts in its flattened form."""
-    if prod(local_shape) != flat[1]:
-        raise LayoutError(
-            f"placements {placement} give it {flat[1]} elements of {shape}, but the local tensor has {local_shape}; pass a "
-            "FlatShard that says what it holds"
-        )
-    local_boxes = tuple(LocalBox((), offsets, lengths) for offsets, lengths in boxes)
-    return Layout(shape, local_shape, local_boxes, Replication.DECLARED, placement, flat_start=flat[0])
 
 
 def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlacements, num_elements: int) -> None:
@@ -398,6 +392,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an asynchronous collective's result
     return local if wait is None else wait()
+
+
+def local_of(tensor: Any) -> Any:
+    """Return the local tensor of a DTensor, as `local_tensor` does; any other object itself."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[Any]) -> list[Any]:

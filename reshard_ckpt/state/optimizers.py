@@ -12,7 +12,7 @@ The optimizer may never have stepped.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups
-from ..core.catalog.specs import Ints, StateLink
+from ..core.catalog.specs import StateLink
 from ..core.planning.match import LEAVES_OUT
 from ..core.trees import leaves, map_tree
 from ..format.dtypes import TORCH_DTYPES
-from .dtensor import dtensor_class, local_tensor
+from .dtensor import local_of
 from .entries import Entry, Kind
 from .modules import is_nothing
 from .parameters import OptimizerView, Owner, ParamSlot
@@ -139,7 +139,9 @@ class OptimizersTarget:
             return torch.zeros((), dtype=dtype, device=like.device if on_device else "cpu")
         if shape == layout.shape:
             return torch.empty_like(like, dtype=dtype)
-        saved_shape = self._saved_shape(owner)
+        # saved_shape: the global shape of the parameter in the checkpoint
+        parameters = [parameter for fqn in owner.fqns if (parameter := f"{owner.key}.{fqn}") in self._catalog]
+        saved_shape = self._catalog.shape(self._catalog.index(parameters[0])) if parameters else None
         if shape == saved_shape:
             # The parameter itself was resized, so the checkpoint does not cover all of its state: the rest is zero.
             return torch.zeros_like(like, dtype=dtype)
@@ -151,10 +153,6 @@ class OptimizersTarget:
             "stepped, or whose state_dict() declares it as LocalShard"
         )
         return None
-
-    def _saved_shape(self, owner: Owner) -> Ints | None:
-        names = (f"{owner.key}.{fqn}" for fqn in owner.fqns)
-        return next((self._catalog.shape(self._catalog.index(name)) for name in names if name in self._catalog), None)
 
     def takes(self, name: str) -> bool:
         below = name.removeprefix(f"{self.name}.state.")
@@ -178,20 +176,12 @@ class OptimizersTarget:
                 problems += selection.problems
                 self._selections.append((view, group, selection))
         taken = {self.groups_name, *self.values}
-        problems += [
-            f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}"
-            for name, value in values.items()
-            if name not in taken and not is_nothing(value) and not (groups and self._of_other_rank(name))
-        ]
+        for name in [name for name, value in values.items() if name not in taken and not is_nothing(value)]:
+            link = self._links.get(name)
+            # A parameter in the saved groups is taken to be on another rank, and that rank reports problems with its state.
+            if link is None or link.optimizer != self.name or link.fqn not in self._groups:
+                problems.append(f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}")
         return problems
-
-    def _of_other_rank(self, name: str) -> bool:
-        """Whether a saved value without a place here is state of a parameter in the optimizer's saved groups.
-
-        Its parameter is taken to be on another rank, and that rank reports problems with the value.
-        """
-        link = self._links.get(name)
-        return link is not None and link.optimizer == self.name and link.fqn in self._groups
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Put the loaded state into the optimizers; `skipped` are tensors that were not loaded."""
@@ -244,14 +234,13 @@ def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> Non
             group[key] = copy.deepcopy(value)
 
 
-def optimizers_in(state: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in a state, at any depth, and the optimizers that they wrap, which may be stepped by themselves."""
-    return (optimizer for leaf in leaves(state) if isinstance(leaf, Optimizer) for optimizer in optimizers_of(leaf))
-
-
 def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
-    """Return the optimizers of a state whose steps can be held back, and the local tensors that no other optimizer changes."""
-    optimizers = list({id(optimizer): optimizer for optimizer in optimizers_in(state)}.values())
+    """Return the optimizers of a state whose steps can be held back, and the local tensors that no other optimizer changes.
+
+    The optimizers may lie at any depth. Optimizers that they wrap count too, because these may be stepped by themselves.
+    """
+    found = (optimizer for leaf in leaves(state) if isinstance(leaf, Optimizer) for optimizer in optimizers_of(leaf))
+    optimizers = list({id(optimizer): optimizer for optimizer in found}.values())
     held = [optimizer for optimizer in optimizers if can_be_held(optimizer)]
     others = [optimizer for optimizer in optimizers if not can_be_held(optimizer)]
     owned, shared = owned_tensors(held), {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
@@ -269,6 +258,5 @@ def owned_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     """Return the local tensors of the parameters and of the state of optimizers."""
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
-    dtensor = dtensor_class()
-    found = [local_tensor(t) if isinstance(t, dtensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    found = [local_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return list({id(tensor): tensor for tensor in found}.values())

@@ -25,9 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..core.catalog.packed import BITS
 from ..core.catalog.param_groups import comparable, hyperparameters
+from ..core.report import check_choice
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UsageError
-from .dtensor import dtensor_layout, is_dtensor, local_tensor
+from .dtensor import dtensor_layout, is_dtensor, local_of
 from .row_policies import POLICIES, Scores, Touched
 
 MAX_WAITING = 64
@@ -66,7 +67,8 @@ class Table:
 
     @property
     def memory(self) -> torch.Tensor:
-        return local_tensor(self.parameter) if is_dtensor(self.parameter) else self.parameter
+        memory: torch.Tensor = local_of(self.parameter)
+        return memory
 
     def _begin_anew(self) -> None:
         """Forget all scores and waiting rows: the table is new, or has another shape or dtype than before."""
@@ -89,7 +91,7 @@ class Table:
     def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the local tensors of the optimizer's state of this table that have one row for each row of the table."""
         values = optimizer.state.get(self.parameter, {}).values()
-        state = [local_tensor(value) if is_dtensor(value) else value for value in values if isinstance(value, torch.Tensor)]
+        state = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
         return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]
 
     def is_moved_by(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -106,8 +108,7 @@ class Table:
     @torch.no_grad()
     def use(self, rows: torch.Tensor) -> None:
         """Note the rows of a forward pass."""
-        rows = local_tensor(rows) if is_dtensor(rows) else rows
-        rows = rows.detach().flatten().long()
+        rows = local_of(rows).detach().flatten().long()
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
         if not self._is_exact or self.renorms:
@@ -133,7 +134,7 @@ class Table:
 
     def _rows_with(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return which rows of the parameter have a gradient on this rank, 1-D bool; all rows if that is unknown."""
-        local = local_tensor(gradient) if is_dtensor(gradient) else gradient
+        local: torch.Tensor = local_of(gradient)
         has = local.flatten(1).any(1) if local.ndim > 1 else local.bool()
         if not is_dtensor(self.parameter):
             return has
@@ -229,8 +230,7 @@ class TouchedRows:
     def __init__(
         self, table: nn.Module | torch.Tensor, *, policy: str = "touched", fraction: float | None = None, bits: int | None = None
     ) -> None:
-        if policy not in POLICIES:
-            raise UsageError(f"policy={policy!r}: pass one of {', '.join(map(repr, POLICIES))}")
+        check_choice("policy", policy, POLICIES)
         if fraction is not None and (policy == "touched" or not 0 < fraction <= 1):
             raise UsageError(f"fraction={fraction}: pass a share above 0 and up to 1, and none with policy='touched'")
         if bits not in (None, *BITS):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
 from ...core.planning.save_plan import SavePlan
-from ...core.report import SaveReport, check_count, check_patterns
+from ...core.report import SaveReport, check_choice, check_count, check_patterns
 from ...errors import UsageError
 from ...storage.protocol import Storage, Version
 from ..common.progress import OnProgress, Recorder
@@ -59,9 +59,9 @@ class SaveOptions:
     """Called on rank 0 with the names of all values and claims (`StateBuilder.claim`). Its error is raised on all ranks."""
 
     def __post_init__(self) -> None:
-        _check_choice("staging", self.staging, ("eager", "lazy"))
-        _check_choice("when_busy", self.when_busy, ("wait", "error"))
-        _check_choice("replicas", self.replicas, ("verify", "sample"))
+        check_choice("staging", self.staging, ("eager", "lazy"))
+        check_choice("when_busy", self.when_busy, ("wait", "error"))
+        check_choice("replicas", self.replicas, ("verify", "sample"))
         check_patterns("exclude", self.exclude)
         if self.base is not None and not callable(self.base) and self.sha256:
             raise UsageError(
@@ -70,7 +70,7 @@ class SaveOptions:
             )
         check_count("host_buffer_bytes", self.host_buffer_bytes, 1, or_none=True)
         if isinstance(self.hold, str):
-            _check_choice("hold", self.hold, ("optimizers", "caller"))
+            check_choice("hold", self.hold, ("optimizers", "caller"))
         elif not isinstance(self.hold, Optimizer | list | tuple):
             raise UsageError(f"hold={self.hold!r}: pass 'optimizers', 'caller', an optimizer, or a list of optimizers")
         for optimizer in self.more_held:
@@ -103,11 +103,6 @@ class SaveOptions:
 def sample_shift(save_id: str) -> int:
     """Return the `shift` of `replicas.looked_at` for a save, below 2^32: the same on all ranks, another in each save."""
     return xxhash.xxh32_intdigest(save_id.encode())
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 
 class PreviousCheckpoint(NamedTuple):
