@@ -112,7 +112,7 @@ def load(
     PeerError
         Another rank failed or did not arrive.
     """
-    report, _ = load_target(
+    return load_target(
         path,
         target_of(state),
         LoadOptions(strict, verify, verify_first, cast, allow_resize, allow_missing, ignore=ignore, read_once=read_once),
@@ -120,8 +120,7 @@ def load(
         progress=progress,
         process_group=process_group,
         timeout_s=timeout_s,
-    )
-    return report
+    )[0]
 
 
 Prepare = Callable[[Catalog, Comm], Target]
@@ -160,22 +159,16 @@ def load_wanted(
     verify_first, read_once, process_group
         As for `load`.
     """
-    formats = with_options({"as_saved": True}, as_saved)
-    if isinstance(wanted, Mapping):
-        prepare, options = target_of(wanted), LoadOptions(verify_first=verify_first, read_once=read_once, offered=())
-    else:
-        prepare = wanted
-        options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first, read_once=read_once, offered=())
-    report, _ = load_target(
+    selects = not isinstance(wanted, Mapping)
+    return load_target(
         path,
-        prepare,
-        options,
-        only_wanted=not isinstance(wanted, Mapping),
-        formats=formats,
+        target_of(wanted) if isinstance(wanted, Mapping) else wanted,
+        LoadOptions(cast=selects, allow_resize=selects, verify_first=verify_first, read_once=read_once, offered=()),
+        only_wanted=selects,
+        formats=with_options({"as_saved": True}, as_saved),
         rename_of=rename,
         process_group=process_group,
-    )
-    return report
+    )[0]
 
 
 def load_given(
@@ -190,12 +183,14 @@ def load_given(
     `opened` opens the source in place of `path`.
     """
     inspect.signature(load).bind(path, {}, **options)  # a wrong option is a TypeError, as in `load`
-    is_state = isinstance(wanted, Mapping)
     prepare = target_of(wanted) if isinstance(wanted, Mapping) else wanted
-    chosen = LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS})
     others = {name: value for name, value in options.items() if name not in LOAD_OPTIONS}
-    report, _ = load_target(path, prepare, chosen, only_wanted=not is_state, opened=opened, **others)
-    return report
+    return load_target(path, prepare, options_of(options), only_wanted=prepare is wanted, opened=opened, **others)[0]
+
+
+def options_of(options: Mapping[str, Any]) -> LoadOptions:
+    """Return the `LoadOptions` among the options of `load`."""
+    return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS})
 
 
 def load_target(

@@ -21,7 +21,7 @@ import numpy as np
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
 from ..core.catalog.names import divided, link_columns
 from ..core.catalog.packed import PackedRows
-from ..core.catalog.specs import CODES, AxisPlacement, Mesh, StateLink, ValueKind
+from ..core.catalog.specs import CODES, AxisPlacement, Mesh, ValueKind
 from ..core.geometry.runs import I64
 from ..errors import CorruptError, UnsupportedError
 from .catalog_check import excessive_claims, link_problems, problems
@@ -418,15 +418,12 @@ def _decode_values(table: Table, tensors: Sequence[str]) -> tuple[ValueEntry, ..
     blobs = _split(table, "num_blobs", table.ints("num_blobs", count), table.ints("blobs").tolist())
     if any(len(item) > 1 for item in data):
         raise table.corrupt("inline", "is neither 0 nor 1")
-    links = _value_links(table, names, _decode_links(table, count), tensors)
+    columns = _decode_links(table, count)
+    for problem in link_problems(names, **columns, num_tensors=len(tensors)):
+        raise CorruptError(f"catalog: {table.name}: {problem}; use another checkpoint")
+    linked = zip(names, *(columns[field].tolist() for field in _LINKS), strict=True)
+    links = [divided(name, o, k, None if p < 0 else tensors[p]) if k else None for name, o, k, p in linked]
     return tuple(
         ValueEntry(names[i], paths[i], ValueKind(kinds[i]), data[i][0] if data[i] else None, blobs[i], links[i])
         for i in range(count)
     )
-
-
-def _value_links(table: Table, names: Sequence[str], columns: dict[str, I64], tensors: Sequence[str]) -> list[StateLink | None]:
-    for problem in link_problems(names, **columns, num_tensors=len(tensors)):
-        raise CorruptError(f"catalog: {table.name}: {problem}; use another checkpoint")
-    rows = zip(names, *(columns[field].tolist() for field in _LINKS), strict=True)
-    return [divided(name, o, k, None if p < 0 else tensors[p]) if k else None for name, o, k, p in rows]

@@ -214,7 +214,14 @@ class BlockHasher:
         if view.nbytes == 0:  # the cast below refuses a shape with a zero
             return
         view = view.cast("B")
-        taken = self._fill_open_block(view)
+        taken = 0
+        if self._open_bytes:  # a block is begun; it stays open only if it takes all of the view
+            head = view[: self._block_bytes - self._open_bytes]
+            taken = head.nbytes
+            self._open.update(head)
+            self._open_bytes += taken
+            if self._open_bytes == self._block_bytes:
+                self.close()
         whole = view.nbytes - (view.nbytes - taken) % self._block_bytes
         self._digests += [
             xxhash.xxh3_64_intdigest(view[at : at + self._block_bytes]) for at in range(taken, whole, self._block_bytes)
@@ -223,26 +230,12 @@ class BlockHasher:
             self._open.update(view[whole:])
             self._open_bytes += view.nbytes - whole
 
-    def _fill_open_block(self, view: memoryview) -> int:
-        """Add to a block that is begun; return the number of bytes of `view` that it took. It stays open only if it took all."""
-        if self._open_bytes == 0:
-            return 0
-        head = view[: self._block_bytes - self._open_bytes]
-        self._open.update(head)
-        self._open_bytes += head.nbytes
-        if self._open_bytes == self._block_bytes:
-            self._close_block()
-        return head.nbytes
-
-    def _close_block(self) -> None:
-        self._digests.append(self._open.intdigest())
-        self._open.reset()
-        self._open_bytes = 0
-
     def close(self) -> list[int]:
-        """End the last block with the bytes hashed so far; return the digests of all blocks."""
+        """End a block that is begun with the bytes hashed so far; return the digests of all blocks."""
         if self._open_bytes:
-            self._close_block()
+            self._digests.append(self._open.intdigest())
+            self._open.reset()
+            self._open_bytes = 0
         return self._digests
 
     def finish(self) -> bytes:

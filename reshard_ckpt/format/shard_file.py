@@ -186,7 +186,17 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
         raise CorruptError(f"{name}: its {METADATA} is not a map of text to text; use another checkpoint")
     placed = sorted((_member(key, entry, name) for key, entry in table.items()), key=lambda item: (item[0], item[1].num_bytes))
-    _check_contiguous(placed, name, None if file_size is None else file_size - end)
+    expected = 0
+    for at, member in placed:
+        if at != expected:
+            raise CorruptError(
+                f"{name}: {member.name!r:.200} begins at byte {at} of the data, not {expected}; use another checkpoint"
+            )
+        expected += member.num_bytes
+    if file_size is not None and file_size - end != expected:
+        raise CorruptError(
+            f"{name}: {file_size - end} bytes of data, but its header describes {expected}; use another checkpoint"
+        )
     return Header(tuple(m for _, m in placed), tuple(end + at for at, _ in placed), metadata, end)
 
 
@@ -223,15 +233,3 @@ def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
             f"{name}: {key!r:.200} of shape {shape} and dtype {dtype} does not fill bytes {span}; use another checkpoint"
         )
     return span[0], Member(key, dtype, tuple(shape), num_bytes)
-
-
-def _check_contiguous(placed: Sequence[tuple[int, Member]], name: str, data_bytes: int | None) -> None:
-    expected = 0
-    for at, member in placed:
-        if at != expected:
-            raise CorruptError(
-                f"{name}: {member.name!r:.200} begins at byte {at} of the data, not {expected}; use another checkpoint"
-            )
-        expected += member.num_bytes
-    if data_bytes is not None and data_bytes != expected:
-        raise CorruptError(f"{name}: {data_bytes} bytes of data, but its header describes {expected}; use another checkpoint")

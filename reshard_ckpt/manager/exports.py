@@ -78,7 +78,30 @@ class Exports:
 
     def begin(self, path: str, done: Callable[[], None]) -> None:
         """Queue the export of a committed step; `done` is called after it, in the background."""
-        self._queue.submit(self._export, path, self._key, self._documents, done)
+        key, documents = self._key, self._documents  # those of this step: the next one may have others
+
+        def write_beside(catalog: Catalog, storage: Storage) -> None:
+            # The note comes first: in a store of objects, it marks the files of a killed export.
+            write_file(storage, export_note_key(catalog.lineage_id).partition("/")[2], b"")
+            for name, text in documents.items():
+                write_file(storage, name, text(catalog).encode())
+
+        def export_step() -> None:
+            before = _save_id(path)
+            try:
+                export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside)
+            except Exception as error:
+                now = _save_id(path)
+                if now is not None and (now == before or "" in (now, before)):  # else pruned or saved anew meanwhile
+                    warnings.warn(
+                        f"{path}: saved, but not exported to {EXPORT}: {type(error).__name__}: {error}; to export it, run "
+                        f"reshard-ckpt convert {path} {path}/{EXPORT} --root {key}",
+                        stacklevel=2,
+                    )
+            finally:
+                done()
+
+        self._queue.submit(export_step)
 
     def wait(self) -> None:
         """Wait for the exports that have begun or are queued."""
@@ -87,27 +110,6 @@ class Exports:
     def close(self, *, wait: bool) -> None:
         """End the thread: after the exports that are queued, or after the one in progress."""
         self._queue.shutdown(wait=wait, cancel_futures=not wait)
-
-    def _export(self, path: str, key: str, documents: Mapping[str, Callable[[Catalog], str]], done: Callable[[], None]) -> None:
-        def write_beside(catalog: Catalog, storage: Storage) -> None:
-            # The note comes first: in a store of objects, it marks the files of a killed export.
-            write_file(storage, export_note_key(catalog.lineage_id).partition("/")[2], b"")
-            for name, text in documents.items():
-                write_file(storage, name, text(catalog).encode())
-
-        before = _save_id(path)
-        try:
-            export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside)
-        except Exception as error:
-            now = _save_id(path)
-            if now is not None and (now == before or "" in (now, before)):  # else pruned or saved anew meanwhile
-                warnings.warn(
-                    f"{path}: saved, but not exported to {EXPORT}: {type(error).__name__}: {error}; to export it, run "
-                    f"reshard-ckpt convert {path} {path}/{EXPORT} --root {key}",
-                    stacklevel=2,
-                )
-        finally:
-            done()
 
 
 def _modules(value: Any) -> Iterator[nn.Module]:

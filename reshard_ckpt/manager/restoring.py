@@ -20,7 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, Prepare, load_given
+from ..checkpoint.loading import Prepare, load_given, options_of
 from ..checkpoint.reading import read
 from ..comm import open_session, value_of_first
 from ..core.report import LoadReport
@@ -96,7 +96,7 @@ class Restoring:
         """Load the checkpoint of one step, as `load_given` does. With `goes_on`, the run goes on from this step."""
         passed: dict[str, PassedOver] = {}
         memory = self._memory
-        options = {"verify_first": memory is not None and _may_keep(options), **self._session, **options}
+        options = {"verify_first": memory is not None and options_of(options).may_keep, **self._session, **options}
         loaded = None if memory is None else self._from_memory(step, lambda found: memory.load(found, wanted, options), passed)
         report, tier = loaded or (self._from_store(step, wanted, options), "store")
         if goes_on:
@@ -127,7 +127,8 @@ class Restoring:
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
         """Load the newest whole checkpoint; see `Manager.load_latest`."""
-        options = {"verify_first": _may_keep(options), **self._session, **options}
+        # A load that may keep parts of the state must not have changed them when it fails.
+        options = {"verify_first": options_of(options).may_keep, **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, PassedOver] = {}
         verify = False  # whether to verify all copies: after damage was found; the load itself verifies the bytes that it reads
@@ -249,11 +250,6 @@ class Restoring:
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             newest: int = value_of_first(comm, lambda: self._stored.newest_except(passed))
         return newest
-
-
-def _may_keep(options: Mapping[str, Any]) -> bool:
-    """Whether a load with these options may keep parts of the state. Then a failed load must not have changed them."""
-    return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS}).may_keep
 
 
 def _lines(in_memory: Mapping[str, PassedOver], in_store: Mapping[int, str] = MappingProxyType({})) -> tuple[str, ...]:
