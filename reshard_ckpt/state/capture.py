@@ -38,7 +38,7 @@ from .optimizers import OptimizersTarget
 from .parameters import OptimizerView, Owner, optimizer_parameters
 from .targets import Prefixes, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import find_memory, is_tensor_like
-from .walk import Tree, is_stateful, state_of, steps, walk
+from .walk import Tree, is_stateful, rows_of, state_of, steps, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,7 @@ def capture(
         at = [index.get(id(row.value), -1) for row in out.sources]
         if -1 not in at:
             specs, values = tuple(spec for spec, _ in out.tensors), tuple(value.name for value in out.values)
-            views = [row.value for tree in trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
-            members = [list(map(members_of, row)) for row in views]
+            members = [list(map(members_of, row.value)) for row in rows_of(trees, Kind.OPTIMIZERS)]
             KNOWN.keep(key, Description(seen.places, specs, at, values, members, found, tuple(unused)))
     return Captured(tuple(out.tensors), tuple(out.values), found, warnings, tuple(unused))
 
@@ -275,7 +274,7 @@ class OpenedState:
 
     def hints(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Return advice for saved values that do not fit because only one side numbers the parameters of an optimizer."""
-        names = [row.name for tree in self.trees for row in tree.rows if row.kind is Kind.OPTIMIZERS]
+        names = [row.name for row in rows_of(self.trees, Kind.OPTIMIZERS)]
         saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
         wanted = [name for name in self.unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
         return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
@@ -290,8 +289,7 @@ def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, .
         The state is not one that can be saved or loaded into.
     """
     trees = walk(state)
-    states = [state for tree in trees for row in tree.rows if row.kind is Kind.MODULES for state in row.value]
-    modules = [module for state in states for module in state.children.values()]
+    modules = [module for row in rows_of(trees, Kind.MODULES) for state in row.value for module in state.children.values()]
     groups = {module.process_group for module in modules if isinstance(module, DistributedDataParallel)}
     return trees, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
@@ -334,7 +332,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
     with torch.no_grad():  # as for saving
-        for row in (row for tree in opened.trees for row in tree.rows):
+        for row in rows_of(opened.trees):
             if row.kind is Kind.TENSOR:
                 wanted.append(row)
             elif row.kind is Kind.MODULES:
@@ -366,14 +364,10 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
 
 def _meshes(trees: Sequence[Tree]) -> tuple[DeviceMesh, ...]:
     """Return the distinct meshes of all DTensors."""
-    rows = [row for tree in trees for row in tree.rows]
-    states = [state for row in rows if row.kind is Kind.MODULES for state in row.value]
-    values = [entry.value for state in states for entry in state.opened.rows] + [
-        row.value for row in rows if row.kind is Kind.TENSOR
-    ]
-    found = _meshes_of(values)
+    inside = [entry for row in rows_of(trees, Kind.MODULES) for state in row.value for entry in state.opened.rows]
+    found = _meshes_of([row.value for row in (*inside, *rows_of(trees, Kind.TENSOR))])
     if not found:  # it may be an optimizer alone
-        views = [view for row in rows if row.kind is Kind.OPTIMIZERS for view in row.value]
+        views = [view for row in rows_of(trees, Kind.OPTIMIZERS) for view in row.value]
         found = _meshes_of([value for view in views for _, entry in view.entries() for value in entry.values()])
     return found
 

@@ -254,16 +254,12 @@ class Describer:
 
     def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
         """Make the part of a tensor's spec that equal tensors share."""
-        placement = layout.placement if self._knows_axes_of(layout.placement) else ()
-        part = _Part(layout, dtype_code(memory.dtype, row.name), layout.pieces(memory), placement)
-        return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
-
-    def _knows_axes_of(self, placement: Placement) -> bool:
-        """Tell whether a placement names axes of the job's mesh."""
-        axes, mesh = tuple(p.axis for p in placement), self._mesh
+        axes, mesh = tuple(p.axis for p in layout.placement), self._mesh
         unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
+        # fits: whether the placement names axes of the job's mesh
         fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
-        return not axes or fits
+        part = _Part(layout, dtype_code(memory.dtype, row.name), layout.pieces(memory), layout.placement if fits else ())
+        return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _first_at(self, row: Entry, near: list[Entry]) -> str | None:
         """Return the name of the row among `near` that lies exactly where this one does; None if it is the first there."""

@@ -31,7 +31,7 @@ from .entries import Kind
 from .modules import EXTRA_STATE
 from .parameters import OptimizerView, Owner
 from .tensors import TORCH_CLASSES
-from .walk import Tree, optimizers_of
+from .walk import Tree, optimizers_of, rows_of
 
 MAX_TENSORS = 1 << 16
 """Larger states are not kept: the facts of a tensor take about a kilobyte."""
@@ -92,17 +92,15 @@ class Description:
             tree.rows = [row for row in tree.rows if row.kind is not Kind.TENSOR and row.kind is not Kind.MODULES]
             for row in tree.rows:
                 if row.kind is Kind.OPTIMIZERS:
-                    each = zip(row.value, next(members), strict=True)
-                    row.value = tuple(_groups_alone(optimizer, name, owners) for optimizer, (name, owners) in each)
+                    row.value = tuple(
+                        OptimizerView(name, list(zip(optimizer.param_groups, owners, strict=True)), (), ())
+                        for optimizer, (name, owners) in zip(row.value, next(members), strict=True)
+                    )
 
     def in_order(self, values: Iterable[ValueSpec]) -> tuple[ValueSpec, ...]:
         """Return the values in the order in which the first description had them."""
         by_name = {value.name: value for value in values}
         return tuple([by_name[name] for name in self.values])
-
-
-def _groups_alone(optimizer: Any, name: str, owners: Sequence[tuple[Owner, ...]]) -> OptimizerView:
-    return OptimizerView(name, list(zip(optimizer.param_groups, owners, strict=True)), (), ())
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
@@ -139,8 +137,7 @@ def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
     tensors: list[Any] = []
     # others: parameters and keys of optimizers, which must be among the tensors
     others: list[Any] = []
-    rows = [row for tree in trees for row in tree.rows]
-    for row in rows:
+    for row in rows_of(trees):
         facts.append((row.kind, row.name, row.path))
         if row.kind is Kind.NUMBERED:
             return None

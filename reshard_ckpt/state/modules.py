@@ -31,7 +31,7 @@ from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind
 from .fsdp1 import FlatModule
-from .tensors import TensorLike, is_plain_tensor, is_tensor_like, named_parts
+from .tensors import is_plain_tensor, is_tensor_like, named_parts
 
 EXTRA_STATE = "_extra_state"
 
@@ -125,7 +125,10 @@ class ModuleState:
             full, below = f"{name}.{fqn}", (*path, fqn)
             if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
                 is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
-                how = _replication(value, at)
+                if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
+                    how = Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
+                else:
+                    how = Replication.DECLARED if at.under_ddp else Replication.PLAIN
                 if is_plain_tensor(value):  # nearly all are; the other function enters more
                     rows.append(Entry(full, below, Kind.TENSOR, value, name, replication=how))
                     continue
@@ -179,12 +182,6 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
         f'    checkpoint.load(path, {{"{name}": {name}}})\n'
         f"After to_empty, {again}make optimizers of the parameters that the module has then"
     )
-
-
-def _replication(value: TensorLike, at: ModulePlace) -> Replication:
-    if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
-        return Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
-    return Replication.DECLARED if at.under_ddp else Replication.PLAIN
 
 
 def locate(root: nn.Module, key: str) -> ModulePlace:

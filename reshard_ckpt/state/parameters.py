@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ from .fsdp1 import FlatPart, FlatState
 from .layouts import Layout, whole
 from .optimizer_dicts import beside_numbers, names_by_number
 from .tensors import local_memory
-from .walk import Tree, Watched, by_number, left_out, optimizers_of
+from .walk import Tree, Watched, by_number, left_out, optimizers_of, rows_of
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -185,8 +185,7 @@ def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
     return first.dtype == second.dtype and first.is_set_to(second)
 
 
-@dataclass(frozen=True, slots=True)
-class ParamSlot:
+class ParamSlot(NamedTuple):
     """A parameter whose state this rank may have: that state and its key there, the parameter's owner, and its group."""
 
     state: State
@@ -224,13 +223,12 @@ class OptimizerView:
         return ((slot, slot.state[slot.key]) for slot in self.slots if slot.key in slot.state)
 
 
-def _owner_rows(rows: Sequence[Entry]) -> Iterator[tuple[str, Entry]]:
+def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
     """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
-    for row in rows:
-        if row.kind is Kind.MODULES:
-            yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
-    for row in rows:
-        if row.kind is Kind.TENSOR and len(row.path) > 1:
+    for row in rows_of(trees, Kind.MODULES):
+        yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
+    for row in rows_of(trees, Kind.TENSOR):
+        if len(row.path) > 1:
             yield str(row.path[0]), row
 
 
@@ -248,20 +246,17 @@ def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
     UsageError
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
-    rows = [row for tree in trees for row in tree.rows]
-    if not [row for row in rows if row.kind is Kind.OPTIMIZERS or row.kind is Kind.NUMBERED]:
+    if not rows_of(trees, Kind.OPTIMIZERS, Kind.NUMBERED):
         return [], []
-    owners = Owners(_owner_rows(rows))
+    owners = Owners(_owner_rows(trees))
     # Every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler.
-    shown = {id(o): o for tree in trees for o in tree.watched.optimizers}
-    for row in rows:
-        if row.kind is Kind.OPTIMIZERS:
-            shown |= {id(o): o for optimizer in row.value for o in optimizers_of(optimizer)}
+    inside = [o for row in rows_of(trees, Kind.OPTIMIZERS) for optimizer in row.value for o in optimizers_of(optimizer)]
+    shown = {id(o): o for o in (*(o for tree in trees for o in tree.watched.optimizers), *inside)}
     visible = Watched(tuple(shown.values()))
     unnamed: list[str] = []
     lines: list[str] = []
     for tree in trees:
-        rows = []
+        rows: list[Entry] = []
         for row in tree.rows:
             if row.kind is Kind.OPTIMIZERS:
                 several = len(row.value) > 1

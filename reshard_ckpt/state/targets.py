@@ -165,42 +165,33 @@ class TreeTarget:
             if not (row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and has_below(name))
         )
         for name, row in self._slots.items():
-            self._check_mutable(name, row.path)
+            for node in self._nodes(row.path)[:-1]:
+                if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+                    raise UsageError(f"{name}: {type_in_words(node)} cannot take a loaded value; pass a dict")
         makers: dict[Path, bool] = {}
         for row in tree.rows:
             if row.kind is Kind.TENSOR:
                 above = row.path[:-1]
                 if above not in makers:
-                    makers[above] = self._has_maker(above)
+                    makers[above] = any(map(_may_make, self._nodes(above)))
                 if makers[above]:
                     self._check_kept(row.name, row.path)
 
-    def _check_mutable(self, name: str, path: Path) -> None:
-        node = self._root
-        for key in path[len(self._tree.path) :]:
-            if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-                raise UsageError(f"{name}: {type_in_words(node)} cannot take a loaded value; pass a dict")
-            node = node[own_key(key)]
-
-    def _has_maker(self, path: Path) -> bool:
-        """Tell whether a mapping on a path is not a dict, and may make the values that it returns."""
-        node = self._root
-        nodes = [node, *[node := _child(node, key) for key in self._relative(path)]]
-        return any(isinstance(node, Mapping) and not isinstance(node, dict) for node in nodes)
-
-    def _check_kept(self, name: str, path: Path) -> None:
-        """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
+    def _nodes(self, path: Path) -> list[Any]:
+        """Return the tree's root, and what lies at each step of a path."""
         nodes = [self._root]
         for key in self._relative(path):
             nodes.append(_child(nodes[-1], key))
-        makers = [node for node in nodes[:-1] if isinstance(node, Mapping) and not isinstance(node, dict)]
-        first, again = nodes[-1], self._root
-        for key in self._relative(path):
-            again = _child(again, key)
+        return nodes
+
+    def _check_kept(self, name: str, path: Path) -> None:
+        """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
+        *above, first = self._nodes(path)
+        again = self._nodes(path)[-1]
         if is_tensor_like(first) and is_tensor_like(again) and _address(first, name) != _address(again, name):
             raise UsageError(
-                f"{name}: {type_in_words(makers[0])} that gives another tensor each time it is asked cannot be loaded into; "
-                "pass a dict of the tensors themselves"
+                f"{name}: {type_in_words(next(filter(_may_make, above)))} that gives another tensor each time it is asked cannot "
+                "be loaded into; pass a dict of the tensors themselves"
             )
 
     def takes(self, name: str) -> bool:
@@ -330,6 +321,11 @@ class TreeTarget:
                     keep_dtypes(optimizer, given)
             except Exception as error:
                 raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
+
+
+def _may_make(node: Any) -> bool:
+    """Tell whether a container is a mapping other than a dict, which may make the values that it returns."""
+    return isinstance(node, Mapping) and not isinstance(node, dict)
 
 
 def _address(value: TensorLike, name: str) -> int:

@@ -113,7 +113,7 @@ def local_memory(
     return memory, layout
 
 
-def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool = False) -> torch.Tensor:
+def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tensor:
     """Return the tensor without autograd, once it is known to be plain strided memory; with `writes`, to be writable too."""
     is_plain = (
         type(tensor) in TORCH_CLASSES

@@ -70,11 +70,9 @@ class Watched:
             for optimizer in watched.optimizers:
                 # A wrapper need not have called Optimizer.__init__; then it has no hooks, and runs none.
                 if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-                    hooks.callback(optimizer.register_state_dict_post_hook(watched._note).remove)
+                    hook = optimizer.register_state_dict_post_hook(lambda *given: watched.given.append(given))
+                hooks.callback(hook.remove)
             return obj.state_dict(), watched
-
-    def _note(self, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-        self.given.append((optimizer, given))
 
 
 @dataclass(slots=True)
@@ -139,6 +137,11 @@ def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
         tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched)
     _add(rows, tree.root, row.path, (), steps_of)
     return tree
+
+
+def rows_of(trees: Iterable[Tree], *kinds: Kind) -> list[Entry]:
+    """List the rows of trees in order: those of the given kinds, or all."""
+    return [row for tree in trees for row in tree.rows if not kinds or row.kind in kinds]
 
 
 def by_number(row: Entry) -> list[Entry]:
@@ -309,7 +312,7 @@ def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...])
 def _check_names(trees: Iterable[Tree]) -> None:
     """Refuse two paths that give one name, and an object without a name, which could not be told from the state itself."""
     seen: dict[str, Path] = {}
-    for row in (row for tree in trees for row in tree.rows):
+    for row in rows_of(trees):
         check_text(row.name, "a name")
         if row.path and not row.name and row.kind in (Kind.GROUPS, Kind.MODULES, Kind.OPTIMIZERS, Kind.NUMBERED, Kind.OBJECT):
             raise UsageError(f"{_spelled(row.path)}: a module, an optimizer or an object needs a key that is not empty")
