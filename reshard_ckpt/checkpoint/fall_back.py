@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..comm import open_session, value_of_first
 from ..core.catalog.model import ValueEntry
@@ -34,8 +34,7 @@ def step_in(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A checkpoint that was loaded, wholly or in part: its step, if that is known, the report, and its `LoadedStep.tier`."""
 
     step: int | None

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -74,8 +74,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
+class SharedMemory(NamedTuple):
     """The shared memory that this rank writes and reads.
 
     Attributes

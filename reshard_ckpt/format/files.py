@@ -23,8 +23,7 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
@@ -152,8 +151,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
+class Digests(NamedTuple):
     """The XXH3-64 of each block of one shard file, in order."""
 
     block_bytes: int

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ..core.catalog.specs import ITEM_BYTES, Ints, escape, unravel
@@ -35,8 +34,7 @@ _OPAQUE = "@[torch.save]"
 _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One tensor of a shard file, under its name there."""
 
     name: str
@@ -45,8 +43,7 @@ class Member:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A parsed header. Members are sorted by offset; `offsets` has one for each, in bytes from the beginning of the file."""
 
     members: tuple[Member, ...]

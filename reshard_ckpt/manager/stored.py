@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ..engine.common.files import open_catalog
 from ..engine.common.reader_notes import removed_within
@@ -32,8 +32,7 @@ from .retention import Retention
 from .run_folder import StepInfo, is_foreign, read_step_info
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
+class _Listing(NamedTuple):
     """The steps that a listing of the run has found.
 
     Attributes

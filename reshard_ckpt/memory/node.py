@@ -27,8 +27,8 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import StorageError
 from ..format.files import digest128
@@ -51,8 +51,7 @@ class NoRoom(StorageError):
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
-@dataclass(frozen=True, slots=True)
-class RunMemory:
+class RunMemory(NamedTuple):
     """The memory of one run on this node: root of the run, path of its folder on the tmpfs, and the bytes that it takes."""
 
     root: str

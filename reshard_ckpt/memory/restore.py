@@ -37,8 +37,7 @@ PEER_BYTES = 32 << 20
 """Bytes that are requested from another node at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
+class PassedOver(NamedTuple):
     """The reason why a generation is not loaded, as a line, and whether that is damage (else its nodes are lost)."""
 
     line: str

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,8 +43,7 @@ Members = Sequence[tuple[str, Sequence[tuple[Owner, ...]]]]
 """Each optimizer of a row: its name, and one owner with all FQNs of each group."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateFacts:
+class StateFacts(NamedTuple):
     """A state as `find_facts` saw it: the facts that its description follows from, its tensors, and the local memory of each.
 
     The facts contain the `id` of meshes and placements. `places` keeps these objects alive, so that no other gets the same id.

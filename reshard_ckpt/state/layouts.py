@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from ..core.report import check_text, plural
 from ..errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBox:
+class LocalBox(NamedTuple):
     """A box of the global tensor (`offsets`, `lengths`) that begins at `local_offsets` in the local one."""
 
     local_offsets: Ints

@@ -13,9 +13,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +35,7 @@ from .tensors import is_plain_tensor, is_tensor_like, named_parts
 EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRows:
+class ModuleRows(NamedTuple):
     """The state of a module as rows.
 
     Attributes
@@ -151,8 +149,7 @@ def _keeps_vars(module: nn.Module) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePlace:
+class ModulePlace(NamedTuple):
     """The end of a state dict key: its name without wrappers, the module there, and whether DDP or FSDP holds that module."""
 
     fqn: str

@@ -14,8 +14,7 @@ are kept by FQN: hyperparameters, and ``params``, the FQNs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.catalog.names import GROUPS, STATE, unwrapped
 from ..core.catalog.param_groups import comparable, named_group
@@ -121,8 +120,7 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerGroups:
+class OptimizerGroups(NamedTuple):
     """The parameter groups of a file, by FQN.
 
     `named` maps the number of a parameter, as text, to its name, if the file says both. `by_number` tells whether the file

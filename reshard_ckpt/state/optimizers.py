@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -34,8 +33,7 @@ from .tensors import is_tensor_like
 from .walk import optimizers_of
 
 
-@dataclass(frozen=True, slots=True)
-class ParamPlan:
+class ParamPlan(NamedTuple):
     """The state of one parameter, being loaded: `tensors` and `values` by state key, under all names that each is saved as."""
 
     slot: ParamSlot

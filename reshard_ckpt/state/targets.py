@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.specs import ValueKind
@@ -117,8 +116,7 @@ class Prefixes:
         return at < len(self._sorted) and self._sorted[at].startswith(f"{name}.")
 
 
-@dataclass(frozen=True, slots=True)
-class ValueOrigin:
+class ValueOrigin(NamedTuple):
     """A value in the catalog: its path in the saved state, its kind, and the saved steps of the path."""
 
     path: Path
