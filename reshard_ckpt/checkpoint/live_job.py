@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -81,8 +81,7 @@ class Plan:
         return held + len(self.source.catalog.rows.file) + len(self.moves.parts.owner)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """The last one-shot reshard of a process group, for the next one: a plan with the values that all ranks know, and the host
     memory of messages, which is at most its ``memory_bytes``."""
 

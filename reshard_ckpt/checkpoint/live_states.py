@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -63,8 +63,7 @@ class Options:
         return self.memory_bytes // NUM_BUFFERS * 7 // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """Both states as they are now.
 
     Attributes

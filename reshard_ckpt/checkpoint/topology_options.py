@@ -125,21 +125,18 @@ def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], 
     UsageError
         An old name of the mapping matches nothing in the checkpoint, which is surely a mistake.
     """
-    if isinstance(rename, Mapping):
-        _check_old_names(source.catalog, rename)
+    catalog = source.catalog
     if rename is None:
-        return source.catalog
-    return renamed(source.catalog, rename, read=blob_reader(source.storage, source.catalog, verify=verify))
-
-
-def _check_old_names(catalog: Catalog, rename: Mapping[str, str]) -> None:
-    saved_names = {*catalog.names, *catalog.value_names, *catalog.unreadable}
-    saved_names |= {".".join(parts[:i]) for parts in (name.split(".") for name in saved_names) for i in range(1, len(parts))}
-    # A name may also be that of a parameter in an optimizer's groups, even if that parameter has no state.
-    optimizers = tuple(state_name(optimizer) for name in catalog.value_names if (optimizer := optimizer_of(name)) is not None)
-    for old in rename:
-        if old not in saved_names and not old.startswith(optimizers):
-            raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
+        return catalog
+    if isinstance(rename, Mapping):
+        saved_names = {*catalog.names, *catalog.value_names, *catalog.unreadable}
+        saved_names |= {".".join(parts[:i]) for parts in (name.split(".") for name in saved_names) for i in range(1, len(parts))}
+        # A name may also be that of a parameter in an optimizer's groups, even if that parameter has no state.
+        optimizers = tuple(state_name(optimizer) for name in catalog.value_names if (optimizer := optimizer_of(name)) is not None)
+        for old in rename:
+            if old not in saved_names and not old.startswith(optimizers):
+                raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
+    return renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -54,8 +54,7 @@ class Node:
     is_known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbours:
+class Neighbours(NamedTuple):
     """The ranks of this machine, over one connection to the group's keys in rank 0's store."""
 
     node: Node

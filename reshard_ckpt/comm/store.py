@@ -157,7 +157,10 @@ class StoreComm:
             self._stop_if_over()
             value = self._value_near(payload)
             if value == _GIVEN_UP:
-                self._find_refusal()
+                # A rank has written the refusal into the first undecided step, perhaps a later one than this rank's.
+                while call_let_pass(decision := self._store.get(self._key("decision"))):
+                    self._skip_step()
+                self._apply(decision, "")
             self._num_near += 1
             return value.removeprefix(INLINE)
 
@@ -192,12 +195,6 @@ class StoreComm:
 
         over = partial(refuse, expired_refusal(self._title, (rank,), patience_s))
         return self._wait_for(key, patience_s, over, refuse_if_ended, store=store)
-
-    def _find_refusal(self) -> None:
-        """Raise the refusal that a rank has written into the first undecided step, perhaps a later one than this rank's."""
-        while call_let_pass(decision := self._store.get(self._key("decision"))):
-            self._skip_step()
-        self._apply(decision, "")
 
     # --- opening and leaving a session ---
 

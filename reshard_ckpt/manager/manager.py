@@ -24,7 +24,7 @@ from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import SaveReport, duration_s
 from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, names_at
-from ..engine.saving.handle import SaveHandle
+from ..engine.saving.handle import RunningSave, SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
@@ -295,7 +295,10 @@ class Manager(RunSteps):
                 if not self._tolerated.are_tolerated or not isinstance(error, StorageError):
                     raise
                 self._tolerated.note(step, error)
-                return self._tolerated.failed_at_once(path, error)
+                refused = RunningSave(path, "")  # the store refused it before it went to the background
+                refused.finish_staging()
+                refused.finish(error)
+                return SaveHandle(refused)
             settled = self._pending.add(handle)
             self._tolerated.add(handle)
 

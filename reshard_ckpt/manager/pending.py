@@ -9,8 +9,8 @@ from typing import Any
 from ..comm import Comm
 from ..comm.protocol import merge_of_all
 from ..core.report import check_choice, check_count
-from ..engine.saving.handle import RunningSave, SaveHandle, joint_error
-from ..errors import CheckpointError, StorageError
+from ..engine.saving.handle import SaveHandle, joint_error
+from ..errors import CheckpointError
 
 
 class PendingSaves:
@@ -73,13 +73,6 @@ class ToleratedFailures:
         if self.are_tolerated:
             save.running.failed_before = len(self.in_a_row)
             save.running.take_error()
-
-    def failed_at_once(self, path: str, error: StorageError) -> SaveHandle:
-        """Return the handle of a save that the store refused before it went to the background."""
-        running = RunningSave(path, "")
-        running.finish_staging()
-        running.finish(error)
-        return SaveHandle(running)
 
     def note(self, step: int, error: BaseException | None) -> None:
         """Note that a save is over."""

@@ -7,8 +7,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
@@ -23,8 +22,7 @@ from ..memory.options import Memory
 from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_storage, unlinked_path
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """Facts from the catalog of one step that pruning and incremental saves need.
 
     Attributes

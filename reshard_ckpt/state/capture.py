@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -250,8 +250,7 @@ def _complete_links(rows: Sequence[Entry]) -> None:
             row.link = link._replace(parameter=found.get(link.fqn, link.parameter))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedState:
+class OpenedState(NamedTuple):
     """The state as rows, with its modules read and the parameters of its optimizers found.
 
     Attributes

@@ -39,7 +39,7 @@ from .layouts import Layout, LocalBox, axis_names
 from .shards import FlatShard, LocalShard
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement, Shard
+    from torch.distributed.tensor import DTensor, Placement
 
 GROUP = "reshard_ckpt.objects"
 
@@ -128,10 +128,8 @@ def dtensor_class() -> Any:
     return _DTENSOR
 
 
-def is_shard(placement: Any, *, exactly: bool = False) -> TypeGuard[Shard]:
-    """Tell whether a placement is a ``Shard``, or of a class derived from it unless `exactly`."""
-    shard_class = known_class("torch.distributed.tensor", "Shard")
-    return type(placement) is shard_class if exactly else isinstance(placement, shard_class)
+def _shard_class() -> Any:
+    return known_class("torch.distributed.tensor", "Shard")
 
 
 def placement_of(kind: str, dim: Any, split_factor: Any) -> Placement | None:
@@ -221,7 +219,8 @@ def recognize(
 
 
 def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
-    dims = [placement.dim for placement, size in zip(placements, mesh.shape, strict=True) if is_shard(placement) and size > 1]
+    shard = _shard_class()
+    dims = [p.dim for p, size in zip(placements, mesh.shape, strict=True) if isinstance(p, shard) and size > 1]
     if len(set(dims)) < len(dims):
         for objects in known_objects():
             objects.check_mesh(mesh, placements, name)
@@ -364,7 +363,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
     """Return the placement on one axis, of torch or of a package that added a kind, in this library's own class."""
     # Only these two: a subclass of Shard may cut differently. `_StridedShard` is told by its name, because it is not public, and
     # does not derive from Shard in torch 2.13.
-    if is_shard(placement, exactly=True) or type(placement).__name__ == "_StridedShard":
+    if type(placement) is _shard_class() or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
         return AxisPlacement(axis, "shard", dim % len(shape))
     # Before any of its methods is called: torch 2.13's base class is in C++, and crashes if a subclass did not initialize it.

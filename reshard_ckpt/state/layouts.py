@@ -123,8 +123,7 @@ def _num_before(box: LocalBox, strides: Ints, shape: Ints, index: int) -> int:
     return before
 
 
-@dataclass(frozen=True, slots=True)
-class RankSet:
+class RankSet(NamedTuple):
     """The ranks that take part: their global ranks in order, and the index of this process among them."""
 
     ranks: tuple[int, ...]
