@@ -49,7 +49,7 @@ WAITS = {
     ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
     ("comm/exchange.py", "start"): ["an exchange"],
     # The Trainer's own collective: its time limit is that of the Trainer's process group.
-    ("families/deepspeed/trainer.py", "finalize"): [],
+    ("families/deepspeed/trainer.py", "_finalize_training"): [],
     ("storage/posix.py", "release"): [],  # unlocking waits for nobody
     ("storage/posix.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
 }
