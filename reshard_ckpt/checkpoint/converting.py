@@ -97,7 +97,7 @@ class _Conversion:
 
     @property
     def written(self) -> Catalog:
-        """The tensors of the result; with `unstacked`, some are parts of tensors of `catalog`."""
+        """The tensors of the result. If `unstacked` is set, stacked tensors of `catalog` appear there as their slices."""
         return self.catalog if self.unstacked is None else self.unstacked.catalog
 
     @property

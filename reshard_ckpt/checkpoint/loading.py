@@ -294,7 +294,7 @@ def load_target(
 
 
 def _open_exchange_among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exchange:
-    """Open the exchange among some ranks of a load of several ranks."""
+    """Open the exchange by which `members`, some ranks of the load, send each other bytes that one of them reads. Collective."""
     exchange = open_exchange(process_group, timeout_s=timeout_s, members=members)
     assert exchange is not None
     return exchange

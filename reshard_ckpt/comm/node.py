@@ -200,7 +200,7 @@ class NodeComm(StoreComm):
     def _decision_near(self, call: str) -> bytes:
         """Wait for the decision in the machine's store. The leader first waits for the messages of its machine.
 
-        A message that the leader has not taken in time is sent by its own rank, which waits for rank 0 itself from then on.
+        If the leader does not take a rank's message in time, that rank sends it to rank 0, and waits for rank 0 from then on.
         """
         assert self._near is not None
         near, key, began = self._near, self._key("decision"), time.monotonic()
@@ -235,7 +235,7 @@ class NodeComm(StoreComm):
         return decision
 
     def _is_not_led(self, decided: Waiting, key: str) -> bool:
-        """Wait for a decision, and return whether it has not come in time from the leader, though rank 0 has made it."""
+        """Wait for a decision of the protocol. Return True if rank 0 has made it, but the leader did not pass it on in time."""
         in_time = self._ends(decided, self._timeout_s * 3 / 4, self._refuse_without_ended)
         return not in_time and self._store.check([key]) and not self._ends(decided, self._timeout_s / 16, lambda: False)
 

@@ -186,7 +186,7 @@ def _comm_of(
 def shared_store(
     name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> tuple[BoundedStore, Ended] | None:
-    """Return the part of the job's store below a name that was never used before, and a function that returns the ended ranks.
+    """Return a part of the job's store, below a new name, and a function that returns the ranks whose processes have ended.
 
     The ranks must have met in a session before. Return None if this process is on its own.
     """
@@ -221,7 +221,7 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
 
 
 def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
-    """Return the `Comm` of a session. If rank 0 has not come, note the session as missed, and tell rank 0 as soon as it comes."""
+    """Return the `Comm` of a session. If rank 0 does not join in time, note the session as missed; a later call tells rank 0."""
     number = sessions.number(turn)
     try:
         comm = comm_of(number)

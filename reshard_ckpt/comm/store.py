@@ -378,7 +378,7 @@ class StoreComm:
         self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 
     def _await_decision(self, call: str) -> bytes | None:
-        """Wait for the step's decision, apply it, and return its payload, or None. Called on the ranks above 0."""
+        """Wait for rank 0's decision on this step of the protocol. Return its payload, or None; raise if it is a refusal."""
         decision = self._decision(call)
         self._apply(decision, call)
         _, has_payload, payload = decision.partition(INLINE)

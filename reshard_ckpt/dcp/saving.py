@@ -166,7 +166,7 @@ def async_save(
 def _path_and_form(
     state_dict: Mapping[str, Any], checkpoint_id: Path | None, writer: Any, group: Any, use_collectives: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Return where to save, and the form of the state to save; errors are raised on all ranks."""
+    """Return the path to save to, and the state with state dicts in the place of its objects. All ranks raise an error of one."""
 
     def make() -> tuple[Path, dict[str, Any]]:
         check_collective(use_collectives)

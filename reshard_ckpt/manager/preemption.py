@@ -78,7 +78,7 @@ class Preemption:
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
-        """Whether the ranks have agreed to stop at this read. The first read installs the handler; closing `held` removes it."""
+        """Whether all ranks have agreed to stop. The first call installs the handler of the signal; closing `held` removes it."""
         if self._stop is None:
             self._stop = self._watch(held)
         return self._stop()

@@ -150,7 +150,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
             self._wait(lambda: self._store.add("informed", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
 
     def _post(self, num_steps: int) -> None:
-        """Post the number of steps that this rank has begun, once. The last rank to post decides."""
+        """Write to the store, once, how many steps this rank has begun. The last rank to do so decides where all stop."""
         if self._posted:
             return
         self._posted = True

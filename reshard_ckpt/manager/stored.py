@@ -297,9 +297,9 @@ class StoredSteps:
         return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
-        """Return the keys of the files that these steps need, and that checkpoints in other folders of the root need.
+        """Return the keys of all files that these steps need, or that checkpoints in other folders of the root need.
 
-        The folder `but` is left out.
+        The folder `but` does not count.
         """
         self._forget_replaced()
         self._read_infos(steps)

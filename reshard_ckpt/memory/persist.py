@@ -36,7 +36,9 @@ COPY_BYTES = 4 << 20
 
 
 def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
-    """Copy shard files of a generation and their digests files to the store, and make their bytes durable; `publish` syncs names.
+    """Copy shard files of a checkpoint in memory, and their digests files, to the store, and make their bytes durable.
+
+    The names of the files in their folders become durable later, in `publish`.
 
     Returns
     -------

@@ -273,7 +273,7 @@ class MemoryRun:
     def find(
         self, at_least: Callable[[], int], excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
     ) -> Found:
-        """Find the newest whole generation, of `step` or of any step; see `find_newest`. Collective."""
+        """Find the newest checkpoint in memory that is still whole, of `step` or of any step; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
             return self._is_current(generation) and step in (None, generation.step)
@@ -330,7 +330,7 @@ class MemoryRun:
         return bool(found)
 
     def _on_the_way(self) -> list[Generation]:
-        """List the generations that are being written to the store, or wait for it."""
+        """List the checkpoints in memory that are being written to the store, or are next to be."""
         out, writing = [], self._writing
         while writing is not None and not writing.done():
             out.append(writing.generation)

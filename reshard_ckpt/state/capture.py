@@ -280,7 +280,7 @@ class OpenedState(NamedTuple):
 
 
 def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
-    """Return the trees of a state, and the ranks of each process group over which DDP replicates a module.
+    """Return a tree for each entry of a state, and the ranks of each process group over which DDP replicates a module.
 
     Raises
     ------

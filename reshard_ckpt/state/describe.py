@@ -219,7 +219,7 @@ class Describer:
             self._known.specs.clear()
 
     def add(self, rows: Iterable[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
-        """Add rows, whose tensors have their memory; `keys_of` gives the path of a value as it is saved."""
+        """Describe entries of the state, whose tensors are located. `keys_of` converts the path of a value to the saved keys."""
         (parts, specs), known_rows, at = self._known, self._rows, self._at
         for row in rows:
             name, memory, layout = row.name, row.memory, row.layout

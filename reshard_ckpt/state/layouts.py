@@ -44,8 +44,8 @@ class Layout:
     """The part of a global tensor of shape `shape` that a local tensor of shape `local_shape` holds.
 
     With `flat_start` the local tensor is flat: its element ``k`` is element ``flat_start + k`` of the row-major concatenation of
-    `boxes`, and their `local_offsets` have no meaning. With `flat_shape` too, it is that element of a flattened tensor of this
-    shape, in which the boxes begin at their `local_offsets`.
+    `boxes`, and their `local_offsets` have no meaning. With `flat_shape` too, elements are counted in a tensor
+    of that shape instead, in row-major order, in which each box begins at its `local_offsets`.
     """
 
     shape: Ints

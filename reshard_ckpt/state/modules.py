@@ -34,6 +34,9 @@ from .tensors import is_plain_tensor, is_tensor_like, named_parts
 
 EXTRA_STATE = "_extra_state"
 
+_HOLD_MODULE = (DistributedDataParallel, DataParallel, AveragedModel)
+"""Wrappers that hold the module inside as their child `MODULE`."""
+
 
 class ModuleRows(NamedTuple):
     """The state of a module as rows.
@@ -108,7 +111,7 @@ class ModuleState:
         for key, value in raw.items() if flat is None else flat.entries(raw):
             above, dot, last = key.rpartition(".")
             if above not in places:
-                place = locate(module, above) if dot else ModulePlace("", module, False, _is_fsdp(module))
+                place = locate(module, above) if dot else ModulePlace("", module, False, isinstance(module, _fsdp_classes()))
                 places[above] = place if _inner_name(place.owner) is None else None
             known = places[above]
             if known is None or last in known.owner._modules:
@@ -187,12 +190,13 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
     The hooks of some wrappers have dropped their own step from the key already, so a wrapper that the key does not name is
     entered too.
     """
-    module, under_ddp, under_fsdp = root, False, _is_fsdp(root)
+    fsdp = _fsdp_classes()
+    module, under_ddp, under_fsdp = root, False, isinstance(root, fsdp)
     clean: list[str] = []
     steps = key.split(".")
     for i, step in enumerate(steps):
         module, is_wrapper_step, ddp = _enter(module, step)
-        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or _is_fsdp(module)
+        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or isinstance(module, fsdp)
         if is_wrapper_step:
             continue
         clean.append(step)
@@ -201,7 +205,7 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
             clean += steps[i + 1 :]
             break
         module = child
-        under_fsdp = under_fsdp or _is_fsdp(module)
+        under_fsdp = under_fsdp or isinstance(module, fsdp)
     return ModulePlace(".".join(clean), module, under_ddp, under_fsdp)
 
 
@@ -226,9 +230,12 @@ def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
 
 def _inner_name(module: nn.Module) -> str | None:
     """Return the name under which a wrapper holds the module inside; None if a module wraps no other one."""
-    if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
+    if isinstance(module, _HOLD_MODULE):
         return MODULE
-    return next((name for name in WRAPPED if name in module._modules), None)
+    for name in WRAPPED:
+        if name in module._modules:
+            return name
+    return None
 
 
 class ModulesTarget:
@@ -282,6 +289,6 @@ def _fsdp1_class() -> Any:
     return known_class("torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
-    return isinstance(module, (_fsdp1_class(), known_class("torch.distributed.fsdp", "FSDPModule")))
+def _fsdp_classes() -> Any:
+    """Return the classes of modules that FSDP1 wraps, and of those to which ``fully_shard`` was applied."""
+    return _fsdp1_class(), known_class("torch.distributed.fsdp", "FSDPModule")

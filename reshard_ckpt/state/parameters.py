@@ -387,7 +387,7 @@ def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -
 
 
 def _source(watched: Watched, tree: Mapping[str, Any]) -> Optimizer | None:
-    """Find the optimizer of a state dict by number: it gave the dict, or the dict's state is its own state."""
+    """Return the optimizer that a state dict keyed by number came from; None if no known optimizer gave it or has its tensors."""
     for optimizer, given in watched.given:
         if tree is given or tree["param_groups"] is given["param_groups"] or tree["state"] is given["state"]:
             return optimizer

@@ -117,7 +117,7 @@ class Prefixes:
 
 
 class ValueOrigin(NamedTuple):
-    """A value in the catalog: its path in the saved state, its kind, and the saved steps of the path."""
+    """A value in the catalog: its path in the saved state, its kind, and each key of the path as it was saved, with its type."""
 
     path: Path
     kind: ValueKind

@@ -39,7 +39,7 @@ class ListedStorage(FollowedStorage):
         self._heads: dict[str, bytes] = {}
 
     def below(self, folder: str, own: Storage) -> ListedStorage:
-        """Wrap `own`, the store of a folder of this one. The names and sizes of its files come from this store's listing."""
+        """Wrap `own`, the store of a folder below this one. Names and sizes of its files come from this store's listing."""
         found = ListedStorage(own)
         found._sizes = {key[len(folder) + 1 :]: size for key, size in self.list(folder)}
         return found

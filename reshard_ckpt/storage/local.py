@@ -321,7 +321,7 @@ class LocalWriter(Writer):
 
 
 def version_of(data: Buffer) -> Version:
-    """Return the version of a document in a store that compares bytes: their digest."""
+    """Return the version of a document, to be compared when it is replaced. This store has no version numbers: it is a digest."""
     return Version(xxhash.xxh3_128_hexdigest(data))
 
 

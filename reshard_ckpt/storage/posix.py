@@ -151,7 +151,7 @@ def open_to_read(path: str) -> int:
 
 
 def read_at_most(path: str, limit: int) -> bytes:
-    """Read the first `limit` bytes of a file. The memory needed grows with the size of the file, not with the limit."""
+    """Read the first `limit` bytes of a file. If the file is smaller, a large limit costs no memory."""
     fd = open_to_read(path)
     data = bytearray()
     try:

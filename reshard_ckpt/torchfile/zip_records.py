@@ -217,7 +217,7 @@ def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
 
 
 def whole_record(record: ZipRecord, data: bytes) -> bytes:
-    """Return a record with its data."""
+    """Return the bytes of a record: its header, its data, and its checksum behind them."""
     return b"".join((record.head, data, record.tail(zlib.crc32(data))))
 
 

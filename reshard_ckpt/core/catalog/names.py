@@ -88,12 +88,15 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None) -> State
 
 
 def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, Any]:
-    """Encode the link of each name as the columns `optimizer`, `key` and `parameter` of `TensorDescriptions`.
+    """Encode links as the columns `optimizer`, `key` and `parameter` of `TensorDescriptions`.
 
-    A link whose own name differs from the entry's name is left out.
+    A link says that a tensor is the state of a parameter in an optimizer, under a key. The name that follows from it
+    (`StateLink.name`) must be the tensor's name; other links are left out.
 
     Parameters
     ----------
+    names, links
+        The name of each tensor, and its link, or None.
     tensors
         The index of each tensor by name; a parameter that is missing here was not saved too, and gets -1.
     """

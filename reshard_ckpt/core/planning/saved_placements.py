@@ -133,7 +133,7 @@ class SavedPlacements:
         return out
 
     def stages_and_experts(self, name: str) -> tuple[Ints, ...]:
-        """Return the pipeline stages and the experts' ranks that held a tensor."""
+        """Return the coordinates on the `pp` and the `ep` axis that held a tensor."""
         saved = self.placements[name]
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 

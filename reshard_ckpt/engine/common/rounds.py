@@ -323,7 +323,7 @@ def pack_columns(table: ColumnTable) -> bytes:
 
 
 def unpack_columns(kind: type[Table], data: bytes) -> Table:
-    """Unpack a table whose last two columns have one entry for each dim: of boxes, as many dims as there are."""
+    """Undo `pack_columns`. The last two fields of `kind`, offsets and lengths of boxes, become arrays of shape (rows, dims)."""
     table, num = unpack_table(data), len(fields(kind)) - 2
     return kind(*table[:, :num].T, *np.split(table[:, num:], 2, axis=1))
 

@@ -169,7 +169,7 @@ def multiply(scaled: Iterable[Scaled]) -> None:
 
 
 def _multiply_box(values: torch.Tensor, offsets: Ints, numbers: torch.Tensor, scaled: Scaled) -> None:
-    """Multiply a box of the tensor; it is cut along its first dim of several elements, to bound the memory of the products."""
+    """Multiply a box of the tensor by its scales, in place. The box is multiplied in slices, which bounds the memory needed."""
     # numbers: now one for each element along the dims where it had several, so that it can be broadcast to the box.
     for d, each in enumerate(scaled.part.scale.block):
         if numbers.shape[d] > 1:

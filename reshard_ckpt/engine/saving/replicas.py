@@ -206,9 +206,10 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
 
 
 def _words(parts: Sequence[LocalRun], packed: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the packs of a run, each as 32-bit words: views of its memory if possible, else copies in `packed`.
+    """Yield the bytes of a run as arrays of 32-bit words, at most `PACKED_BYTES` each, to be hashed.
 
-    Memory can be viewed if it is in order, and begins and ends at a whole word. Parts of a run that is sampled make one pack.
+    They are views of the run's memory if that is contiguous and begins and ends at a whole word, else copies in `packed`. Of a
+    long run only samples are hashed: then `parts` are several, and one array has all of them.
     """
     run = parts[0]
     tensor, piece, each = run.local.tensor.detach(), run.local.piece, run.local.tensor.element_size()
@@ -269,7 +270,7 @@ def differing(checks: Checks, fingerprints: U64) -> I64:
     Parameters
     ----------
     fingerprints
-        Of each row of `checks`: those of rank 0, in the order in which it was assigned its checks, then those of rank 1, …
+        One for each row of `checks`: those of rank 0, in the order in which it was assigned its checks, then those of rank 1, …
     """
     rows = np.flatnonzero(~may_be_alike(fingerprints, fingerprints[checks.leader]))
     return rows[np.argsort(checks.group[rows], kind="stable")]

@@ -74,7 +74,7 @@ class StepGuard:
             _HELD[id(optimizer)] = self
 
     def let_through(self, follow: Callable[[], None]) -> None:
-        """Let steps go on from now: all copies are made or queued. Each step calls `follow`, which queues it after the copies."""
+        """Hold no step back any more: all copies are made or queued. Each step calls `follow`, which queues it behind them."""
         with self._lock:
             self._follow = follow
 

@@ -169,17 +169,19 @@ def _highest(scores: Scores, num: int, save_id: str) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """The write items of a save after `pick`.
+    """How the write items that `pick` makes came from the write items of the save's plan.
 
     Attributes
     ----------
     origin
-        For each of these items, the agreed item that it is a part of.
+        For each new item, the index of the plan's item that it is a part of.
     stored
-        The parts of agreed items that the base holds; ``file`` is an index into the files of the base.
-    runs, ahead
-        The runs of agreed items in packs, in the order of these items (``runs.local``), and the byte of the pack at which each
-        begins.
+        The parts of the plan's items that the base holds; ``file`` is an index into the files of the base.
+    runs
+        The runs of elements that packs hold, one row for each: ``local`` is the pack's index among the new items, ``start`` and
+        ``count`` lie in the plan's item. Sorted by ``local``.
+    ahead
+        For each of `runs`, the byte of its pack at which it begins.
     num_bytes
         Bytes of the stored parts.
     bits
@@ -194,7 +196,7 @@ class Picked:
     bits: Mapping[int, int]
 
     def restored(self, found: Unchanged) -> Unchanged:
-        """Return parts of these items as parts of the agreed items."""
+        """Convert parts of the new items to parts of the plan's items."""
         written = found.written
         # num[i]: the number of runs in item i if it is a pack, else 0; first[i]: the first of them.
         num = np.bincount(self.runs.local, minlength=len(self.origin))
@@ -216,10 +218,18 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One write item after `pick`: elements of a row of the local shards, from the agreed item `origin`.
+    """One write item that `pick` makes of a write item of the save's plan: a run of elements of one row of the local shards.
 
-    If it is a pack: the tensor of gathered rows, the starts and counts of their runs in the agreed item, and the bits of an
-    element in the file if they are fewer there, else 0.
+    Attributes
+    ----------
+    local, start, count
+        The row of the local shards, the first element, and the number of elements.
+    origin
+        Index of the plan's item that this is a part of.
+    pack, runs
+        If the item is a pack: the tensor of gathered rows; and where they were in the plan's item, as starts and counts.
+    bits
+        Bits of an element in the file, if the pack is narrowed there, else 0.
     """
 
     local: int

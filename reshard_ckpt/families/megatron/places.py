@@ -152,7 +152,10 @@ def run_entries(
 
 
 def _replica_of_instance(replica_id: int | tuple[int, ...], instance: int) -> int | tuple[int, ...]:
-    """Replace the last number of a parameter's replica id: it counts data-parallel ranks, over which the state is cut."""
+    """Return a parameter's replica id for its optimizer state: the index of the optimizer's instance replaces the last number.
+
+    The last number counts data-parallel ranks. They hold replicas of the parameter, but different parts of the state.
+    """
     return (*replica_id[:-1], instance) if isinstance(replica_id, tuple) and len(replica_id) == 3 else replica_id
 
 

@@ -228,8 +228,8 @@ class ChunkPlaces:
     def _safetensors_layout(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
         """Return the layout of a tensor that DCP wrote with its option for safetensors.
 
-        All chunks of such a file begin at the file's one header, so `extent` begins there. The header has each name once: of
-        several chunks of a tensor in one file, torch writes only the last.
+        All chunks of such a file begin at the file's one header, so `extent` begins there. The header lists a name
+        only once: of several chunks of a tensor in one file, torch writes only the last.
         """
         place = extent.file, extent.offset
         if place not in self._safetensors:
