@@ -7,8 +7,9 @@ its arguments. Beside it lies ``reshard-ckpt``.
 2. The command is a client of that socket, which imports nothing. It hands over its streams, environment and folder, and passes on
    the signals that it gets. It ends as the program ends: with its exit code, or by the same signal.
 3. For each client the listener forks a keeper, and the keeper the program. A program whose client is killed is killed.
-4. The program runs as ``__main__``, and ends as programs do: threads are joined, and ``atexit`` runs. Then it leaves, as taking
-   apart what it shares with the listener would copy each page of that first; unless its environment has `WHOLE_END`.
+4. The program runs as ``__main__``, and ends as programs do: threads are joined, and ``atexit`` runs. Then it leaves.
+   The interpreter would take its modules apart, and so copy each page that it shares with the listener. It still does that in a
+   program whose environment has `WHOLE_END`.
 
 ``sys.executable`` is the command itself, so that what a program starts is warm too, such as the ranks of torchrun. What it is not
 good for: tests of what is imported when, variables that Python or torch read at their start, and other inherited files.
