@@ -88,10 +88,6 @@ def main(folder: str) -> None:
     if dist.get_rank() == 0:
         size = checkpoint.catalog(adapter).summary()["bytes"]
         print(f"{adapter}: {len(adapters_of(model))} adapters and their optimizer, {size} bytes, resumed bit for bit")
-    # Meanwhile gloo's threads drop the gathered tensors. At the interpreter's end that would abort the process, and on a busy
-    # machine they are not through after one barrier.
-    for _ in range(10):
-        dist.barrier()
     dist.destroy_process_group()
 
 
