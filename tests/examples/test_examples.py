@@ -4,9 +4,9 @@ One of them is started by ``torchrun``, the others in ranks that the warm server
 before, which saves 16 imports, and more of torch than an example does; so each module of torch that an example uses must be one
 that it imports itself.
 
-None of them ends as a new process does. There gloo's threads may drop a gathered tensor after the interpreter has begun to end, and
-torch 2.13 then aborts: "terminate called without an active exception". It happens once in some hundred runs on a busy machine,
-and whatever the program calls before its end.
+None of them ends as a new process does. There a thread of gloo may drop a gathered tensor after the interpreter has begun to end,
+and torch 2.13 then aborts: "terminate called without an active exception". It happens once in some hundred runs on a busy
+machine, whatever the program calls before its end.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ Whether runs tile their tensors, and the place where they do not (`find_faults`)
 
 1. Line up the runs of each box: consecutive runs are joined, and an overlap is a fault. A box that its runs fill counts as a box.
 2. Cut the runs of partly filled boxes into boxes (`decompose`).
-3. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes,
-   such as those of equal layers, are checked once.
+3. Slabs that lie one behind the other from the beginning of their tensor to its end tile it. Most tensors are cut so, and all of
+   them are checked together. The boxes of another tensor tile it if no two overlap and their volumes add up to its size. Such
+   tensors with the same shape and boxes, as in equal layers, are checked once.
 
 Runs that overlap without being equal are cut wherever any of them begins or ends, so that equal parts become replicas
 (`cut_overlaps`). A flat optimizer over tensor-parallel ranks makes such runs. A weight that all of these ranks replicate lies at
@@ -179,7 +180,7 @@ def find_faults(
     shapes : (T, D)
         Global shapes.
     box_offsets, box_lengths : (B, D)
-        Distinct boxes.
+        Distinct boxes, within their tensors.
     tensor, box, start, count : (R,)
         For each run its tensor, its box and its elements; in any order.
     """
@@ -220,14 +221,9 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
     low = boxes[0][joined.box[cut.parent]] + cut.offsets
     first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
     sizes, num = volumes(shapes), np.diff(first)
-    # whole[t]: tensor t has one box, which is the whole tensor, so it needs no other check.
-    whole = np.zeros(len(shapes), bool)
-    single = np.flatnonzero(num == 1)
-    at = first[single]
-    at_origin = (low[at] == 0).all(axis=1)
-    whole[single] = at_origin & (cut.lengths[at] == shapes[single]).all(axis=1)
+    simple = _are_slabs(shapes, tensor, low, cut.lengths)
     verified: set[bytes] = set()
-    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
+    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~simple).tolist():
         if t in reported:
             continue
         part = slice(first[t], first[t + 1])
@@ -245,6 +241,29 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
             yield Fault(t, (), gap_low, gap_high, missing)
             continue
         verified.add(layout)
+
+
+def _are_slabs(shapes: I64, tensor: I64, low: I64, lengths: I64) -> Mask:
+    """Mark the tensors that are cut along one dim only, into boxes that follow each other from their beginning to their end."""
+    # lacking[b]: the number of dims on which box b is shorter than its tensor. dim[b]: the last of them.
+    lacking, dim = np.zeros((2, len(tensor)), np.int64)
+    for d in range(shapes.shape[1]):
+        lacks = lengths[:, d] != shapes[tensor, d]
+        lacking += lacks
+        dim[lacks] = d
+    row = np.arange(len(tensor))
+    order = lex_order(tensor, low[row, dim])
+    tensor, dim = tensor[order], dim[order]
+    begin, size = low[order, dim], shapes[tensor, dim]
+    end = begin + lengths[order, dim]
+    # first[b], last[b]: box b is the first or the last of its tensor. A box that is neither touches the one before it.
+    first = is_new(tensor)
+    last = np.append(first[1:], True)[: len(first)]
+    touches = np.where(first, begin == 0, (begin == np.append(0, end)[:-1]) & (dim == np.append(0, dim)[:-1]))
+    wrong = (lacking > 1)[order] | ~touches | (last & (end != size))
+    boxes, faults = np.bincount(tensor, minlength=len(shapes)), np.bincount(tensor[wrong], minlength=len(shapes))
+    slabs: Mask = (boxes > 0) & (faults == 0)
+    return slabs
 
 
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:

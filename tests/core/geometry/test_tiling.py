@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import prod
 from unittest.mock import patch
 
@@ -79,6 +79,26 @@ def test_find_faults_names_exactly_the_tensors_that_are_not_tiled(
             assert region.size
             assert (region == 0).all()
             assert fault.missing == (held[fault.tensor] == 0).sum()
+
+
+def test_of_all_sets_of_three_boxes_just_those_that_tile_a_small_tensor_have_no_fault() -> None:
+    shape = (2, 3)
+    spans = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    every = [((a, b), (n, m)) for (a, n), (b, m) in product(*spans)]
+    cases = [boxes for size in range(4) for boxes in combinations(every, size)]
+    low, lengths = (np.array([box[i] for case in cases for box in case], np.int64) for i in (0, 1))
+    tensor = np.repeat(np.arange(len(cases)), [len(case) for case in cases])
+    tiled = []
+    for case in cases:
+        held = np.zeros(shape, int)
+        for (a, b), (n, m) in case:
+            held[a : a + n, b : b + m] += 1
+        tiled.append((held == 1).all())
+    for order in (np.arange(len(tensor)), np.arange(len(tensor))[::-1]):
+        rows = tensor[order], np.arange(len(order)), np.zeros(len(order), np.int64), lengths[order].prod(axis=1)
+        faults = find_faults(np.full((len(cases), 2), shape), low[order], lengths[order], *rows)
+        assert {fault.tensor for fault in faults} == set(np.flatnonzero(~np.array(tiled)).tolist())
+    assert sum(tiled) == 13
 
 
 def test_a_grid_with_one_box_moved_is_found() -> None:
