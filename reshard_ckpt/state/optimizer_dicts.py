@@ -89,14 +89,23 @@ def _is_names(value: Any) -> bool:
 def is_flattened(value: Any) -> bool:
     """Tell whether a value is the flattened state dict of an optimizer: each key is a path with dots.
 
+    A model whose modules are called ``state`` and ``param_groups`` has such keys too. It is told by tensors with dims among the
+    hyperparameters, or by state of a parameter that has no hyperparameters.
+
     >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
     (True, False)
     """
-    if not isinstance(value, Mapping):
-        return False
     prefixes = (f"{STATE}.", f"{GROUPS}.")
-    keys = list(value)
-    return all(isinstance(k, str) and k.startswith(prefixes) for k in keys) and any(k.startswith(prefixes[1]) for k in keys)
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key.startswith(prefixes) for key in value):
+        return False
+    groups = _groups(value)
+    hyperparameters = [each for group in groups.values() for each in group.values()]
+    return (
+        bool(groups)
+        and "" not in groups
+        and not any(getattr(each, "ndim", 0) for each in hyperparameters)
+        and all(fqn in groups for fqn, _, _ in _states(value, groups))
+    )
 
 
 class GroupOfEach(list[dict[str, Any]]):

@@ -500,6 +500,19 @@ def test_dicts_keep_the_order_of_their_keys(tmp_path: pathlib.Path) -> None:
         assert list(held["dog"]) == ["m", "z", "a"]
 
 
+@pytest.mark.parametrize(
+    "names", [("param_groups.params", "state.weight"), ("param_groups.params",), ("param_groups.0.weight", "state.0.weight")]
+)
+def test_names_like_those_of_a_flattened_optimizer_may_be_a_models(names: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    model = {name: position_values((2, 3), salt=salt) for salt, name in enumerate(names)}
+    checkpoint.save(tmp_path / "a", {"model": model})
+    checkpoint.convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
+    for path in (tmp_path / "a", tmp_path / "b.pt"):
+        into = {name: torch.zeros(2, 3) for name in names}
+        checkpoint.load(path, {"model": into})
+        assert {name: tensor.tolist() for name, tensor in into.items()} == {name: t.tolist() for name, t in model.items()}
+
+
 class Settings(dict[str, int]):
     """A subclass of dict."""
 
