@@ -13,6 +13,8 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     StorageError
         The disk is full.
     """
-    _check_values(values)
+    _check_values(catalog, values)
     folder, name = os.path.split(path)
     tensors = {
         catalog.tensors_table.names[index]: StreamedTensor(
@@ -144,11 +146,9 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
-    having = {link.optimizer for link in links.values()}
     for member in optimizers.values():
         put(root, (*member.above, GROUPS), member.numbered(values[groups_name(member.name)]))
-        if member.name not in having:
-            put(root, (*member.above, STATE), {})
+        reduce(getitem, member.above, root).setdefault(STATE, {})
     return root
 
 
@@ -158,14 +158,16 @@ def _path(name: str) -> tuple[str, ...]:
     return (top, rest) if dot else (name,)
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse values that torch would not load again, by name: one of them would make the whole file unloadable."""
-    if _is_loadable(values):
+def _check_values(catalog: Catalog, values: Mapping[str, Any]) -> None:
+    """Refuse values and keys that torch would not load again, by name: one of them would make the whole file unloadable."""
+    written = {entry.name: (decode_path(entry.path), values[entry.name]) for entry in catalog.values_table}
+    if _is_loadable(written):
         return
-    refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")
+    refused = next((name for name, value in written.items() if not _is_loadable(value)), "a value")
     kind = type(values.get(refused)).__name__
     raise UnsupportedError(
-        f"{refused}: torch.load refuses what is in this {kind}, unless it may run code; leave it out (exclude=)"
+        f"{refused}: torch.load refuses what is in this {kind} or in a key that leads to it, unless it may run code; leave it "
+        "out (exclude=)"
     )
 
 

@@ -315,6 +315,19 @@ def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path):
         checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
     checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch", exclude="extra.bad")
     assert torch.load(tmp_path / "x.pt", weights_only=True) == {"extra": {"fine": 3}}
+    checkpoint.save(tmp_path / "k", {"extra": {frozenset([1]): {"key": 3}}})
+    with pytest.raises(UnsupportedError, match=r"extra\.frozenset.*\.key: torch.load refuses .* a key that leads to it"):
+        checkpoint.convert(tmp_path / "k", tmp_path / "k.pt", to="torch")
+
+
+@pytest.mark.parametrize("state", [{}, {"w": {}}])
+def test_an_optimizer_of_no_parameters_or_of_no_state_becomes_a_torch_file(tmp_path: Path, state: dict[str, Any]):
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(state)}]}
+    checkpoint.save(tmp_path / "n", {"optimizer": optimizer})
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)["optimizer"]
+    assert found["state"] == state
+    assert [group["lr"] for group in found["param_groups"]] == [0.5] * len(state)  # a group of no parameters is not saved
 
 
 @pytest.mark.parametrize("to", FORMATS)
