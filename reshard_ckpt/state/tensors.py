@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from ..core.catalog.specs import Ints, Replication
 from ..core.trees import Path
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .dtensor import dtensor_class, dtensor_layout, is_dtensor, local_tensor, lowered
+from .dtensor import dtensor_class, dtensor_layout, is_dtensor, known_class, local_tensor, lowered
 from .entries import Entry, Kind
 from .layouts import Layout, whole
 from .shards import FlatShard, LocalShard, Shards
@@ -131,12 +131,20 @@ def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tens
     """Return the memory of a tensor that is a lazily conjugated view, or of a class of its own; refuse any other."""
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
+    if tensor.is_nested:
+        raise UnsupportedError(
+            f"{name}: is a nested tensor, whose parts have shapes of their own; save its parts as a list, tensor.unbind()"
+        )
+    if isinstance(tensor, known_class("torch._subclasses.fake_tensor", "FakeTensor")):
+        raise UnsupportedError(
+            f"{name}: is a FakeTensor, which has a shape and no data; pass a state that was made outside of FakeTensorMode"
+        )
     # Parameter and the like leave torch's dispatch alone; a class that overrides it keeps its data elsewhere.
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedError(
             f"{name}: {type(tensor).__name__} keeps its data in other tensors; save those, or a plain tensor made from it"
         )
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"{name}: layout {tensor.layout} cannot be stored; save its indices and values as tensors, or to_dense()"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -193,6 +194,9 @@ class Wrapper(torch.Tensor):
         (torch.eye(2).to_sparse(), r"x: layout torch.sparse_coo cannot be stored"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"x: quantized tensors cannot be stored; save int_repr"),
         (Wrapper(torch.zeros(2)), r"x: Wrapper keeps its data in other tensors"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"x: is a nested tensor, .*unbind"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), r"x: is a nested tensor, .*unbind"),
+        (FakeTensorMode().from_tensor(torch.ones(2)), r"x: is a FakeTensor, which has a shape and no data"),
     ],
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
@@ -248,11 +252,6 @@ def test_extra_state_of_another_stage_is_for_that_stage_to_judge():
 def test_a_lazy_module_is_refused_before_its_first_forward():
     with pytest.raises(UnsupportedError, match=r"model.weight: has no shape yet"):
         capture({"model": nn.LazyLinear(3)})
-
-
-def test_a_nested_tensor_is_refused():
-    with pytest.raises(UnsupportedError, match=r"x: .* cannot be stored"):
-        capture({"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])})
 
 
 class Rotary(nn.Module):
