@@ -33,9 +33,9 @@ __all__ = [
 
 _TREE, _TENSOR = "tree", "__tensor__"
 _BEGUN: dict[int, str] = {}
-"""The tags of the saves that this process has begun, by step."""
+"""By step, the tags of the saves that this process has begun."""
 _LOOKED_AT: list[int] = []
-"""The steps that were loaded since the last save. Nebula has no call to go back to a step; the next save shows whether it did."""
+"""Steps that were loaded since the last save. The step of the next save shows whether the run went back to one of them."""
 
 
 def init(
@@ -47,7 +47,7 @@ def init(
 ) -> Manager:
     """Open a run: saves go to memory, and are copied to the path every `persistent_time_interval` seconds.
 
-    The path keeps the newest `num_of_version_in_retention` checkpoints. `finish` closes a run that is open before.
+    The path keeps the newest `num_of_version_in_retention` checkpoints. A run that is still open is closed first, by `finish`.
     """
     finish()
     return open_run(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory)
@@ -61,14 +61,14 @@ def finish() -> None:
 
 
 def manager(persist_path: str | None = None) -> Manager:
-    """Return the manager of the run that `init` or an engine of DeepSpeed has opened; else open the run at a path."""
+    """Return the manager of the run that `init` or an engine of DeepSpeed has opened; else open a run at the path."""
     if not RUNS and persist_path is None:
         raise UsageError("nebula: call init(persistent_storage_path) first")
     return RUNS[0] if RUNS else init(str(persist_path))
 
 
 class Checkpoint:
-    """One checkpoint, by its tag.
+    """A checkpoint with this tag, to save files to or to load them from.
 
     It is saved when this rank has added `num_of_files` files; with -2, when `commit` is called.
     """
@@ -79,7 +79,10 @@ class Checkpoint:
         self.handle: SaveHandle | None = None
 
     def save(self, name: str, state: Any) -> None:
-        """Add a file: a module, a state dict, or any tree of tensors and plain values."""
+        """Add a file to the checkpoint: a module, a state dict, or any tree of tensors and plain values.
+
+        Once `num_of_files` files are there, the checkpoint is saved.
+        """
         tensors: dict[str, torch.Tensor] = {}
 
         def taken(path: Path, node: Any) -> Any:
@@ -111,7 +114,7 @@ class Checkpoint:
     def load(self, name: str, map_location: Any = None) -> Any:
         """Return the content of a file as it was saved; tensors that were sharded are returned whole. Collective.
 
-        Newer checkpoints stay, unless the next save has a step among theirs: then the run has gone back to this checkpoint.
+        Newer checkpoints of the run stay. If the next save has a step before the newest, the run goes back to this checkpoint.
         """
         step = max((step for step, tag in _tags().items() if tag == self.tag), default=None)
         if step is None:
@@ -140,7 +143,7 @@ def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
 
 
 def get_checkpoint(tag: str, persist_path: str | None = None) -> Checkpoint:
-    """Return a checkpoint by its tag."""
+    """Return the `Checkpoint` with this tag; with a path, the run there is opened first if no run is open."""
     manager(persist_path)
     return Checkpoint(tag)
 

@@ -22,7 +22,7 @@ def dequantizer_of(source: Source, *, verify: bool) -> Dequantizer:
 
 
 def applied_scales(saved: Catalog, dtypes: Mapping[str, str], dequantizer: Dequantizer | None) -> frozenset[str]:
-    """Return the names of the scales that the conversion to these dtypes applies, which the result therefore lacks."""
+    """Return the names of the scale tensors that a conversion multiplies into quantized weights. The result lacks them."""
     if dequantizer is None:
         return frozenset()
     cast = [index for name, code in dtypes.items() if code != saved.dtype(index := saved.index(name))]

@@ -24,7 +24,7 @@ def compact(
     process_group: Any = ALONE,
     timeout_s: float = 3600.0,
 ) -> CompactReport:
-    """Copy the files of other checkpoints that a checkpoint refers to into its own folder, in one process or together.
+    """Copy the files of other checkpoints that a checkpoint refers to into its own folder, by one process or several.
 
     Afterwards the other checkpoints may be removed or moved away. The tensors, their rows and the metadata stay as they are.
     Every byte that is copied is verified. Whole files are copied, including bytes that this checkpoint no longer refers to. If
@@ -38,7 +38,7 @@ def compact(
     workers
         Threads that copy, one file and 8 MiB of memory each; by default as many as a load uses.
     progress
-        As for `load`; the step is "compact", and rank 0 reports the bytes of all ranks.
+        As for `load`; the step is called "compact", and rank 0 reports the bytes of all ranks.
     process_group
         The ranks that share the files, by their bytes. Each calls with the same path, and gets the same result. None stands for
         all ranks. By default this process is on its own.

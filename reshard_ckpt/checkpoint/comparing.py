@@ -88,7 +88,7 @@ def diff(
     process_group: Any = ALONE,
     timeout_s: float = 600.0,
 ) -> Diff:
-    """Compare two checkpoints, of any layouts and formats, in one process or together.
+    """Compare two checkpoints, of any layouts and formats, by one process or several.
 
     Parameters
     ----------
@@ -105,10 +105,14 @@ def diff(
     timeout_s
         Seconds to wait for the other ranks.
 
+    Returns
+    -------
+    Diff
+
     Raises
     ------
     CheckpointNotFound, CorruptError
-        One of the checkpoints is missing, or is damaged.
+        One of the checkpoints is missing or damaged.
     PeerError
         Another rank failed or did not arrive.
     """
@@ -155,7 +159,7 @@ UNREADABLE = "unreadable"
 
 
 def _kinds(catalog: Catalog) -> dict[str, str]:
-    """Tell by name whether a checkpoint has a tensor, a value, or something that cannot be read."""
+    """Map every name in a catalog to its kind: ``"tensor"``, ``"value"``, or that the entry cannot be read."""
     kinds = dict.fromkeys(catalog.names, "tensor") | dict.fromkeys(catalog.value_names, "value")
     return kinds | dict.fromkeys(catalog.unreadable, UNREADABLE)
 
@@ -174,9 +178,10 @@ def _changes(
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
-    """Yield the values that differ; a `Change` is a per-rank value of different numbers of ranks, which cannot be compared.
+    """Yield the values of these names that differ between two checkpoints.
 
-    Without `everything`, compare only values that both catalogs contain.
+    A per-rank value that was saved for different numbers of ranks cannot be compared; it is yielded as a `Change`. Without
+    `everything`, compare only values that both catalogs contain.
     """
     small_a, small_b = _small_values(a.catalog), _small_values(b.catalog)
     for name in names:

@@ -80,7 +80,10 @@ class ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A conversion to be written: `catalog` has the tensors as the result will have them, `saved` the same as they are read."""
+    """All that is needed to write one conversion: the source, the chosen tensors and values, and the options.
+
+    `catalog` has the tensors with the dtypes of the result, `saved` the same tensors with the dtypes in the source's files.
+    """
 
     source: Source
     saved: Catalog
@@ -92,12 +95,12 @@ class _Conversion:
     comm: Comm
     dequantizer: Dequantizer | None = None
     is_dequantized: bool = False
-    """Whether quantized tensors become floats, so that the result is not quantized any more."""
+    """True if the conversion dequantizes weights, so the result's config must not call the model quantized."""
     unstacked: Unstacked | None = None
 
     @property
     def written(self) -> Catalog:
-        """The tensors of the result. If `unstacked` is set, stacked tensors of `catalog` appear there as their slices."""
+        """The catalog of the result's tensors. With `unstacked`, it has a tensor for each layer instead of a stacked one."""
         return self.catalog if self.unstacked is None else self.unstacked.catalog
 
     @property
@@ -108,11 +111,11 @@ class _Conversion:
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
     def run_of(self, index: int) -> Run:
-        """Return the run that has the bytes of a tensor of `written`."""
+        """Return the run of `catalog` that has the bytes of tensor number `index` of `written`."""
         return whole_run(self.catalog, index) if self.unstacked is None else self.unstacked.runs[index]
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
-        """Yield the bytes of parts of tensors, converted, one after another."""
+        """Read these runs from the source, convert them to the dtypes of the result, and yield their bytes in order."""
         tally = SharedTally(self.comm, "convert", self.num_bytes, self.report)
         asked = sum(run.count * ITEM_BYTES[self.catalog.dtype(run.tensor)] for run in runs)
         if self.comm.size == 1 and asked < self.num_bytes:
@@ -127,7 +130,7 @@ class _Conversion:
         return run if dtype == self.saved.dtype(run.tensor) else replace(run, dtype=dtype)
 
     def identity(self, *options: object) -> str:
-        """Return a digest of the source's catalog and the options."""
+        """Return a digest of the source's catalog and the options. A killed conversion is continued only if it is the same."""
         return identity(self.saved, self.catalog, self.verify, options)
 
 
@@ -338,7 +341,7 @@ def _select(
 
 
 def _places_of_others(catalog: Catalog) -> set[str]:
-    """Return the names at which some ranks had None or an empty container, and other ranks had tensors or values below."""
+    """Return the names of empty values that stand above other names: some ranks had None or an empty dict or list there."""
     above = Prefixes((*catalog.names, *catalog.value_names))
     found = [one for one in catalog.values_table if one.kind is ValueKind.PLAIN and above.include(one.name)]
     return {one.name for one in found if one.data is not None and is_nothing(decode_value(one.data, name=one.name))}
@@ -367,7 +370,7 @@ def parse_size(size: int | str) -> int:
 
 @contextmanager
 def _made(comm: Comm, place: AbstractContextManager[Any]) -> Iterator[Any]:
-    """Enter a `new_file` or a `new_folder` on rank 0, and yield on all ranks the paths that it yields. Collective.
+    """Enter a `new_file` or `new_folder` on rank 0, and yield its path on all ranks. Collective.
 
     Once all ranks have left the block, the result is in its place.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints that a recovery falls back on, and the step that the values of a state or of a checkpoint tell."""
+"""The checkpoints that `recover` may load if survivors do not have everything, and the step at which a state or checkpoint is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = Mapping[str, Any]
 
 
 def steps_in(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
-    """Map the names of the values called ``step`` that are the same on all ranks, and no optimizer's, to these values."""
+    """Map the names of values called ``step`` to these values, except for steps of optimizers and per-rank steps."""
     named = [v for v in values if v.name.rpartition(".")[2] == "step" and v.link is None and v.kind is ValueKind.PLAIN]
     return {v.name: decode_value(v.data, name=v.name) for v in named if v.data is not None}
 
@@ -43,10 +43,10 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints(Protocol):
-    """The checkpoints to fall back on. All methods but `names` and `go_on_from` are collective."""
+    """The checkpoints that a recovery may load from. All methods but `names` and `go_on_from` are collective."""
 
     def has(self, step: int) -> bool:
-        """Return whether there is a checkpoint of this very step."""
+        """Return whether there is a checkpoint of exactly this step."""
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint; None if there is no checkpoint, or if its step is unknown."""
@@ -61,12 +61,12 @@ class Checkpoints(Protocol):
         """List the names of tensors in the newest checkpoint, on this rank alone."""
 
     def go_on_from(self, step: int) -> None:
-        """Record that the run goes on from a step, which need not be saved."""
+        """Record that training continues from this step, even if no checkpoint of it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfPath:
-    """The one checkpoint at a path."""
+    """A single checkpoint at a path, for a recovery to load from."""
 
     path: Path
     session: Mapping[str, Any]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """The line of one tensor in the tree. `placement` is an index into the catalog's placements, or -1."""
+    """One tensor as `inspect` lists it. `placement` is an index into the catalog's placements, -1 if the placement is unknown."""
 
     name: str
     dtype: str
@@ -38,7 +38,7 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class ValueLine:
-    """The line of one value in the tree; a value that is too large for the catalog has `in_catalog` False and `value` None.
+    """One value as `inspect` lists it. A value that is too large for the catalog has `in_catalog` False and `value` None.
 
     `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is the number of ranks if each has a value of its
     own.
@@ -93,6 +93,10 @@ def catalog(path: Path) -> Catalog:
     path
         A checkpoint of any format that can be opened.
 
+    Returns
+    -------
+    Catalog
+
     Raises
     ------
     CheckpointNotFound
@@ -109,23 +113,28 @@ def catalog(path: Path) -> Catalog:
 def inspect(
     path: Path, names: Sequence[str] | None = None, *, stats: bool = False, progress: bool | OnProgress = False
 ) -> Inspection:
-    """Look at a checkpoint. Without `stats`, no tensor data are read, however large the checkpoint is.
+    """Describe a checkpoint: its tensors and values, their shards, a summary. Without `stats`, no tensor data are read.
 
     Parameters
     ----------
     path
         A checkpoint, possibly of another format.
     names
-        Tensors and values; by default all. A name also stands for everything below it, and may be a shell-style pattern.
+        Names of tensors and values; by default all. A name also stands for everything below it, and may be a shell-style pattern.
     stats
-        Read the tensors, and compute smallest, largest, mean, and the numbers of NaN and infinities. Memory is bounded.
+        Also read the tensors, and compute of each the smallest and largest element, the mean, and the numbers of NaN and
+        infinities. Memory is bounded.
     progress
-        True: a line on stderr. A function is called with the step, the bytes done and the bytes in all.
+        True: show a line on stderr. A function is called with the name of the step, the bytes done and the bytes in all.
+
+    Returns
+    -------
+    Inspection
 
     Raises
     ------
     MismatchError
-        The checkpoint has nothing of one of these names.
+        No tensor or value has one of these names.
     CheckpointNotFound, CorruptError
         The path holds no checkpoint, or it is damaged.
     """
@@ -162,7 +171,7 @@ def inspect(
 
 
 def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
-    """Make the lines of these tensors."""
+    """Make a `TensorLine` for each of these tensors of a catalog."""
     table = catalog.tensors_table
     # at: the index of each tensor in the table; source: the index of the tensor that has its bytes.
     at = np.array([catalog.index(name) for name in names], np.int64)
@@ -178,7 +187,7 @@ def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
 
 
 def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
-    """Make the line of one value; `num_bytes` are encoded bytes."""
+    """Make the `ValueLine` of one value; its `num_bytes` counts the encoded bytes."""
     data = entry.data
     return ValueLine(
         name=entry.name,
@@ -191,7 +200,7 @@ def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
 
 
 def _fold_key(line: TensorLine | ValueLine) -> Hashable:
-    """Return the look of a line: lines with equal ones may be folded into one."""
+    """Return a key that is equal for tensors or values that look the same, so that equal layers share one line of the tree."""
     if isinstance(line, ValueLine):
         return line.kind, repr(line.value)
     return line.dtype, line.shape, line.placement, line.alias_of

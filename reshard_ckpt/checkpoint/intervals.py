@@ -76,6 +76,10 @@ def goodput(
     output
         Also draw the time lost over the interval, into a ``.png``, ``.svg`` or ``.html`` file. Needs the extra ``plot``.
 
+    Returns
+    -------
+    GoodputReport
+
     Raises
     ------
     UsageError
@@ -116,7 +120,7 @@ def goodput(
 
 
 def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
-    """Return variants of a job with one thing changed, by the words for the change."""
+    """Return variants of a job with one figure improved, such as half the stall; the keys describe the improvement in words."""
     fewer = {} if job.copies is None else {"no memory tier": replace(job, copies=None)}
     more = 1 if job.copies is None else job.copies + 1
     if more < job.nodes:

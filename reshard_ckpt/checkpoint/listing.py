@@ -27,7 +27,7 @@ def metric_of(metadata: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One checkpoint of a run, as printed; if `problem` is set, nothing else is known of it.
+    """One checkpoint of a run, as ``reshard-ckpt inspect`` lists it. If `problem` is set, all but path and step is unknown.
 
     `step` is the number in the name of its folder; None for a folder of another name. `superseded` says that the run went back
     to an older step: this checkpoint does not count for a manager.
@@ -79,7 +79,7 @@ def list_run(path: Path) -> list[StepLine]:
 
 
 def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> StepLine:
-    """Open one checkpoint and make its line."""
+    """Open the checkpoint at a path, and return its `StepLine`; an error of the checkpoint becomes the line's `problem`."""
     try:
         with open_source(path) as source:
             catalog, form = source.catalog, source.format

@@ -15,7 +15,7 @@ from .live_states import Options, State
 from .loading import Patterns
 
 CURES = ("allow_missing", "ignore", "cast", "strict")
-"""The options that `load` has too, and that let it pass over a problem."""
+"""Options of `load`, and of `reshard_live`, that let a call go on in spite of a mismatch. Errors advise them."""
 
 MEMORY_BYTES = 256 << 20
 
@@ -52,14 +52,14 @@ def reshard_live(
         As for `load`, with `src` as the checkpoint.
     replicas
         ``"verify"``: before anything is moved, compare the parts of `src` that several ranks hold. ``"trust"``: do not compare.
-        If ranks have drifted apart, `dst` may then get a mixture of their values. The same on all ranks.
+        `dst` may then get a mixture of the values of ranks that have drifted apart. The same on all ranks.
     staged
         Change no tensor before every byte has arrived on every rank: all or nothing. Until then, a rank keeps everything that it
         receives in memory of its own.
     memory_bytes
         Upper bound of the memory for messages on this rank, at least 1 MiB, in addition to the memory of `staged`; the same on
-        all ranks. The next call of the process group uses it again, and the plan too where it fits: both are kept until the
-        group is destroyed.
+        all ranks. This memory, and the plan, are kept for the next call with the same process group, until the group is
+        destroyed.
     timeout_s
         Seconds to wait for another rank before giving up.
 
@@ -92,7 +92,7 @@ def reshard_live(
 
 
 class LiveReshard:
-    """A `reshard_live` that runs again and again, for example to push weights to inference every few steps.
+    """A prepared `reshard_live` that can run again and again, for example to push weights to inference every few steps.
 
     The constructor does once everything that stays the same: it matches names, plans the parts that each rank sends to each other
     rank, and allocates the memory of messages. It is collective, as `run` is.
@@ -103,10 +103,10 @@ class LiveReshard:
         As for `reshard_live`. Each `run` opens both states again, so that they may hold other tensors of the same layout. The
         constructor changes nothing.
     replicas
-        As for `reshard_live`, in each `run`. The default is ``"trust"``, because comparing takes a session in each run.
+        As for `reshard_live`, in each `run`. The default is ``"trust"``, because comparing takes messages among all ranks.
 
     delta
-        Send only runs of elements that changed since the last `run`; the same on all ranks. A sender keeps a copy of the elements
+        Send only the elements that changed since the last `run`; the same on all ranks. A sender keeps a copy of the elements
         that it sent last, in host memory, and all bytes pass through host memory. The first `run` sends everything. Before each
         `run`, receivers send checksums of their tensors: a receiver whose tensors differ from the last `run` gets everything.
 

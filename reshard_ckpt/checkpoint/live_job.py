@@ -1,11 +1,11 @@
 """One rank's side of a live reshard: the parts that are planned once, and the parts that are done each time.
 
-1. `Job.begin` opens both states, lets all ranks vote, and plans the parts that each rank sends to each other rank. A one-shot
-   reshard (`Job.once`) takes the plan of the last one instead, if all ranks say that nothing has changed that it depends on.
-2. `Job.first` moves the state that was opened so, in the same session.
-3. `Job.again` opens both states again, and checks that their layouts are unchanged. Ranks meet once over the job's store, where
+1. `Job.begin` opens both states, lets all ranks vote, and plans the parts that each rank sends to each other rank. A call of
+   `reshard_live` (`Job.reshard_once`) takes the plan of the last call instead, if it still fits on all ranks.
+2. `Job.move_opened` moves the state that was opened so, in the same session.
+3. `Job.move_again` opens both states again, and checks that their layouts are unchanged. Ranks meet once over the job's store:
    each says whether its values have changed or something has failed. Only if a rank says so, a session is opened.
-4. `Move` is one such move. When all ranks have received everything, it copies staged tensors into place, and sets the values.
+4. `Move` is one move of the state. When all ranks have received everything, it copies staged tensors into place and sets values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
 KEPT_ROWS, KEPT_BYTES = 1 << 16, 1 << 20
-"""A one-shot reshard keeps its plan if on this rank the plan has at most so many rows, which are about 10 MB. It keeps the values
-of all ranks with it, so these must have at most so many bytes."""
+"""Limits for keeping the plan of `reshard_live` for its next call: rows of the plan on this rank (about 10 MB of memory), and
+bytes of the values of all ranks, which are kept with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,10 @@ class Plan:
 
 
 class _Kept(NamedTuple):
-    """The last one-shot reshard of a process group, for the next one: a plan with the values that all ranks know, and the host
-    memory of messages, which is at most its ``memory_bytes``."""
+    """Leftovers of a call of `reshard_live` for the next one in the same process group.
+
+    They are the plan, the values of all ranks, and the host memory for messages, of at most ``memory_bytes``.
+    """
 
     plan: Plan | None = None
     values: LiveValues | None = None
@@ -91,7 +93,7 @@ class _Kept(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of the next message in the memory."""
+        """The number of the next message that the kept host memory sends or receives; -1 without kept memory."""
         return -1 if self.buffers is None else self.buffers.number
 
 
@@ -99,8 +101,10 @@ _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 
 
 def _agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
-    """Merge three answers of each rank: the plan that it has kept, or "" if it does not fit; whether values have changed; and
-    whether it has kept memory.
+    """Merge the answers of all ranks about their leftovers of the last call.
+
+    Each answer has three items: the id of the kept plan ("" if the plan does not fit), whether this rank's values have changed,
+    and whether it has kept host memory for messages.
 
     Returns
     -------
@@ -177,9 +181,9 @@ class Job:
         return self
 
     def _bind(self, opened: Opened, first: int) -> None:
-        """Prepare to move these states by the plan; `first` is the number of the first message.
+        """Prepare exchanges and buffers to move these states by the plan; `first` is the number of the first message.
 
-        Collective where a group for messages is made for the first time.
+        Collective if a process group for the messages has to be made.
         """
         self.spares = self._make_spares(opened)
         into, num_rounds = self.spares.with_spares(opened.wanted), self.plan.moves.num_rounds
@@ -198,10 +202,10 @@ class Job:
         self._first = opened
 
     def reshard_once(self, comm: Comm) -> LoadReport:
-        """Move the state once: by the plan of the last one-shot reshard, if it fits on all ranks, else by a new plan.
+        """Move the state once: by the plan of the last call in this process group if it fits on all ranks, else by a new plan.
 
         Collective: `_bind_kept`; where the plan does not fit, `begin`, and a gather and a broadcast if all have kept memory; then
-        `first`.
+        `move_opened`.
         """
         key = group_of(self._group)
         kept = _Kept() if key is None else _KEPT.pop(key, _Kept())
@@ -225,7 +229,7 @@ class Job:
         return report
 
     def _bind_kept(self, comm: Comm, kept: _Kept) -> tuple[bool, bool]:
-        """Open both states by a kept plan. Return whether it fits on all ranks, and whether all have kept memory.
+        """Open both states by the kept plan. Return whether that plan fits on all ranks, and whether all have kept host memory.
 
         Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
         """
@@ -267,13 +271,13 @@ class Job:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The decoded values of the source, as `begin` opened it; of a `PerRank`, those of all ranks."""
+        """The decoded values of the source, as `begin` opened it. A `PerRank` value has the values of all ranks."""
         assert self._first is not None
         return self._first.values
 
     @property
     def lost_values(self) -> dict[str, list[int]]:
-        """The ranks whose value of a `PerRank` no rank has, by name."""
+        """By name of a `PerRank` value, the ranks whose own value is lost: no rank of the source has it."""
         return self._values.lost
 
     def move_opened(self, comm: Comm) -> LoadReport:
@@ -286,7 +290,7 @@ class Job:
         return self._move(comm, opened, None)
 
     def move_again(self, turn: Turn) -> LoadReport:
-        """Move the state as it is now, in most cases without opening a session.
+        """Move the present content of the state. Most calls need no session (a `Comm` among all ranks).
 
         Collective. If replicas are compared, or if no rank sends anything, all ranks open a session. Otherwise they call
         `Turn.meet`, and then run the exchanges. If any rank's flags are set, all skip the exchanges and open a session: there
@@ -320,7 +324,7 @@ class Job:
         raise AssertionError("settle raises where a rank has failed")
 
     def _opened_as_known(self) -> tuple[Move, bool]:
-        """Open both states with the values that all ranks know; the second result is True if this rank's values have changed."""
+        """Open both states with the values of all ranks that are known. Also return whether this rank's values have changed."""
         opened, failure, has_changed = None, None, False
         try:
             captured = self._states.capture()
@@ -332,7 +336,7 @@ class Job:
         return Move(self, opened, failure), has_changed
 
     def _again_in(self, comm: Comm) -> LoadReport:
-        """Move the state as it is now, in a session in which the ranks first share their values."""
+        """Open a session in which all ranks share their values; then move the present content of the state."""
         captured = self._states.capture()
         self._values.share(comm, captured.values, self.plan.source.tables)
         opened, failure = None, None
@@ -348,7 +352,7 @@ class Job:
         return self._move(comm, opened, failure)  # the first messages of the move tell the other ranks of a failure
 
     def _rebound(self, captured: Captured) -> Opened:
-        """Open both states again, and bind the movers to their memory if it has moved."""
+        """Open both states again; if their tensors have moved to other addresses, point the movers to the new ones."""
         for save in list(SAVES.begun):
             save.staged()
         opened = self._opened_by_plan(captured)
@@ -365,7 +369,7 @@ class Job:
         return opened
 
     def _opened_by_plan(self, captured: Captured) -> Opened:
-        """Open both states, and check that the plan fits them: layouts, shared memory, and the values that do not fit.
+        """Open both states, and check that the kept plan still fits: the same layouts, shared memory, and values that do not fit.
 
         Raises
         ------
@@ -384,9 +388,10 @@ class Job:
         return opened
 
     def _compare(self, comm: Comm, opened: Opened) -> None:
-        """Compare the replicas of `src`, if the options say so. Collective: nothing is moved after it unless every rank can.
+        """If the options ask for it, compare the parts of `src` that several ranks hold. Collective either way.
 
-        The runs to compare stay the same, so only the first call sends them to each rank.
+        If a rank has failed, all ranks raise here, before anything is moved. The runs to compare stay the same, so only the first
+        call sends them to each rank.
         """
         if self._options.compares:
             checked = compare_live(comm, self.plan.source, opened.held, self.plan.checked)
@@ -420,7 +425,7 @@ class Job:
         return self._report(move)
 
     def _exchange_all(self, move: Move) -> None:
-        """Run the exchanges, or only the last local steps if no rank sends anything.
+        """Send and receive all messages of a move. If no rank sends anything, do only the last local steps.
 
         The last exchange runs `Move.finish` and `Move.put` once all ranks have received everything.
         """
@@ -481,7 +486,7 @@ class Move:
 
     @property
     def destination(self) -> Opened:
-        """Both states; only on a rank where nothing has failed."""
+        """Source and destination as this rank opened them. Only for ranks without a failure."""
         assert self._opened is not None
         return self._opened
 
@@ -503,7 +508,7 @@ class Move:
             self._opened.target.count_up(self.changed())
 
     def finish(self) -> None:
-        """Do the last work before staged tensors are put: copy own bytes where no exchange does so, and check tied tensors."""
+        """Finish all but the copying of staged tensors: copy this rank's own bytes if no exchange did, and check tied tensors."""
         for mover, exchange in zip(self._job.movers, self._job.exchanges, strict=True):
             if exchange is None:
                 mover.copy_own()
@@ -511,7 +516,7 @@ class Move:
             raise conflict
 
     def put(self) -> None:
-        """Copy staged tensors into place, and set the values."""
+        """Copy staged tensors into the destination, and set its values."""
         opened, self._is_put = self.destination, True
         self._job.spares.put(opened.wanted)
         opened.target.finish(opened.values, self._job.plan.not_loaded)

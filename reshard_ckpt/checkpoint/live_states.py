@@ -110,7 +110,7 @@ class Opened(NamedTuple):
 
 
 class States:
-    """Opens both states, as often as they are moved, on one rank."""
+    """Source and destination of `reshard_live` on one rank; opens them as often as they are moved."""
 
     def __init__(self, src: State, dst: State, options: Options, process_group: Any) -> None:
         self._src, self._dst = ({} if state is None else state for state in (src, dst))
@@ -155,12 +155,12 @@ class States:
         return digest128(msgpack.packb(parts))
 
     def names_of(self, opened: Opened) -> bytes:
-        """Return a digest that changes if a name of a value changes, or an option. Ranks vote on the layout and on these."""
+        """Return a digest of the options, the wanted names, and names and paths of values. A plan fits while it is the same."""
         target, values = opened.target, [(value.name, value.path, int(value.kind)) for value in opened.saved.values_table]
         return digest128(msgpack.packb([repr(self._options), target.prefixes, target.unplaced, opened.names, values]))
 
     def skips_host(self, local: LocalShards) -> list[bool]:
-        """Tell for each row whether its memory may be sent without a copy through the host."""
+        """Return for each tensor in memory whether messages can carry it from its device, without a copy in host memory."""
         if self._options.delta:  # snapshots are compared in host memory
             return [False] * len(memory_rows(local))
         known: dict[str, bool] = {"cpu": False}
@@ -171,7 +171,7 @@ class States:
         return [known[tensor.device.type] for tensor in memory_rows(local)]
 
     def device(self, opened: Opened) -> torch.device:
-        """Choose the device of the buffers for messages that do not pass through the host: that of the memory they carry."""
+        """Return the device for messages that bypass host memory: the device of the first tensor that such messages carry."""
         both = (opened.held, opened.wanted)
         travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self.skips_host(local)))
         return next(travel, current_accelerator() or HOST)

@@ -56,7 +56,7 @@ def load(
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
-    """Load a checkpoint into a state, in place, whatever layout it was saved from.
+    """Load a checkpoint, saved from any layout, into a state in place.
 
     Each rank reads only the bytes that its own shards need. Nothing changes before all ranks know that everything fits.
 
@@ -73,8 +73,8 @@ def load(
     verify_first
         Verify the blocks of all tensors before any tensor changes, at the price of reading twice.
     cast
-        Tensors whose dtype may change: True for all, or a list of names, which also stand for everything below them, and of
-        shell-style patterns. FP8 weights of a Hugging Face folder are multiplied by their scales.
+        Tensors that are converted if their saved dtype differs: True for all, or a list of names and shell-style patterns. A
+        name also stands for everything below it. FP8 weights of a Hugging Face folder are multiplied by their scales.
     rename
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
@@ -88,11 +88,11 @@ def load(
     read_once
         If several ranks want the same bytes, read them from storage on one rank only, and exchange them over a process group of
         the ranks that need the same files. This pays if the network between ranks is faster than storage. It takes up to 200 MiB
-        of host memory on each rank. ``"auto"`` does so for checkpoints of more than 128 MiB in stores of objects (``s3://``, ``gs://``,
-        ``az://``).
+        of host memory on each rank. ``"auto"`` does so for checkpoints of more than 128 MiB in object stores,
+        such as ``s3://``.
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
-        the step ("load", "verify"), the bytes done and the bytes in all.
+        the name of the step ("load", "verify"), the bytes done and the bytes in all.
     process_group, timeout_s
         As for `save`.
 
@@ -128,7 +128,7 @@ Prepare = Callable[[Catalog, Comm], Target]
 
 
 def target_of(state: Mapping[str, Any], *, adds: bool = True) -> Prepare:
-    """Return a function that takes a catalog and a `Comm`, and returns the load target of a whole state.
+    """Return a `Prepare` function that wants the whole of a state: given a catalog and a `Comm`, it returns the load target.
 
     With `adds`, saved values that the dicts of the state lack are added to them; without, they are ignored.
     """
@@ -294,7 +294,7 @@ def load_target(
 
 
 def _open_exchange_among(process_group: Any, timeout_s: float, members: Sequence[int]) -> Exchange:
-    """Open the exchange by which `members`, some ranks of the load, send each other bytes that one of them reads. Collective."""
+    """Open an exchange for the ranks `members` of the load; one of them reads bytes and sends them to the others. Collective."""
     exchange = open_exchange(process_group, timeout_s=timeout_s, members=members)
     assert exchange is not None
     return exchange
@@ -306,9 +306,9 @@ def wanted_names(target: Target) -> tuple[str, ...]:
 
 
 def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:
-    """Drop ignored names from the target and the catalog; the target's `finish` gets them as not loaded.
+    """Remove the names that match `ignore` from a target and a catalog. Return both, and all names that they had before.
 
-    Also return all names of both, as they were before; empty if `ignore` is empty.
+    The `finish` of the new target reports the ignored tensors as not loaded. If `ignore` is empty, no names are returned.
     """
     if not ignore:
         return target, saved, ()
@@ -325,7 +325,7 @@ def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tu
 
 
 def not_loaded(target: Target, resolved: Resolved) -> list[str]:
-    """List the tensors of a target that were not loaded; a tied tensor counts as loaded if any of its names was."""
+    """Name the tensors of a target that were not loaded. A tied tensor counts as loaded if any of its names was."""
     if len(resolved.specs) == len(target.tensors):
         return []
     loaded = {spec.first_name for spec in resolved.specs}

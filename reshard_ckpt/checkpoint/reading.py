@@ -28,7 +28,7 @@ from .selecting import match_names
 
 
 def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
-    """Read a checkpoint's catalog, and the values whose names `chosen` accepts, by name."""
+    """Return a checkpoint's catalog, and by name the values whose names `chosen` accepts."""
     with open_source(path) as source:
         names = [name for name in source.catalog.value_names if chosen(name)]
         values = plain_values(source.storage, source.catalog, names)
@@ -44,7 +44,7 @@ def verify(
     process_group: Any = ALONE,
     timeout_s: float = 600.0,
 ) -> VerifyReport:
-    """Read a whole checkpoint and verify every byte of it, in one process or together; nothing is loaded into a state.
+    """Read a whole checkpoint and verify every byte of it, by one process or several. Nothing is loaded into a state.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def verify(
     workers
         Threads that read and hash, with 8 MiB of memory each; by default as many as a load uses.
     progress
-        As for `load`; the step is "verify", and then "sha256".
+        As for `load`; the step is called "verify", and then "sha256".
     process_group
         The ranks that share the reading, by bytes. All get the same report. None stands for all ranks. By default this process is
         on its own.
@@ -75,7 +75,7 @@ def verify(
     PeerError
         Another rank failed or did not arrive.
     UsageError
-        Several ranks were asked for the SHA-256.
+        ``sha256=True`` with several ranks.
     """
     check_workers(workers)
     session = open_session("verify", str(path), process_group=process_group, timeout_s=timeout_s)
@@ -110,9 +110,9 @@ def _verified_with_sha256(source: Source, workers: int | None, report: OnProgres
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:
-    """List the SHA-256 of every file of a checkpoint that was saved without a manifest; return the manifest's path.
+    """Write a manifest, with the SHA-256 of every file, into a checkpoint that was saved without one.
 
-    Every byte is verified first, so that no damaged file is listed. So everything is read twice.
+    Every byte is verified first, so that no damaged file is listed. This reads everything twice.
 
     Parameters
     ----------
@@ -120,6 +120,11 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
         A checkpoint of this library.
     workers, progress
         As for `verify`.
+
+    Returns
+    -------
+    str
+        The path of the manifest.
 
     Raises
     ------
@@ -159,6 +164,10 @@ def timeline(path: Path) -> Timeline:
     ----------
     path
         A checkpoint of this library.
+
+    Returns
+    -------
+    Timeline
 
     Raises
     ------
@@ -220,7 +229,7 @@ def read_from(source: Source, names: Sequence[str] | None = None, *, progress: b
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
-    """Describe a whole tensor as one piece, and allocate memory to read it into."""
+    """Describe a whole saved tensor as one piece, and allocate a CPU tensor to read it into."""
     index = saved.index(name)
     assert saved.tensors_table.kind[index] == TensorKind.TENSOR
     shape, dtype = saved.shape(index), saved.dtype(index)

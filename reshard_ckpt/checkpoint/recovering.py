@@ -90,7 +90,7 @@ class Policy:
 
 
 _TORN: set[tuple[int, int]] = set()
-"""Address and version of each tensor that a failed recovery has changed. A tensor that changes again has another version."""
+"""Address and version counter of each tensor that a failed recovery has overwritten. A later write changes the version."""
 
 
 def _versions(state: State) -> dict[int, int]:
@@ -130,7 +130,7 @@ class Recovery:
 
     @property
     def _keeps(self) -> bool:
-        """Whether this rank's tensors are right as they are, so that nothing is loaded into them unless all ranks go back."""
+        """Whether this rank is a survivor whose tensors stay in place. Nothing is loaded into them unless all ranks go back."""
         return self._alive is True
 
     @property
@@ -139,7 +139,7 @@ class Recovery:
         return self._state if self._alive is True else self._alive or {}
 
     def run(self) -> RecoveryReport:
-        """Recover. Collective. If that fails, note the tensors that have changed: they do not count as alive any more."""
+        """Recover. Collective. If this fails, note the overwritten tensors: their rank does not count as alive any more."""
         with public_call():
             before = _versions(self._state)
             if _TORN and not _TORN.isdisjoint(_versions(self._source).items()):
@@ -177,7 +177,7 @@ class Recovery:
         return self._fill_up(step, saved_step, job)
 
     def _saved_step(self, step: int | None) -> int | None:
-        """Return the step of the checkpoint that lost regions come from; None if all ranks must go back. Collective."""
+        """Return the step of the checkpoint that the lost regions are loaded from; None if all ranks must go back. Collective."""
         if step is None or self._checkpoints is None:
             return None
         if self._checkpoints.has(step):
@@ -289,7 +289,10 @@ class Recovery:
         return replace(report, pls=share * (step - saved_step) / max(step, 1), steps=steps)
 
     def _wanted_of(self, live: Catalog, values: Mapping[str, Any], is_exact: bool, saved: Catalog, comm: Comm) -> Target:
-        """Return the regions of tensors that `live` lacks, and the lost values, as a target on this rank."""
+        """Return a load target with the regions of this rank's tensors, and the values, that no survivor has.
+
+        `live` is the catalog of the survivors, `saved` that of the checkpoint to load from.
+        """
         for name, step in steps_in(saved.values_table).items():
             if is_exact and step != values.get(name, step):
                 raise LayoutError(f"{name} is {values[name]} on the survivors, {step} in the checkpoint of their step")
@@ -363,7 +366,10 @@ class Recovery:
         went_back: str = "",
         lost_values: Sequence[str] = (),
     ) -> RecoveryReport:
-        """Add up the bytes of all ranks, and say from which step the run goes on. Collective: a gather and a broadcast."""
+        """Add up the bytes of all ranks by source, record the step that training continues from, and make the report.
+
+        Collective: a gather and a broadcast.
+        """
         own = dict.fromkeys(SOURCES, 0)
         if moved is not None:
             own["self"], own["rank"] = moved.num_bytes - moved.bytes_read, moved.bytes_read
@@ -384,7 +390,10 @@ def _kept(name: str, rank: int) -> str:
 
 
 def _are_renumbered(live: Sequence[Any], saved: Sequence[Any], rank: int) -> bool:
-    """Whether a survivor has the value that was saved under the number `rank`, and another one was saved under its own number."""
+    """Tell whether the survivors have new rank numbers: one of them holds the `PerRank` value that was saved for `rank`.
+
+    A survivor for which the same value was saved, such as an equal seed, does not count.
+    """
     if len(live) != len(saved):
         return False
     of_saved, own = [encode_value(value, "") for value in saved], encode_value(saved[rank], "")
@@ -392,7 +401,7 @@ def _are_renumbered(live: Sequence[Any], saved: Sequence[Any], rank: int) -> boo
 
 
 def _steps_counted(captured: Captured) -> dict[str, float]:
-    """Return for each optimizer the largest number of steps that it has counted for any parameter of this rank."""
+    """Map the name of each optimizer to the largest step count among its parameters on this rank."""
     found: dict[str, float] = {}
     counted = [(spec.link, memory) for spec, memory in captured.tensors if memory.numel() == 1]
     plain = [(v.link, decode_value(v.data, name=v.name)) for v in captured.values if v.link is not None and v.data is not None]
@@ -415,7 +424,7 @@ def _embedding_tables(state: State) -> dict[str, str]:
 
 
 def _without_state(captured: Captured) -> list[str]:
-    """Name the missing state of parameters: an optimizer of this rank has them in its groups, but has no state of them.
+    """Name the parameters whose optimizer state is missing on this rank: they are in a group, but have no entry in the state.
 
     An optimizer without any state on this rank has not stepped, and is left out.
     """

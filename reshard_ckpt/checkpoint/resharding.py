@@ -138,7 +138,7 @@ def reshard(
         Verify every block that is read, and read back every block that was written. S3 compares each upload with its checksum
         instead.
     progress
-        True: a line on stderr. A function is called with the step, the bytes done and the bytes in all.
+        True: show a line on stderr. A function is called with the name of the step, the bytes done and the bytes in all.
     process_group, timeout_s
         As for `save`.
 
@@ -195,7 +195,10 @@ def write_as_one_rank(
     verify: bool,
     report: OnProgress,
 ) -> ReshardReport:
-    """Write all of a catalog, whose bytes are the source's files, as a job of one rank would have saved it. Collective."""
+    """Write a whole catalog in this library's format, in files as a job of one rank would have saved them. Collective.
+
+    `catalog` describes the bytes in the files of `source`; `dtypes` maps tensors to the dtypes that they are converted to.
+    """
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh((), ()), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
@@ -216,7 +219,7 @@ def _write(
     report: OnProgress,
     dry_run: bool = False,
 ) -> ReshardReport:
-    """Write a planned reshard. `looking` returns the checkpoint that is at the target now; it is None except on rank 0."""
+    """Write a planned reshard. `looking` reads the checkpoint that is at the target now; it is None except on rank 0."""
     groups = divide(groups_of(planned), planned.plan.bytes_by_rank().tolist(), comm.rank, comm.size)
     digests = FileDigests(source.storage, planned.catalog, verify=verify)
     begin(source.storage, lambda: digests.of(sources_of(planned, [rank for group in groups for rank in group])))
@@ -247,7 +250,7 @@ def _write(
 
 @contextmanager
 def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
-    """Hold a lock on this result: the same command, started twice, would write the same files."""
+    """Hold a lock on the folder of this reshard, because the same command started twice would write the same files."""
     try:
         lock = target.lease(f"{save_id}/{RESHARD_LOCK}", b"reshard", once=True)
     except LocksUnsupported:
@@ -273,7 +276,7 @@ def _check_target(source: Storage, target: Storage) -> None:
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the parameters of each optimizer, in order, from the groups that are among the values of these names."""
+    """By optimizer, list its parameters in order, as its saved groups have them. Only values called `names` are read."""
     groups = [name for name in names if optimizer_of(name) is not None]
     values = open_values(source.storage, catalog, groups, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))

@@ -51,8 +51,8 @@ from ..state.touched_rows import TouchedRows
 from ..storage import Storage, open_storage, unlinked_path
 
 Capture = Callable[..., Captured]
-"""Describes the tensors and values that this rank has to save. With `compare_first`, it is called a second time if replicas
-differ, with the names of the tensors whose replicas do."""
+"""A function that describes the tensors and values that this rank saves. With ``compare_first``, if replicas differ, it is called
+again with the names of the tensors whose replicas do."""
 
 Result = TypeVar("Result")
 Write = Callable[[SaveJob, ExitStack], Result]
@@ -78,7 +78,7 @@ def save(
 ) -> SaveReport:
     """Save a state as one checkpoint, from all ranks of a job together.
 
-    Until the last step, the path holds the checkpoint that it held before; after it, it holds the whole new one.
+    The path holds the old checkpoint, if there was one, until the commit, and the whole new one from then on.
 
     Parameters
     ----------
@@ -87,8 +87,8 @@ def save(
     state
         Modules, optimizers, objects with ``state_dict``, tensors, shards and plain values, by name; see the guide.
     exclude
-        Names to leave out, given as for ``ignore=`` of `load`: a list of names, which also stand for everything below them, and
-        of shell-style patterns; the same on all ranks. A pattern that fits no name on any rank gives a warning.
+        Names and shell-style patterns to leave out. A name also stands for everything below it. The same on all ranks. A
+        pattern that fits no name on any rank gives a warning.
     mesh
         A ``DeviceMesh``, or axis names and sizes, outermost first; needed if the state alone does not show the job's mesh.
     process_group
@@ -104,8 +104,8 @@ def save(
         and the ranks share the writing. ``"sample"``: of a replica above 1 MiB each rank hashes 16 blocks of 64 KiB, other blocks
         in each save; one of the ranks writes the whole replica, so that ranks may write unequal numbers of bytes.
     base
-        An earlier checkpoint in the same folder, or the one at this path: an incremental save. A block of 128 KiB that did not
-        change since is not written; the new checkpoint refers to it where it lies. Whatever deletes or replaces a checkpoint
+        An earlier checkpoint in the same folder, or the one at this path, for an incremental save: a block of 128 KiB that has
+        not changed since is not written, and the new checkpoint refers to the old file. Whatever deletes or replaces a checkpoint
         keeps files that another one beside it refers to. The same on all ranks.
     verify_base
         With `base`, also compare the bytes of blocks whose digests are equal, which reads them; with `rows`, the rows too.
@@ -113,11 +113,11 @@ def save(
         A `TouchedRows`: of the tables that it tracks, write only the rows that its policy chooses, and refer to `base` for the
         others. Pass it to every save, also to full ones. Every rank passes a tracker of its own.
     grace
-        In an object store, which has no locks: how long the files of the checkpoint that this one replaces stay for its readers,
-        a duration. A later save there removes them. 0 removes them at once.
+        In an object store, which has no locks: how long the files of a replaced checkpoint stay for jobs that are reading it, in
+        seconds or as text (``"10min"``). A later save there removes them. 0 removes them at once.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead, with
-        the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
+        the name of the step ("save"), the bytes done and the bytes in all; if it raises, the save fails with its error.
     timeout_s
         Seconds to wait for another rank before giving up.
 
@@ -146,7 +146,7 @@ def save(
 def run_save(
     path: Path, capture: Capture, options: SaveOptions, write: Write[Result], *, into: str = ""
 ) -> tuple[SaveJob, Result]:
-    """Save the state that `capture` describes, by the steps in the module's docstring. Return the job and the result of `write`.
+    """Save the state that `capture` describes, by the steps in this module's docstring. Return the job and the result of `write`.
 
     `write` is called with the job and the open session. It writes and commits, or starts a thread that takes the session over and
     does so. `into` is added to the name of the call, which must be the same on all ranks: a save into memory exchanges other
@@ -211,7 +211,7 @@ def run_save(
 
 
 def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
-    """Choose the rows of tables to save, and return the job that writes them alone. Collective: `touched` lists the calls."""
+    """Choose the rows of tracked tables to save; return a job that writes only these. Collective: `touched` lists the calls."""
     options, base = job.options, job.base
     assert options.rows is not None
     rows = choose(
@@ -228,7 +228,7 @@ def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
 
 
 def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOptions) -> Base:
-    """Open the base of an incremental save until the session ends, so that nobody removes it. Collective."""
+    """Open the checkpoint that an incremental save refers to, and protect it from removal until the session ends. Collective."""
     assert options.base is not None
     assert not callable(options.base)
     source = session.enter_context(open_shared_source(comm, unlinked_path(options.base), timeout_s=options.timeout_s))
@@ -243,7 +243,7 @@ def _open_base(session: ExitStack, comm: Comm, storage: Storage, options: SaveOp
 
 
 def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> tuple[LocalShards, Captured]:
-    """Capture the part of the state that this rank has to save. Return it as columns, and as `capture` returned it.
+    """Call `capture` for the part of the state that this rank saves. Return it as columns, and the `Captured` itself.
 
     From here on, log lines name the rank's place on the mesh.
     """
@@ -258,7 +258,10 @@ def _captured(capture: Callable[[], Captured], rank: int, recorder: Recorder) ->
 def _without_claims(
     check_names: Callable[[list[str], list[str]], None], values: tuple[ValueEntry, ...]
 ) -> tuple[ValueEntry, ...]:
-    """Call `check_names` with the names of the values and of the claims (`StateBuilder.claim`); return the values alone."""
+    """Split values from claims, which only say that other ranks hold an object (`StateBuilder.claim`); return the values.
+
+    `check_names` is called with the names of the values and of the claims, and raises if they do not fit.
+    """
     claims = [value.name for value in values if value.path == CLAIM_PATH]
     values = tuple(value for value in values if value.path != CLAIM_PATH)
     check_names([value.name for value in values], claims)
@@ -362,7 +365,7 @@ ChooseTarget = Callable[[SaveJob], SaveTarget | None]
 def begin_save(
     path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget | None = None
 ) -> SaveHandle:
-    """Begin a save as `async_save` does, with its options as one value; `choose_target` may send the file images elsewhere."""
+    """Begin a save as `async_save` does. If `choose_target` is given, its result takes the file images, such as a memory tier."""
     guards = options.staging == "lazy" and not options.caller_holds
     guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
     return _begin(path, _capture_of(state, options), options, guarded, choose_target)
@@ -375,7 +378,7 @@ def _begin(
     guarded: Callable[[], GuardedState] = GuardedState,
     choose_target: ChooseTarget | None = None,
 ) -> SaveHandle:
-    """Begin to save; return once the state may change, or before with lazy staging."""
+    """Begin a save, and return its handle: once the state may change, or with lazy staging already before."""
 
     def launch_and_join(job: SaveJob, session: ExitStack) -> SaveHandle:
         target = None if choose_target is None else choose_target(job)
@@ -387,7 +390,7 @@ def _begin(
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
-    """Save the state that `capture` describes, comparing replicas first; the options are fields of `SaveOptions`."""
+    """Save the tensors and values that `capture` describes, and compare replicas first. Options are fields of `SaveOptions`."""
     return _save(path, capture, SaveOptions(compare_first=True, **options))
 
 

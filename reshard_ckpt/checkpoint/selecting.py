@@ -54,14 +54,14 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
 
 
 def top_level_keys(saved: Catalog) -> str:
-    """List the first parts of all names, at most 8, as text for messages."""
+    """Spell the top-level keys of a catalog's names for a message, at most 8."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
     return ", ".join([*map(repr, found[:8]), *(["…"] if len(found) > 8 else [])]) or "nothing"
 
 
 def matching(names: Sequence[str], name: str) -> list[str]:
-    """List the names equal to this one or below it; if there are no such names, use it as a pattern."""
+    """List the names equal to `name` or below it. If there are none, use `name` as a shell-style pattern."""
     below = [other for other in names if other == name or other.startswith(f"{name}.")]
     return below or [other for other in names if fnmatchcase(other, name)]
 

@@ -1,4 +1,4 @@
-"""A sample of a survivor's state, read from the checkpoint of its step too: it shows whether both took the same steps.
+"""A check that a survivor's state and the checkpoint of the same step come from the same training: compare a sample of elements.
 
 A run that went back and trained on, or another run, reaches the same number of steps with other bytes. Parts of both would be a
 state that no training ever had.
@@ -22,7 +22,7 @@ _MAX_TENSORS, _MAX_ELEMENTS = 4, 4096
 
 
 class StepSample:
-    """A few elements of some parameters, and of the state of optimizers, on one rank; without optimizers, of other float tensors.
+    """A sample of this rank's state: elements of parameters and of optimizer state, or without optimizers of any float tensors.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class StepSample:
         """Each part as it is on this rank, and as the checkpoint has it."""
 
     def prepare(self, saved: Catalog, comm: Comm) -> Target:
-        """Choose the elements, and return memory for those of the checkpoint as a target."""
+        """Choose the elements to compare, and return a load target that reads the checkpoint's elements into new memory."""
         self._read = []
         for spec, memory in self._tensors:
             piece = next((piece for piece in spec.pieces if piece.count), None)

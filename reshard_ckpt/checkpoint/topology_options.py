@@ -140,7 +140,7 @@ def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], 
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
-    """List the axes that the saved mesh lacks and that divide nothing, so that all ranks along them hold the same."""
+    """List the axes of a new mesh that the saved mesh lacks and that divide no tensor: all ranks along one hold the same."""
     saved_axes = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
     several = [axis for axis, size in mesh.by_axis.items() if size > 1]

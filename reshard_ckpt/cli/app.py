@@ -49,7 +49,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 """The exit codes by which shells report that SIGINT or SIGPIPE ended a program."""
 
 PLAIN_WIDTH = 100_000
-"""The width of output that does not go to a terminal: lines are never broken, so that grep finds whole names."""
+"""The width of output that does not go to a terminal. Lines are not broken there, so grep finds whole names."""
 
 app = typer.Typer(
     name="reshard-ckpt",
@@ -125,7 +125,7 @@ class _Console(Console):
             self.width = PLAIN_WIDTH
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise BrokenPipeError; rich would exit with code 1, which means that a problem was found."""
+        """Raise BrokenPipeError. Without this method rich would exit with code 1, which here means that a problem was found."""
         raise BrokenPipeError
 
 
@@ -152,7 +152,7 @@ def print_note(text: str, *, every_rank: bool = False) -> None:
 
 
 _JSON_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
-"""The control codes that JSON may hold as they are, though some terminals obey them."""
+"""Escapes for the control codes 0x7F to 0x9F: JSON does not require to escape them, but some terminals obey them."""
 
 
 def print_json(thing: Any) -> None:

@@ -35,13 +35,13 @@ class Preview(str):
 
 
 def _guide(name: str) -> str:
-    """Return the vertical strokes of the tree that begin `name`, as a further line of the same name begins."""
+    """Return the tree's vertical lines for the second line of a name that is folded over several lines."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
-    """Fold a name over several lines, and continue the vertical lines of the tree down to the height of its row."""
+    """Fold a name to lines of `width` characters, and pad it with the tree's vertical lines (`guide`) to `height` lines."""
     indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_NAME // 2), "")
     lines = []
     # Break at the last blank, dot, slash or underscore in the second half of the line, or else at the edge.
@@ -160,7 +160,7 @@ class Columns:
         return widths
 
     def text(self) -> str:
-        """Format every cell whole, with one line for each row."""
+        """Format the whole table as plain text, with one line for each row."""
         rows = [self.headings, *self.rows] if any(self.headings) else self.rows
         widths = [max(map(cell_len, column), default=0) for column in zip(*rows, strict=True)]
         return "\n".join(self._line(row, widths) for row in rows)

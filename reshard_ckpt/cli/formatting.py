@@ -51,7 +51,7 @@ def placement(of: Sequence[AxisPlacement] | None) -> str:
 
 
 def _order(of: Sequence[AxisPlacement]) -> Iterator[str]:
-    """Yield the order of the axes that cut each dim, if inner ones do not cut first."""
+    """Yield ``order=…`` for each dim that several axes cut, unless the inner axes cut first."""
     by_dim: dict[int | None, list[AxisPlacement]] = {}
     for p in reversed(of):
         if p.turn is not None:

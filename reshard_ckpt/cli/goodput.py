@@ -72,7 +72,7 @@ def goodput(
 
 
 def _row(tier: str, interval_s: float, lost: LostShares) -> list[str]:
-    """Make the row of one tier."""
+    """Make the table row of one storage tier: its name, the interval between saves, and the shares of time lost."""
     return [tier, duration_text(interval_s), *_shares(lost)]
 
 
@@ -81,7 +81,7 @@ def _shares(lost: LostShares) -> list[str]:
 
 
 def _plain(best: Goodput) -> dict[str, object]:
-    """Convert the intervals and shares to plain data."""
+    """Convert a `Goodput` to a dict for JSON: intervals in seconds, and shares of time lost by cause."""
     lost = best.lost
     return {
         "goodput": best.goodput,

@@ -140,7 +140,7 @@ def _tree(found: Inspection) -> Columns:
 
 
 def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[str, ...]:
-    """Make the cells of one row, whose leaves look the same: dtype, shape, placement, shards, size."""
+    """Make the cells of one table row: dtype, shape, placement, shards, size. `leaves` are equal layers that share this row."""
     from ..checkpoint.inspecting import ValueLine
 
     if not leaves:

@@ -81,7 +81,7 @@ def memory(
 
 
 def _rows(found: Sequence[HeldRun]) -> Iterator[list[str]]:
-    """Yield a row for each checkpoint, and one row for a run without any."""
+    """Yield table rows for the runs in this node's memory: one for each checkpoint, one for a run without checkpoints."""
     now = time.time()
     for run in found:
         alive = "alive" if run.is_alive else ""

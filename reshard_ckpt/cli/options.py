@@ -37,7 +37,7 @@ Cast = Annotated[
 
 
 def refuse_memory(dst: str) -> None:
-    """Raise an error if a destination does not outlive the command.
+    """Refuse a ``memory://`` destination, because it ends with this command.
 
     Raises
     ------

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..checkpoint import ReshardReport
 
 MAX_RANKS = 64
-"""The most ranks that are listed."""
+"""The most ranks that the report of ``reshard-ckpt reshard`` lists."""
 
 
 @command(

@@ -22,7 +22,7 @@ _ELSEWHERE = re.compile(r"(?:\w\([^)]*|\b(?:save|saved|load) with(?:out)? )$")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """An option as people type it.
+    """A command-line option as people type it, such as ``--cast``.
 
     With `repeats`, the option is given once for each of several values. With `opposite`, it is a switch that turns off the
     parameter that it is named after, as ``--no-verify`` does.

@@ -1,4 +1,4 @@
-"""The arguments of DCP's calls that this library follows. `call_torch` serves the others, which only DCP can follow."""
+"""Parsing and checking the arguments of DCP's calls. `call_torch` handles arguments that only DCP itself can follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StorageFolder:
 
     @property
     def checkpoint_id(self) -> Path:
-        """The folder."""
+        """The path of the folder, as the caller named it."""
         return self._path
 
     @classmethod
@@ -44,7 +44,7 @@ class StorageFolder:
 
 
 def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
-    """Return the path to save to.
+    """Return the path to save to: `checkpoint_id`, or else the folder that the storage writer names.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
 
 
 def load_path(checkpoint_id: Path | None, store: Any) -> Path:
-    """Return the path to load from; raise `UsageError` if no argument names one."""
+    """Return the path to load from: `checkpoint_id`, or else the folder of the storage; raise `UsageError` without either."""
     path = named_path(checkpoint_id, store)
     if not path:
         raise UsageError(f"checkpoint_id={checkpoint_id!r}: pass the folder of the checkpoint")
@@ -70,12 +70,12 @@ def load_path(checkpoint_id: Path | None, store: Any) -> Path:
 
 
 def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
-    """Return the folder that the arguments name; None if they name no folder."""
+    """Return `checkpoint_id`, or else the folder that the storage `store` names; None without either."""
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
 def check_collective(use_collectives: bool) -> None:
-    """Refuse ``use_collectives=False``, with which ranks would not agree."""
+    """Refuse ``use_collectives=False``: this library writes one catalog, on which all ranks must agree."""
     if not use_collectives:
         raise UnsupportedError(
             "use_collectives=False: ranks agree on one catalog here, over the job's key-value store and without collectives; "
@@ -99,7 +99,10 @@ def group_of(process_group: Any, no_dist: bool) -> Any:
 
 
 def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """Call `make` and return its result. If it raises, raise on all ranks: they would wait for this rank in their session."""
+    """Call `make` and return its result. If it raises on this rank, the error is raised on all ranks.
+
+    All ranks open the session of the save or load next. A rank that failed opens it only to report its error there.
+    """
     try:
         return make()
     except Exception:

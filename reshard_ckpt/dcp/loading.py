@@ -92,7 +92,7 @@ def load(
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:
-    """Return the error with DCP's phrases, which handlers look for, and with advice for this call."""
+    """Return the same error with the phrases of DCP's message, which programs search for, and with advice for DCP's `load`."""
     phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
     if not phrases:
         return error
@@ -104,7 +104,7 @@ _DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
-    """Warn of converted dtypes, and of empty dicts where the checkpoint has entries; DCP does not."""
+    """Warn if tensors were converted to another dtype, or if an empty dict got nothing although the checkpoint has entries."""
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {few(report.converted, 3, '; ')}", stacklevel=3)
     empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]

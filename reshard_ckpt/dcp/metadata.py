@@ -35,7 +35,7 @@ from ..formats.source import Path, RawValue, Source, open_source, with_options
 from ..state.optimizer_dicts import flat_groups
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
-"""All foreign formats. Tensors of a DCP folder keep the names of the state dict that DCP saved."""
+"""The formats to try when a checkpoint is opened. A DCP folder is opened with the tensor names that DCP saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class KeyedValue:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """A value that only DCP's planner can decode; `blob` is its index in the catalog."""
+    """A value that only DCP's planner can decode, such as a pickled object; `blob` is the index of its bytes in the catalog."""
 
     blob: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnavailableValue:
-    """A value that this rank cannot load, and the reason."""
+    """A value that this rank cannot load, such as a `PerRank` value that was saved on fewer ranks; `problem` is the reason."""
 
     problem: str
 

@@ -128,7 +128,7 @@ class ReshardReader(StorageFolder, StorageReader):
 
 
 def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
-    """Return the spec of the box that a read item wants; the planner has given `target` as its memory."""
+    """Describe the box that one read item of DCP's plan wants; its elements go to `target`, which the planner has allocated."""
     name, lengths = item.storage_index.fqn, tuple(item.lengths)
     if tuple(target.shape) != lengths:
         problem = f"{name}: the plan reads {lengths}, into a tensor of {tuple(target.shape)}; correct the planner"

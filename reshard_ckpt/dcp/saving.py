@@ -166,7 +166,7 @@ def async_save(
 def _path_and_form(
     state_dict: Mapping[str, Any], checkpoint_id: Path | None, writer: Any, group: Any, use_collectives: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the path to save to, and the state with state dicts in the place of its objects. All ranks raise an error of one."""
+    """Return the path to save to, and the state for `checkpoint.save`. If this fails on one rank, all ranks raise its error."""
 
     def make() -> tuple[Path, dict[str, Any]]:
         check_collective(use_collectives)
@@ -177,7 +177,7 @@ def _path_and_form(
 
 
 class SaveFuture(Future[Metadata]):
-    """The future of a save. Asking it for its error counts as handled; otherwise the next save raises the error."""
+    """The future that `async_save` returns. If nobody asks for its result or exception, the next save raises the error."""
 
     def __init__(self, save: RunningSave) -> None:
         super().__init__()

@@ -50,12 +50,12 @@ def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[s
 
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form to save."""
+    """Return the form of a state dict that `checkpoint.save` saves; see the module's docstring for *form*."""
     return Verbatim({key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()})
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form to load into; afterwards, `restore` puts it into the state."""
+    """Return the form of a state dict that `checkpoint.load` fills; afterwards `restore` puts its content into the state dict."""
     return Verbatim({key: _form(value, _materialize, merged=False) for key, value in state.items()})
 
 

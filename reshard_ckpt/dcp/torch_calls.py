@@ -34,7 +34,8 @@ _OPTIONS: dict[str, tuple[type[Any], type[Any], type[Any] | None]] = {
     "storage_reader": (StorageReader, ReshardReader, FileSystemReader),
     "async_stager": (AsyncStager, BlockingAsyncStager, DefaultStager),
 }
-"""For each option, the base class that DCP takes, and the classes that only name a folder or options for this library."""
+"""By option of DCP's calls: the base class that its value must have, and the classes that only name a folder or hold options. For
+these two classes this library does the work; for any other, torch's own function runs."""
 
 _DEFAULTS = {"no_dist": False, "use_collectives": True}
 

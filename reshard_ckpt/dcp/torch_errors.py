@@ -1,7 +1,7 @@
-"""A decorator for calls that take arguments and raise errors as torch's do: each error is also a `CheckpointException`.
+"""Decorators that make a call behave as torch's: it takes the same positional arguments, and its errors are torch's errors too.
 
-torch's class is not a subclass of `Exception`, and handlers of either class must see the error. `failures` has the rank that
-failed, if it is known.
+torch's `CheckpointException` is not a subclass of `Exception`, and handlers of either class must see the error. Its `failures`
+has the rank that failed, if it is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ R = TypeVar("R")
 
 
 def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a call so that it accepts `second` as second argument, with torch's warning, and raises torch's errors."""
+    """Decorate a call so that its errors are also torch's `CheckpointException`.
+
+    If `second` names an option, it may also be passed as the second positional argument, with torch's warning.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -46,7 +49,7 @@ def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[
 
 
 def as_torch_error(error: CheckpointError) -> CheckpointError:
-    """Return the same error as a `CheckpointException` as well."""
+    """Convert an error to one that is also torch's `CheckpointException`; return an error that is one already as it is."""
     if isinstance(error, CheckpointException):
         return error
     new = rebuilt(type(error), (CheckpointException,), error.args, {**vars(error), "_failures": _failures(error)})

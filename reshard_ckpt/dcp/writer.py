@@ -41,7 +41,7 @@ from .torch_errors import rank_prefix
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveTicket:
-    """The coordinator's message with each rank's plan: the number of ranks that save."""
+    """The message that DCP's coordinator sends along with each rank's plan: the number of ranks that save."""
 
     num_ranks: int
 
@@ -113,7 +113,7 @@ class ReshardWriter(StorageFolder, StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
     def _group(self, ticket: object) -> Any:
-        """Return the process group of the ranks that save; refuse one of another size than DCP's."""
+        """Return the process group of the ranks that save. Refuse a group whose size is not the number of ranks in DCP's save."""
         if not isinstance(ticket, SaveTicket):
             raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
         if ticket.num_ranks == 1:

@@ -39,7 +39,7 @@ Numbers = I64 | int
 
 @dataclass(slots=True)
 class ForeignTensor:
-    """A tensor that was added: its number, and the parts that were added one by one, not as columns by `CatalogBuilder.rows`."""
+    """A tensor that was added to a `CatalogBuilder`. `parts` are those added one by one, not by `CatalogBuilder.rows`."""
 
     number: int
     name: str
@@ -215,12 +215,16 @@ class CatalogBuilder:
         self.tensors[name].parts += parts_of_box(corner, view.shape, view.strides, number, at, each, f"{name} in {file.key}")
 
     def box(self, offsets: Ints, lengths: Ints) -> int:
-        """Add a box for `rows`; return its number."""
+        """Add a box of a tensor, in global coordinates; return its number, for the `box` column of `rows`."""
         self._boxes.append((offsets, lengths))
         return len(self._boxes) - 1
 
     def rows(self, tensor: Numbers, box: Numbers, start: Numbers, count: Numbers, file: Numbers, offset: Numbers) -> None:
-        """Add many parts as columns, which are broadcast against each other: `tensor`, `box` and `file` are numbers."""
+        """Add many parts at once. Each argument is a number or a column; all are broadcast to one length.
+
+        `tensor`, `box` and `file` are numbers that the methods of these names returned. A part is elements `start` to
+        ``start + count`` of its box, and begins at byte `offset` of its file.
+        """
         columns = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(c, np.int64)) for c in (tensor, box, start, count, file, offset))
         )
@@ -254,7 +258,7 @@ class CatalogBuilder:
             self.entry(ValueEntry(name, encode_path(list(path)), kind, encode_value(value, name), link=link))
 
     def entry(self, value: ValueEntry) -> None:
-        """Add a value that is encoded already."""
+        """Add a value as a `ValueEntry`, whose content is encoded already."""
         self._values.append(value)
 
     def unreadable(self, name: str, why: CheckpointError) -> None:
@@ -348,7 +352,10 @@ class CatalogBuilder:
         )
 
     def _columns(self, listed: Sequence[tuple[int, Part]], width: int) -> tuple[BoxTable, list[I64]]:
-        """Return the distinct boxes, and the columns of all rows: tensor, box, start, count, file, offset."""
+        """Return the distinct boxes, and the columns of all parts: tensor, box, start, count, file, offset.
+
+        `listed` are the parts that were added one by one; boxes are padded to `width` dims.
+        """
         parts = [part for _, part in listed]
         # offsets[b], lengths[b]: box number b, padded to `width` dims; the boxes of listed parts come after those of `box`
         offsets = pad_rows([*(o for o, _ in self._boxes), *(part.offsets for part in parts)], width, 0)
@@ -384,7 +391,7 @@ def linked(catalog: Catalog) -> Catalog:
 
 
 def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, list[str]]:
-    """Return the parameters in the groups of each optimizer, by its name; without names, parameters are listed by number."""
+    """Map each optimizer's name to the parameters in its groups: FQNs, or numbers if the groups do not name their parameters."""
     listed: dict[str, list[str]] = {}
     for value in values:
         optimizer = optimizer_of(value.name)

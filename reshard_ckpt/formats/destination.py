@@ -54,7 +54,7 @@ _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 _TRIES = 10
 _MAX_LOCK_BYTES = 1 << 16
 _REPLACEMENT = "replacement"
-"""The note in the lease of a conversion that replaces an old checkpoint."""
+"""The content of a lease that marks a conversion which replaces an old checkpoint."""
 
 
 class OutputFolder(NamedTuple):
@@ -206,7 +206,7 @@ def _leased(storage: Storage, note: str = "conversion") -> Iterator[Lock]:
 
 @contextmanager
 def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
-    """Yield the absolute path of the destination, and a folder beside it that only this process uses."""
+    """Yield the absolute path of the destination, and a folder beside it in which only this process works."""
     path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
         _make_durable_folder(os.path.dirname(path))
@@ -222,7 +222,10 @@ def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overw
 
 
 def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
-    """Make the folder to work in, and lock it; the lock is None if the file system has no locks."""
+    """Make the folder beside the destination in which the result is written, and lock it.
+
+    The lock is None if the file system has no locks.
+    """
     for _ in range(_TRIES):
         partial = _sibling(path, identity, "partial")
         try:
@@ -305,7 +308,7 @@ def _sibling(path: str, identity: str | None, kind: str) -> str:
 
 
 def _check_destination(dst: str, src: Sequence[str], *, overwrite: bool) -> str:
-    """Check that a destination may be written to; return its absolute path."""
+    """Check that a destination is empty, or with `overwrite` that it may be replaced; return its absolute path."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{dst}: conversions are written to files or objects; pass a folder, or s3://bucket/prefix")
@@ -323,12 +326,12 @@ def _exists(path: str) -> UsageError:
 
 
 def real_path(path: str) -> str:
-    """Return the absolute path of a place, without links."""
+    """Return the absolute path of a file, folder or prefix, with symbolic links resolved."""
     return resolved_path(path) if is_object_path(path) else os.path.realpath(path)
 
 
 def _check_replaceable(storage: Storage, src: Sequence[str]) -> None:
-    """Check that a place holds a checkpoint that may be replaced, and that it is not the one to be read, nor a part of that."""
+    """Check that a checkpoint at the destination may be replaced: it must not be the source `src`, nor hold a part of it."""
     path = storage.url
     is_local = isinstance(storage, LocalStorage)
     inside = f"{real_path(path)}/"
@@ -392,12 +395,15 @@ def _refuse_referred(path: str, old: str | None = None) -> None:
 
 
 def _is_occupied(path: str) -> bool:
-    """Return whether a path holds anything but an empty folder."""
+    """Return whether there is anything at a path, except for an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
 
 
 def _move_into_place(made: str, path: str) -> None:
-    """Move the result to its place. The old content is deleted, at the latest with the folder that `made` lies in."""
+    """Move the finished result `made` to its place `path`, and delete the old content.
+
+    The old content is deleted, at the latest, with the folder that `made` lies in.
+    """
     _refuse_referred(path)  # again, because it may have taken hours to make the result
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None

@@ -19,7 +19,7 @@ MAX_INDEX_BYTES = 256 << 20
 """The largest index that is read: over a million tensors."""
 
 WeightFiles = Mapping[str, frozenset[str] | None]
-"""By the key of each file: the names of the tensors to read from it; None stands for all of its tensors."""
+"""By the key of each weight file, the names of the tensors to read from it; None stands for all of its tensors."""
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""

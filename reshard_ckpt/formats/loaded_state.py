@@ -121,13 +121,13 @@ def are_equal(values: Sequence[Any]) -> bool:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the keys and children of a dict; the state dict of an optimizer that names its parameters is a leaf."""
+    """Return the items of a dict. None marks a leaf: anything else, and an optimizer's state dict that names its parameters."""
     numbered = is_numbered(node) and names_by_number(node["param_groups"]) is not None
     return None if numbered or (isinstance(node, Mapping) and is_optimizer_tree(node)) else children_of_dict(node)
 
 
 def _check_leaf(leaf: Any, name: str) -> None:
-    """Raise the error of a tensor or value that a catalog cannot hold. A list may hold tensors, and is then not a value."""
+    """Raise the error of a leaf that a catalog cannot hold. Lists pass, because they may hold tensors."""
     if is_tensor_like(leaf):
         dtype_code(local_memory(leaf, name)[0].dtype, name)
     elif not isinstance(leaf, list | tuple) and not (isinstance(leaf, Mapping) and leaf):

@@ -1,4 +1,4 @@
-"""Parts: where the elements of a foreign tensor lie in files. A box with any strides becomes parts in row-major order."""
+"""The places of a foreign tensor's elements in files. A box with any strides is divided into parts in row-major order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PARTS = 1 << 20
 """The most parts of one box."""
 
 COMPARED_BYTES = 1 << 20
-"""Replicas up to this size are compared whole, larger ones at both ends, with this many bytes together."""
+"""Up to this many bytes, replicas are compared whole. Of larger ones, this many bytes are compared, at both ends together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ COMPARED_ELEMENTS = 1 << 12
 """Plain tensors with up to twice as many elements are compared whole, larger ones at both ends."""
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
-"""The beginning of the names of torch's placements in a pickle."""
+"""The beginning of the class names of torch's placements in a pickle."""
 
 
 def open_rank_files(storage: Storage, key: str | None) -> Source | None:
@@ -149,7 +149,7 @@ class RankFolder:
                 self._add((item, names[name]), value, file, plain_on_all=True, compares=compares)
 
     def add_optimizer(self, item: str, files: Sequence[TorchFile], *, plain_on_all: bool) -> None:
-        """Add state dicts of an optimizer; with `plain_on_all`, a plain tensor is the same on all ranks."""
+        """Add the state dict of an optimizer from each rank. With `plain_on_all`, plain tensors are the same on all ranks."""
         groups_of: list[tuple[str, list[dict[str, Any]]]] = []
         for file in files:
             content = self._dict(file.content, file.key)
@@ -288,7 +288,7 @@ def has_parts(files: Sequence[TorchFile]) -> bool:
 
 
 def are_alike(files: Sequence[TorchFile]) -> bool:
-    """Tell whether the plain tensors and values in the files of all ranks are the same, as far as `_are_same` shows."""
+    """Tell whether plain tensors and values are the same in the files of all ranks, as far as checksums and samples show."""
     leaves_of = [dict(flatten(file.content, children_of_dict)) for file in files]
     try:
         return all(
@@ -327,7 +327,7 @@ def _sample(value: Any, file: TorchFile) -> Any:
 
 
 def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[str, Ints]]:
-    """Return the name and the shape of each DTensor of a state dict. Of several over the same memory, only the first counts."""
+    """Return the name and shape of each DTensor of a state dict, in order. Of tied DTensors, only the first is listed."""
     first: dict[tuple[Any, ...], tuple[str, Ints]] = {}
     for key, value in content.items():
         if isinstance(value, PickledDTensor) and isinstance(value.local, PickledTensor):

@@ -122,7 +122,7 @@ def _join_parts(builder: CatalogBuilder, storage: Storage, name: str, parts: lis
 
 
 def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
-    """Yield the tensors of a file that count, each with its first byte; refuse an index that names an absent one."""
+    """Yield the tensors of a file that the index assigns to it, each with its first byte; refuse an index with a missing one."""
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
         raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")
@@ -201,7 +201,7 @@ def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int
 
 
 def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:
-    """Cut a run into parts of `PART_BYTES`, so that several processes can write one tensor."""
+    """Cut a run into parts of at most `PART_BYTES`, so that several processes can write one tensor."""
     step = max(PART_BYTES // item_bytes, 1)
     for at in range(0, run.count, step):
         part = replace(run, start=run.start + at, count=min(step, run.count - at))
@@ -209,7 +209,7 @@ def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:
 
 
 def _divide(members: Sequence[Member], max_bytes: int | None) -> Iterator[list[Member]]:
-    """Yield the members of each file: at most `max_bytes` of data, or one larger tensor. Without tensors, yield an empty file."""
+    """Yield the tensors of each file: at most `max_bytes` of data, or one larger tensor. Without tensors, yield an empty list."""
     group: list[Member] = []
     data_bytes = header_bytes = 0
     for member in members:

@@ -52,7 +52,7 @@ class NewPart:
 
     @property
     def size(self) -> int:
-        """Bytes of the part in the file."""
+        """The size of this part in the file, in bytes: its run and the literal bytes around it."""
         return len(self.before) + self.num_bytes + (len(self.after(0)) if self.after else 0)
 
 
@@ -72,12 +72,12 @@ class NewFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """The size of the whole file in bytes."""
         return self.offsets[-1] + (len(self.end([0] * len(self.parts))) if self.end else 0)
 
     @property
     def offsets(self) -> list[int]:
-        """Where each part begins, and where the last one ends."""
+        """The byte at which each part begins, and last the byte at which the last part ends."""
         return list(accumulate((part.size for part in self.parts), initial=0))
 
 
@@ -132,7 +132,10 @@ def write_files(
 
 
 def _share(files: Sequence[NewFile], comm: Comm, *, by_file: bool) -> Iterator[tuple[NewFile, range]]:
-    """Yield the files that this process writes, each with the numbers of its parts."""
+    """Yield the files that this process writes, or writes a section of, each with the range of its part numbers.
+
+    With `by_file`, each process writes whole files.
+    """
     units = [(file, number) for file in files for number in range(1 if by_file else len(file.parts))]
     sizes = (file.offsets[-1] if by_file else file.parts[number].size for file, number in units)
     own = [units[i] for i in share(sizes, comm.rank, comm.size)]

@@ -96,12 +96,14 @@ class Source:
     on_peers: Collection[str] = ()
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
-        """Return the advice about names that are equal to one of `prefixes`, or that lie below one."""
+        """Return the advice for errors that concern these names: a prefix stands for itself and all names below it."""
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
 BytesOf = Callable[[Sequence["Run"]], Iterator[memoryview]]
-"""Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is requested."""
+"""A function that yields the bytes of runs, one after the other, in parts of any size.
+
+A yielded part is valid until the next one is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ OWN = {
 """The entry points of this package, as in pyproject.toml."""
 
 Formats = Callable[[], tuple[Format, ...]]
-"""Returns the formats to try, in order. It is called only if a path holds no checkpoint of this library."""
+"""A function that lists the foreign formats to try, in order. It is called only if a path holds no checkpoint of this library."""
 
 
 @cache
@@ -176,7 +178,7 @@ def known_formats() -> tuple[Format, ...]:
 
 
 def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
-    """Return a function like `known_formats`, with these options set for all formats that take them, or only those in `only`.
+    """Return a function that lists the known formats, with these options set where a format takes them (if named in `only`).
 
     >>> [form.name for form in with_options({"as_saved": True}, only=["dcp"])() if form.options]
     ['dcp']
@@ -195,7 +197,7 @@ def with_options(options: Mapping[str, bool], only: Collection[str] | None = Non
 
 @contextmanager
 def failing(form: Format, place: str, *, writes: bool = False) -> Iterator[None]:
-    """Raise an error of a format that is no `CheckpointError` as one that says whose code raised it."""
+    """Convert any error of a format's own code in the ``with`` block to a `CheckpointError` that says whose code failed."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -248,7 +250,7 @@ def _latest(form: Format, storage: Storage) -> str | None:
 
 
 def _explained(name: str) -> Any:
-    """Return a method of `_StorageOf` that calls the store's method of this name; its first argument is a key."""
+    """Make a method of `_StorageOf` that calls the store's method of this name; its first argument is a key."""
 
     def call(self: _StorageOf, key: str, *args: Any) -> Any:
         with failing(self.form, f"{self.url}: {key}"):
@@ -258,7 +260,7 @@ def _explained(name: str) -> Any:
 
 
 class _StorageOf(FollowedStorage):
-    """The store of a source in the format of another package. It turns the errors of reads as `failing` does."""
+    """A store whose files belong to a format of another package. If a read fails, the error says so (`failing`)."""
 
     def __init__(self, form: Format, own: Storage) -> None:
         super().__init__(own, {})
@@ -300,7 +302,7 @@ def open_shared_source(
 
 
 def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, found: Found | None = None) -> Identified[Source]:
-    """Open a path in this library's own format, else in the first foreign format that recognizes it.
+    """Open a path on one rank: in this library's own format, else in the first foreign format that recognizes it.
 
     `lock_s` are the seconds to wait for the lock of a checkpoint (`reading`); with None it is not locked. With `found`, the
     catalog that another rank has found is decoded, and none is read.
@@ -326,7 +328,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
 
 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:
-    """Also open the other checkpoints that hold files of this one: the ones in its own catalog, not theirs in turn.
+    """Return the store of a checkpoint's files. The checkpoints whose files this catalog refers to are opened, too.
 
     Files with packed rows are read as the plain files that they stand for.
     """

@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 class ByteStream:
-    """Hands out a stream of bytes in pieces of requested sizes."""
+    """A stream of bytes. Callers take as many bytes as they need."""
 
     def __init__(self, stream: Iterator[memoryview]) -> None:
         self._stream = stream

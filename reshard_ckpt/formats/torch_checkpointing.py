@@ -56,7 +56,7 @@ def open_torch_checkpointing(storage: Storage, key: str | None) -> Source | None
 
 
 def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: str) -> list[tuple[str, list[str]]]:
-    """Return each item with its files in order of rank, the model first: it names the parameters of the optimizer.
+    """Return each saved item, such as the model, with its files in order of rank. The model is first: it names the parameters.
 
     `saved` is the content of ``metadata.pkl``, `present` the keys of all files.
 

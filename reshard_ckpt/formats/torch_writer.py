@@ -90,16 +90,16 @@ class _Optimizer:
 
     @property
     def above(self) -> tuple[str, ...]:
-        """Return the path of the optimizer in the state."""
+        """The keys that lead to the optimizer in the state."""
         return tuple(self.name.split(".")) if self.name else ()
 
     def path(self, link: StateLink) -> tuple[Any, ...] | None:
-        """Return the path of an entry of its state; None if that belongs to a second name."""
+        """Return the keys that lead to an entry of optimizer state; None if it belongs to the second name of a tied parameter."""
         fqn = link.fqn
         return None if fqn in self.tied else (*self.above, STATE, self.numbers.get(fqn, fqn), *link.key.split("."))
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return its groups in the form of ``optimizer.state_dict()``."""
+        """Return an optimizer's groups as ``optimizer.state_dict()`` has them: parameters by number, with ``param_names``."""
         names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
         return [
             {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
@@ -108,7 +108,7 @@ class _Optimizer:
 
 
 def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
-    """List the optimizers of a state. A parameter with two names counts once, as in torch."""
+    """List the optimizers of a checkpoint, with their parameters numbered. A tied parameter counts once, as in torch."""
     # below: for tied weights of one key of the state, the first name of each second name, without that key
     below = {
         name.partition(".")[2]: source.partition(".")[2]

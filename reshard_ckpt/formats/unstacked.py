@@ -19,7 +19,7 @@ from .catalog_builder import CatalogBuilder
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """A catalog of the single tensors, and for each of them, in order, its run of a tensor of the stacked catalog."""
+    """A catalog in which each layer or expert is a tensor of its own, and for each of these its run of a stacked tensor."""
 
     catalog: Catalog
     runs: tuple[Run, ...]
@@ -42,7 +42,7 @@ def unstack(catalog: Catalog, where: str) -> Unstacked:
 
 
 def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator[tuple[str, Run]]:
-    """Add the tensor of each layer or expert of one stacked tensor to a catalog builder; other tensors are added as they are.
+    """Add each layer or expert of a stacked tensor to a catalog builder as a tensor; any other tensor is added as it is.
 
     Yields the name of each added tensor, and its run in the stacked one.
     """

@@ -21,7 +21,7 @@ from ..storage import Storage
 _MAX_ATTEMPTS = 1000
 
 PRIOR_S = 86400.0
-"""Seconds between failures before any was seen: one failure a day."""
+"""The mean time between failures in seconds that is assumed before any failure was seen: one day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class AttemptLog:
         self._write()
 
     def note_alive(self) -> None:
-        """Note that this attempt is alive: called after each commit."""
+        """Write to the log that this attempt is alive; called after each commit."""
         self._own = replace(self._own, seen=self._own.began + self._own_s())
         self._write()
 
     def close(self, *, failed: bool) -> None:
-        """Record whether this attempt ended by a failure."""
+        """Write to the log that this attempt has ended, and whether by a failure."""
         self._own = replace(self._own, closed=not failed)
         self.note_alive()
 
@@ -120,4 +120,4 @@ ATTEMPTS = Note(
     _parsed,
     "a new log of the run's attempts replaces it, without the earlier attempts",
 )
-"""The note of a run's attempts, in its root."""
+"""The file in a run's root that logs its attempts."""

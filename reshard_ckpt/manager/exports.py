@@ -28,7 +28,7 @@ from ..storage import Storage, open_storage
 from ..storage.protocol import write_file
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
-"""The names under which wrappers hold their module."""
+"""Attributes in which wrappers such as DDP hold the module that they wrap."""
 
 
 class Exports:
@@ -77,7 +77,7 @@ class Exports:
         }
 
     def begin(self, path: str, done: Callable[[], None]) -> None:
-        """Queue the export of a committed step; `done` is called after it, in the background."""
+        """Queue the export of a committed step. `done` is called in the background once it is over, whether or not it failed."""
         key, documents = self._key, self._documents  # those of this step: the next one may have others
 
         def write_beside(catalog: Catalog, storage: Storage) -> None:
@@ -113,7 +113,7 @@ class Exports:
 
 
 def _modules(value: Any) -> Iterator[nn.Module]:
-    """Yield a module and the modules that it wraps, or those of a list of pipeline stages."""
+    """Yield a module (or each stage of a list), followed by the modules that it wraps, from the outermost to the innermost."""
     for module in value if isinstance(value, list | tuple) else [value]:
         while isinstance(module, nn.Module):
             yield module
@@ -128,9 +128,9 @@ def _class_name(kind: type) -> str:
 
 
 def _config(config: Any, name: str | None, catalog: Catalog) -> str:
-    """Return a config of transformers as JSON text.
+    """Return a model's transformers config as JSON text.
 
-    If `name` is given, it is put there as the class of the model, with the dtype of the first floating-point tensor.
+    If `name` is given, it is written there as the model's class, with the dtype of the catalog's first floating-point tensor.
     """
     if name is None:
         return str(config.to_json_string())
@@ -143,7 +143,7 @@ def _config(config: Any, name: str | None, catalog: Catalog) -> str:
 
 
 def _save_id(path: str) -> str | None:
-    """Return the id of the save at a path: None if there is none, empty text if it cannot be read."""
+    """Return the id of the save whose catalog is at a path; None without a catalog, ``""`` if it cannot be read."""
     try:
         with open_storage(path) as storage:
             return open_catalog(storage).lineage_id

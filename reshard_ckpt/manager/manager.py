@@ -54,14 +54,14 @@ class Manager(RunSteps):
     root
         A folder that all ranks share, or ``memory://name``. The checkpoint of step 100 is ``root/step_100``, an ordinary one.
     name
-        The name of a new checkpoint's folder, with ``{}`` for the step, such as ``"step-{}"`` or ``"iter_{:07d}"``. The root
-        notes it, so that other calls find the steps. Folders ``step_N``, and of names that the run had before, are found too.
+        The name of a new checkpoint's folder, with ``{}`` for the step, such as ``"step-{}"`` or ``"iter_{:07d}"``. It is noted
+        in the root, so that other calls find the steps. Folders ``step_N``, and those of earlier names, are found too.
     keep_last
         Number of newest checkpoints to keep. By default all are kept.
     keep_every
         Also keep the steps that are multiples of this.
     keep_best, best
-        Also keep this number of checkpoints with the highest (``"max"``) or lowest (``"min"``) ``metric=``.
+        Also keep this number of checkpoints with the highest (``"max"``) or lowest (``"min"``) metric; see ``metric=`` of `save`.
     read_only
         For a job that reads another job's checkpoints: no lock and no clean-up; saving is an error.
     finish_on_sigterm
@@ -72,8 +72,8 @@ class Manager(RunSteps):
         A `Memory`: `async_save` saves to the memory of nodes first, and from there to the store at ``persist_every``.
         `load_latest` loads the newest checkpoint of both.
     persist_every
-        With ``memory=``, how often a save goes on to the store: a duration, by default ``"10min"``, or a number of steps. A save
-        that ``keep_every`` or ``keep_best`` keeps goes there at once.
+        With ``memory=``, how often a save is copied from memory to the store: a duration, by default ``"10min"``, or a number of
+        steps. A save that ``keep_every`` or ``keep_best`` keeps is copied at once.
     interval
         How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
         loses the least time by the measured cost of saves and the rate of failures.
@@ -199,16 +199,19 @@ class Manager(RunSteps):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The background saves that failed in a row, with ``on_failure="warn"``: a line for each, known once the next begins."""
+        """The background saves that failed since the last one that succeeded, a line for each. Only for ``on_failure="warn"``.
+
+        A failure is listed once the next save begins, because the ranks tell each other of it then.
+        """
         return tuple(self._tolerated.in_a_row)
 
     @property
     def preempted(self) -> bool:
-        """Whether any rank of the job got a SIGTERM: True at the same read on all ranks, and from then on.
+        """Whether any rank of the job got a SIGTERM. It becomes True in the same step on all ranks, and stays True.
 
-        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read installs the
-        handler of the signal, until `close`; SIGTERM by itself then ends nothing. A read asks neither a rank nor the store. Only
-        one read after the signal waits until the ranks have agreed on the step; no rank has to take a step for that.
+        Read it once in every step, on all ranks. When it is True, make a last save and leave the loop. The first read installs a
+        handler that stays until `close`: with it, SIGTERM by itself does not end the process. A read needs no communication. Only
+        one after the signal does: it waits until all ranks have agreed on the step to stop at, which needs no step of any rank.
 
         Raises
         ------
@@ -221,10 +224,10 @@ class Manager(RunSteps):
         return self._preemption.reached(self._held)
 
     def should_save(self, step: int) -> bool:
-        """Tell whether to save at this step, by ``interval=``: the same on all ranks.
+        """Tell whether to save at this step, by the manager's option ``interval=``; the answer is the same on all ranks.
 
-        Call it once in every step, on all ranks, with rising steps. Rank 0 decides. Ranks meet only at steps that it names, near
-        the next save; any other call asks nobody.
+        Call it once in every step, on all ranks, with rising steps. Rank 0 decides. Ranks communicate only in a few steps near
+        the next save, which rank 0 chooses; all other calls return at once.
 
         Raises
         ------
@@ -241,15 +244,21 @@ class Manager(RunSteps):
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveReport:
-        """Save a state as the checkpoint of a step, and remove the steps that the rule no longer keeps.
+        """Save a state as the checkpoint of a step, and remove steps that ``keep_last`` and the like do not keep. Collective.
 
         Parameters
         ----------
+        step
+            The number of the step, which names the checkpoint's folder; one of an earlier save replaces that checkpoint.
+        state
+            As for `checkpoint.save`.
         metric
             A number for ``keep_best``, the same on all ranks, such as the validation loss. It is stored in the metadata, which
             must then be a dict.
+        metadata
+            Plain values to keep in the catalog, the same on all ranks.
         options
-            Options of `checkpoint.save`.
+            Further options of `checkpoint.save`.
         """
         step = checked_step(step)
         path = self._begin("save", step, state)
@@ -271,12 +280,14 @@ class Manager(RunSteps):
     def async_save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveHandle:
-        """Save like `save`, while training goes on. The pruning after the commit runs in the background too.
+        """Save like `save`, while training goes on. Older steps are removed in the background too, after the commit. Collective.
 
         Parameters
         ----------
+        step, state, metric, metadata
+            As for `save`.
         options
-            Options of `checkpoint.async_save`.
+            Further options of `checkpoint.async_save`.
         """
         step = checked_step(step)
         path = self._begin("async_save", step, state)
@@ -316,9 +327,9 @@ class Manager(RunSteps):
         return handle
 
     def _begin(self, call: str, step: int, state: Mapping[str, Any]) -> str:
-        """Check that a save may begin, and return its path.
+        """Check that a save may begin, and return the path to save to.
 
-        With ``on_failure="warn"``, wait for earlier saves, and compare their failures. Collective then.
+        With ``on_failure="warn"``, wait for earlier saves, and let the ranks compare their failures: collective then.
         """
         self._refuse_unless_open(call)
         self._refuse_read_only()
@@ -332,7 +343,7 @@ class Manager(RunSteps):
         return path
 
     def _options(self, metadata: Any, metric: float | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of a save. An incremental save first waits for the one in progress, which may be its base."""
+        """Merge the manager's options with those of one save. An incremental save waits for the one in progress, its base."""
         base: dict[str, Any] = {}
         if self._full_every:
             self._wait()
@@ -340,7 +351,7 @@ class Manager(RunSteps):
         return {"metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **base, **options}
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of one step, even if the rule keeps it. Files that another step refers to stay.
+        """Remove the checkpoint of one step, whatever ``keep_last`` and the like say. Files that another step refers to stay.
 
         All ranks call it together; rank 0 removes.
 
@@ -365,7 +376,10 @@ class Manager(RunSteps):
         self._stored.note_deleted(step)
 
     def close(self) -> None:
-        """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
+        """Wait for the save in progress, and release the run's folder for other managers.
+
+        If a background save failed and no caller has seen its error, raise that.
+        """
         if self._is_forked():
             self._is_closed = True
             return
@@ -404,7 +418,7 @@ class Manager(RunSteps):
             self._stored.look_ahead()
 
     def _committed(self, step: int) -> None:
-        """Prune after a step that this process, among others, has just committed."""
+        """Do all that follows a commit: note the step, queue its export, and remove steps that the rule does not keep."""
         self._stored.note_committed(step)
         attempts = self._attempts  # `close`, in another thread, ends it
         if attempts is not None:

@@ -15,14 +15,17 @@ from ..memory.options import Memory
 from .manager import Manager
 
 TAG = "nebula_tag"
-"""The key of a checkpoint's tag in its metadata."""
+"""The key in a checkpoint's metadata under which its Nebula tag is saved."""
 
 RUNS: list[Manager] = []
 """The open managers, in order of opening."""
 
 
 def memory_from_environment() -> Memory:
-    """Return the `Memory` of a run: one copy if there is another node, and at most ``NEBULA_MEMORY_BUFFER_SIZE`` bytes a node."""
+    """Return the `Memory` of a run, as the environment configures it.
+
+    It has one copy if there is another node, and at most ``NEBULA_MEMORY_BUFFER_SIZE`` bytes on each node.
+    """
     limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
 
@@ -35,13 +38,13 @@ def open_run(path: str, interval_s: float, num_versions: int, memory: Memory | N
 
 
 def run_at(path: str) -> Manager | None:
-    """Return the run at a storage path, if it is open."""
+    """Return the open run at a storage path; None if this process has none open there."""
     root = real_root(path)
     return next((run for run in RUNS if real_root(run.path(0).rpartition("/")[0]) == root), None)
 
 
 def tags_of(run: Manager) -> dict[int, str]:
-    """Return the tags of a run's checkpoints by step, without the steps whose catalog is damaged."""
+    """Map the steps of a run to the tags of their checkpoints. A step whose catalog is damaged is left out."""
     return {step: tag for step in run.steps() if (tag := _tag_of(run, step)) is not None}
 
 
@@ -54,7 +57,7 @@ def _tag_of(run: Manager, step: int) -> str | None:
 
 
 def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, bool]:
-    """Choose the step of a new checkpoint: the number at the end of its tag, or the next step if another tag has that.
+    """Choose the step for a new tag: the number at its end, or the step after the newest if another tag has that number.
 
     Collective. Rank 0 chooses, because nodes know different steps.
 
@@ -74,7 +77,7 @@ def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, boo
 
 
 def load_without_going_back(run: Manager, step: int, state: Mapping[str, Any]) -> None:
-    """Load a step into a state, with ``strict=False``, while the run itself does not go back to that step. Collective."""
+    """Load the checkpoint of a step into a state, with ``strict=False``; later steps of the run still count. Collective."""
     run._load(step, state, {"strict": False}, goes_on=False)
 
 

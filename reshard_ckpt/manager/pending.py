@@ -1,4 +1,4 @@
-"""The background saves of a manager that are under way or have failed. Several threads may begin saves."""
+"""The background saves of a manager: those under way, and failures that no caller has seen. Several threads may begin saves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..errors import CheckpointError
 
 
 class PendingSaves:
-    """The background saves of one manager. A save stays until the next one begins, or longer if nobody has seen its error."""
+    """The background saves of one manager. A finished save is dropped when the next begins, unless its error was not seen yet."""
 
     def __init__(self) -> None:
         self._settled: dict[SaveHandle, threading.Event] = {}
 
     def add(self, save: SaveHandle) -> threading.Event:
-        """Add a save that has begun; returns an event to set once the pruning after it is over as well."""
+        """Add a save that has begun. Return an event, to be set once old checkpoints have been removed after its commit."""
         for other, settled in list(self._settled.items()):
             if settled.is_set() and not other.running.has_unseen_error:
                 self._settled.pop(other, None)
@@ -28,20 +28,20 @@ class PendingSaves:
         return settled
 
     def wait(self) -> None:
-        """Wait for all saves, and for the pruning after each."""
+        """Wait until all saves are over, and old checkpoints have been removed after each."""
         for settled in list(self._settled.values()):
             settled.wait()
 
     def done(self) -> bool:
-        """Whether each save has been committed or has failed."""
+        """Return whether no save is running any more."""
         return all(save.done() for save in list(self._settled))
 
     def failed(self) -> bool:
-        """Whether a save has failed."""
+        """Return whether any of the saves has failed."""
         return any(save.failed() for save in list(self._settled))
 
     def raise_errors(self) -> None:
-        """Raise the errors that no caller has seen; several are joined into one."""
+        """Raise the error of a failed save that no caller has seen; the errors of several saves are joined into one."""
         errors = [error for save in list(self._settled) if (error := save.running.take_error()) is not None]
         if len(errors) == 1:
             raise errors[0]
@@ -69,18 +69,18 @@ class ToleratedFailures:
         """The step of each save that is over and not yet compared, with its error; empty text for a committed one."""
 
     def add(self, save: SaveHandle) -> None:
-        """Take the error of a save that has begun, so that no later save raises it."""
+        """Take over the error of a save that has begun, so that the next save does not raise it."""
         if self.are_tolerated:
             save.running.failed_before = len(self.in_a_row)
             save.running.take_error()
 
     def note(self, step: int, error: BaseException | None) -> None:
-        """Note that a save is over."""
+        """Note that the save of a step is over, and its error, until ranks compare their saves."""
         if self.are_tolerated:
             self._over.append((step, "" if error is None else f"{type(error).__name__}: {error}"))
 
     def compare(self, comm: Comm) -> None:
-        """Say which saves have failed, on all ranks alike. Collective: a gather and a broadcast.
+        """Warn on all ranks alike about the saves that failed on any rank. Collective: a gather and a broadcast.
 
         Raises
         ------
@@ -97,7 +97,7 @@ class ToleratedFailures:
         self._count(merged)
 
     def close(self) -> None:
-        """Say which saves have failed since the last comparison, on this rank alone; raise as `compare` does."""
+        """Warn about the saves that failed since the last comparison, on this rank alone; raise as `compare` does."""
         over, self._over = self._over, []
         self._count(over)
 

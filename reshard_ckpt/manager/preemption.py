@@ -78,7 +78,7 @@ class Preemption:
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
-        """Whether all ranks have agreed to stop. The first call installs the handler of the signal; closing `held` removes it."""
+        """Return whether all ranks have agreed to stop. The first call installs the handler of the signal; `held` removes it."""
         if self._stop is None:
             self._stop = self._watch(held)
         return self._stop()
@@ -107,7 +107,7 @@ class Preemption:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Handle a signal that comes during the ``with`` block at the end of the block."""
+        """Delay the handling of SIGTERM until the ``with`` block ends."""
         self._depth += 1
         try:
             yield
@@ -129,7 +129,7 @@ class Preemption:
                 self._finish_save_and_end()
 
     def _begin_grace(self) -> None:
-        """Set the deadline at the first SIGTERM: the grace begins now.
+        """Begin to count the time that a save has to finish, at the first SIGTERM.
 
         If a call defers the signal (`deferring`), start a timer that sends SIGTERM to this process again at the deadline.
         """
@@ -160,7 +160,7 @@ class Preemption:
         self._run_previous_handler()
 
     def _run_previous_handler(self) -> None:
-        """Run the handler that was installed before this one."""
+        """Run the handler of SIGTERM that was installed before this one, or end the process if there was none."""
         before = self._before
         if callable(before):
             before(signal.SIGTERM, None)

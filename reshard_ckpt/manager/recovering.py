@@ -35,10 +35,10 @@ def recover(
     Parameters
     ----------
     state
-        As for `load`: the state to train on with.
+        The state that training continues with, as for `load`.
     alive
-        Whether this rank's state is whole as it was after its last step: True or False. Or the state that this rank had before
-        the failure, if `state` is a new one: of another layout, or on the mesh of the new process group.
+        Whether this rank's state is whole, as its last step left it: True or False. Or the state that this rank had before the
+        failure, if `state` is a new one: of another layout, or on the mesh of the new process group.
     path, manager
         The checkpoint, or the checkpoints of the run, to fall back on; at most one of them. Without it, a part that no rank holds
         is an error.
@@ -64,7 +64,7 @@ def recover(
     UsageError
         An argument is not valid.
     MismatchError
-        The survivors, or the checkpoint, and the state disagree.
+        The state disagrees with that of the survivors, or with the checkpoint.
     CheckpointNotFound
         A part has no holder, and there is no checkpoint.
     PeerError
@@ -89,7 +89,7 @@ def recover(
 
 @dataclass(frozen=True, slots=True)
 class _OfManager:
-    """The checkpoints of a manager."""
+    """The checkpoints of a manager's run, for a recovery to load from."""
 
     manager: Manager
 

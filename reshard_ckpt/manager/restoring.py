@@ -93,7 +93,10 @@ class Restoring:
     def load(
         self, step: int, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any], *, goes_on: bool = True
     ) -> LoadedStep:
-        """Load the checkpoint of one step, as `load_given` does. With `goes_on`, the run goes on from this step."""
+        """Load the checkpoint of one step, from memory or the store; `wanted` is a state, or a function as for `load_given`.
+
+        With `goes_on`, training continues from this step, so later steps no longer count from the next save on.
+        """
         passed: dict[str, PassedOver] = {}
         memory = self._memory
         options = {"verify_first": memory is not None and options_of(options).may_keep, **self._session, **options}
@@ -120,13 +123,13 @@ class Restoring:
         return step if step >= 0 else None
 
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
-        """Read whole tensors and values of one step; see `Manager.read`."""
+        """Read whole tensors and values of one step, from memory or the store; see `Manager.read`. Collective."""
         memory = self._memory
         values = None if memory is None else self._from_memory(step, lambda found: memory.read(found, names), {})
         return read(self._stored.path(step), names) if values is None else values
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
-        """Load the newest whole checkpoint; see `Manager.load_latest`."""
+        """Load the newest whole checkpoint of memory and the store, as `Manager.load_latest` does. Collective."""
         # A load that may keep parts of the state must not have changed them when it fails.
         options = {"verify_first": options_of(options).may_keep, **self._session, **options}
         passed: dict[int, str] = {}
@@ -167,7 +170,10 @@ class Restoring:
         return None
 
     def _refuse_unless_damage(self, step: int, error: CheckpointError) -> None:
-        """Raise on all ranks if the store failed on any: then it is unknown whether the step is damaged. Collective."""
+        """Raise on all ranks if any rank could not read the store, as an older step must not be loaded then. Collective.
+
+        A `StorageError` leaves open whether the newer step is damaged.
+        """
         path = self._stored.path(step)
         with open_session("pass over", path, **self._session):
             if isinstance(error, StorageError):
@@ -181,7 +187,10 @@ class Restoring:
             return load_given(self._stored.path(step), wanted, options)
 
     def _from_memory(self, step: int, call: Callable[[Restorable], T], passed: dict[str, PassedOver]) -> T | None:
-        """Return the result of a call with the generation of a step; None if memory has no whole one. Collective."""
+        """Find the generation of a step (its copy in the memory of nodes), and return the result of `call` with it. Collective.
+
+        Return None if memory has no whole generation of this step. Damaged ones are added to `passed`.
+        """
         for verify in (False, True):
             _, found = self._find(lambda: 0, passed, step, verify=verify)
             result = None if found is None else self._tried(found, call, passed, verify=verify)
@@ -192,9 +201,9 @@ class Restoring:
     def _tried(
         self, found: Restorable, call: Callable[[Restorable], T], passed: dict[str, PassedOver], *, verify: bool
     ) -> T | None:
-        """Return the result of a call with a generation; None if it is damaged.
+        """Return the result of `call` with a generation (a step in the memory of nodes); None if the generation is damaged.
 
-        Add a line to `passed` if its copies had been verified.
+        If its copies had been verified before (`verify`), it is added to `passed`.
         """
         step = found.generation.step
         try:
@@ -212,9 +221,10 @@ class Restoring:
     def _find(
         self, at_least: Callable[[], int], passed: dict[str, PassedOver], step: int | None = None, *, verify: bool
     ) -> tuple[int, Restorable | None]:
-        """Find a generation to load, as `MemoryRun.find` does, except those in `passed`; add newly passed ones to `passed`.
+        """Find a generation to load (one step in the memory of nodes), as `MemoryRun.find` does. Add damaged ones to `passed`.
 
-        Return the oldest step of the search, as `at_least` gave it on rank 0, and the generation.
+        Generations that are in `passed` already are left out. Return the oldest step of the search, as `at_least` gave it on rank
+        0, and the generation.
         """
         assert self._memory is not None
         found = self._memory.find(at_least, list(passed), step, verify=verify)
@@ -228,7 +238,7 @@ class Restoring:
                 warnings.warn(f"passed over, as it cannot be loaded: {passed_over.line}", stacklevel=5)
 
     def begin_at(self, step: int, *, in_store: bool) -> None:
-        """Record that the run goes on from a step: from the next save on, saves beyond that step no longer count."""
+        """Record that training continues from a step: once the next save begins, later steps of the run no longer count."""
         self._lineage.loaded(step, in_store=in_store)
         if in_store:
             self._stored.note_good(step)
@@ -246,12 +256,15 @@ class Restoring:
             memory.attempt_begun()
 
     def _newest_except(self, passed: Mapping[int, str]) -> int:
-        """Return the newest step in the store that is not in `passed`, as rank 0 sees it; −1 if there is none."""
+        """Return the newest step in the store that is not in `passed`, as rank 0 sees it; −1 if there is none. Collective."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             newest: int = value_of_first(comm, lambda: self._stored.newest_except(passed))
         return newest
 
 
 def _lines(in_memory: Mapping[str, PassedOver], in_store: Mapping[int, str] = MappingProxyType({})) -> tuple[str, ...]:
-    """Return the lines of `LoadedStep.passed_over`. An older checkpoint has filled all tensors that a damaged one overwrote."""
+    """Return the lines of `LoadedStep.passed_over`: the errors of damaged checkpoints, without names of tensors they overwrote.
+
+    An older checkpoint has filled these tensors by now.
+    """
     return tuple(map(without_changes, (*(generation.line for generation in in_memory.values()), *in_store.values())))

@@ -11,7 +11,7 @@ from ..core.report import check_choice, check_count
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A retention rule.
+    """The rule that says which checkpoints of a run to keep.
 
     Attributes
     ----------

@@ -23,16 +23,16 @@ from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_pa
 
 
 class StepInfo(NamedTuple):
-    """Facts from the catalog of one step that pruning and incremental saves need.
+    """Facts from one step's catalog, which are needed to remove old steps and to save incrementally.
 
     Attributes
     ----------
     folder
-        Its folder below the root.
+        The name of the step's folder in the root.
     needed, referred
-        Keys, from the root, of all files that it needs, and of those in other folders.
+        Keys (paths below the root) of all files that the step needs, and of those among them that lie in other folders.
     num_saves
-        The number of saves that wrote these files; 0 if the step has no catalog that can be read.
+        The number of saves that wrote the needed files; 0 if the step has no catalog that can be read.
     head
         The first bytes of the catalog (`HEAD_BYTES`).
     """
@@ -50,7 +50,7 @@ class StepInfo(NamedTuple):
 
 
 def read_step_info(path: str, folder: str) -> StepInfo:
-    """Read the `StepInfo` of the step in a folder of the run; an empty one if its catalog is missing or damaged."""
+    """Read the `StepInfo` of a step from the catalog at `path`. If that is missing or damaged, return only the folder."""
     try:
         with open_storage(path) as storage:
             opened = identified_catalog(storage)
@@ -68,7 +68,7 @@ def read_step_info(path: str, folder: str) -> StepInfo:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a folder without a catalog is a checkpoint of another library, whole or damaged."""
+    """Return whether a folder, which has no catalog of this library, holds a checkpoint of another one, whole or damaged."""
     try:
         with open_source(path):
             return True
@@ -79,7 +79,7 @@ def is_foreign(path: str) -> bool:
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:
-    """Add the metric to the metadata.
+    """Return a checkpoint's metadata with ``metric=`` of the manager's save in it.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
 
 
 def checked_root(root: Path) -> str:
-    """Return the absolute path of a run's root, which need not exist yet. If it is a link, it is followed once, here.
+    """Return the absolute path of a run's root, which need not exist yet. A root that is a symbolic link is resolved only here.
 
     If a link such as ``current`` is set to another run later, saves and the removal of steps stay with the run that is locked.
 
@@ -119,9 +119,9 @@ def checked_root(root: Path) -> str:
 def known_names(
     comm: Comm, storage: Storage, names: StepNames, noted_names: Callable[[], StepNames], *, read_only: bool
 ) -> StepNames:
-    """Return the names of a run's step folders, with names that the root has noted; note new names there. Collective.
+    """Return the names of a run's step folders: the patterns in `names`, and others that are noted in the root. Collective.
 
-    `noted_names` is `names_at` of the root; only rank 0 calls it.
+    New patterns are noted in the root. `noted_names` is `names_at` of the root; only rank 0 calls it.
     """
 
     def noted() -> list[str]:
@@ -150,7 +150,7 @@ def check_memory_options(memory: Any, root: str, *, persist_every: int | str | N
 
 
 def checked_full_every(full_every: int, memory: Memory | None) -> int:
-    """Return ``full_every=``; raise a `UsageError` if it is not a number of saves, or stands beside ``memory=``."""
+    """Return the option ``full_every=``; raise a `UsageError` if it is not a number of saves, or is used with ``memory=``."""
     if memory is not None:
         raise UsageError("incremental=True: saves to memory are always whole; pass incremental=True or memory=, not both")
     check_count("full_every", full_every, 1)
@@ -159,7 +159,9 @@ def checked_full_every(full_every: int, memory: Memory | None) -> int:
 
 @contextmanager
 def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
-    """Lock the root during the ``with`` block; yield whether it had a manager before, and the lock. Warn if locks are missing."""
+    """Lock a run's root during the ``with`` block; yield whether it ever had a manager, and the lock.
+
+    If the file system has no locks, warn, and yield None as the lock."""
     had_manager = storage.hints.has_locks and storage.size(RUN_LOCK_KEY) is not None
     own = f"process {os.getpid()} on {socket.gethostname()}"
     try:

@@ -98,10 +98,12 @@ class RunSteps:
         return self._restoring.read(step, names)
 
     def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
-        """Load the checkpoint of one step.
+        """Load the checkpoint of one step into a state, in place. Collective. Later steps no longer count, from the next save on.
 
         Parameters
         ----------
+        state
+            As for `checkpoint.load`.
         options
             Options of `checkpoint.load`.
 
@@ -122,10 +124,12 @@ class RunSteps:
             raise CheckpointNotFound(f"{self._stored.path(step)}: no committed checkpoint; {self._steps_text()}") from error
 
     def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
-        """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
+        """Load the newest whole checkpoint into a state, in place. Damaged ones are passed over with a warning. Collective.
 
         Parameters
         ----------
+        state
+            As for `checkpoint.load`.
         options
             Options of `checkpoint.load`. ``verify_first=True`` is the default with ``strict=False``, ``allow_missing`` or
             ``allow_resize``, because parts of the state then keep their value: a damaged checkpoint must not change them.

@@ -23,17 +23,17 @@ from ..core.report import SaveReport, duration_s
 from ..errors import UsageError
 
 WARM_UP_STEPS = 8
-"""Steps to time before the first save of ``"auto"``, to compare later steps with; the first ones compile and allocate."""
+"""Steps to time before the first save of ``interval="auto"``: a few more than the slow first ones, to compare later ones with."""
 
 _KEPT_STEPS, _KEPT_SAVES = 101, 5
 
 
 Decision = tuple[bool, int]
-"""Rank 0's decision at a step: whether to save now, and the step of the next decision."""
+"""Rank 0's decision at a step: whether to save at this step, and the step of the next decision."""
 
 
 class SaveCosts:
-    """Seconds of a step, and cost and duration of a save, measured on one rank. Any thread may report the end of a save.
+    """Measures on one rank how long steps take, and how much time saves cost. Any thread may report the end of a save.
 
     A step is *disturbed* if a save was in progress during it. The cost of a save is the time that disturbed steps take beyond the
     median of the other steps, and at least the stall in the save's own report. `num_steps` counts the timed undisturbed steps.
@@ -52,7 +52,7 @@ class SaveCosts:
         self.began_at: float | None = None
 
     def step(self, step: int) -> float:
-        """Note that a step begins, and return the time."""
+        """Measure the time since the last call, at the beginning of a training step; return the time now."""
         now = self._clock()
         with self._lock:
             if self._last is not None and step > self._last[0]:
@@ -78,7 +78,7 @@ class SaveCosts:
             self.end(reports[0] if reports else None)
 
     def begin(self) -> None:
-        """Note that a save begins."""
+        """Record that a save begins, so that the steps until `end` are measured apart."""
         now = self._clock()
         with self._lock:
             if not self._disturbed:
@@ -121,7 +121,7 @@ class SaveCosts:
 
 
 Interval = Callable[[SaveCosts], float | None]
-"""Returns the seconds from the beginning of one save to the next; None while too little is known."""
+"""A function of the measured `SaveCosts`: seconds from the beginning of one save to the next; None if too little is known."""
 
 
 def best_interval(
@@ -163,7 +163,7 @@ class SaveSchedule:
         self._asked = self._first_again = -1
 
     def due(self, step: int) -> bool:
-        """Return whether to save at this step, the same on all ranks."""
+        """Return whether to save at this step, the same on all ranks. Steps before the next decision need no communication."""
         if step < self._asked:  # an older step was loaded: the next decision may be far ahead
             self._look_at, self._first_again = None, step
         self._asked = step

@@ -28,7 +28,7 @@ from ..errors import PeerError
 _SLICE_S = 0.05
 _FAREWELL_S = 5.0
 _NEVER = -1
-"""Posted by a rank that takes no further step; also the decision if a rank has posted it."""
+"""Stands for the number of steps of a rank that takes no further one; also the decision, if any rank has posted it."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def open_stop(
 
 
 class AgreedStop(AbstractContextManager["AgreedStop"]):
-    """The stop of one rank of several; a thread watches while the ``with`` block lasts.
+    """One rank's part in the agreement of several ranks on the step to stop at; a thread watches during the ``with`` block.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
             self._wait(lambda: self._store.add("informed", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
 
     def _post(self, num_steps: int) -> None:
-        """Write to the store, once, how many steps this rank has begun. The last rank to do so decides where all stop."""
+        """Write to the store, once, how many steps this rank has begun. The last rank to do so decides at which step all stop."""
         if self._posted:
             return
         self._posted = True
@@ -164,7 +164,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         return {int(rank): int(num_steps) for rank, num_steps in pairs}
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Ask until `done` returns True, and return True; False when the time is over or this stop is closed."""
+        """Call `done` again and again. Return True once it does, and False if the time is over or this stop is closed."""
         polled, until = PollingWait(done), time.monotonic() + timeout_s
         while not polled.ends(min(_SLICE_S, timeout_s)):
             if self._closed.is_set() or time.monotonic() >= until:

@@ -33,17 +33,17 @@ from .run_folder import StepInfo, is_foreign, read_step_info
 
 
 class _Listing(NamedTuple):
-    """The steps that a listing of the run has found.
+    """The steps of a run, as one listing of its files shows them.
 
     Attributes
     ----------
     committed
         The folder of each committed step.
     removed
-        The folders of removed steps whose grace has ended: when each was removed, in seconds since 1970.
+        By folder, when a step was removed, in seconds since 1970; only steps whose time of grace for readers has ended.
     needed
-        Keys, from the root, of files that must stay because removed steps need them whose grace has not ended. The files belong
-        to other steps.
+        Keys, from the root, of files of other steps that must stay, because a removed step refers to them whose time of grace has
+        not ended.
     """
 
     committed: dict[int, str]
@@ -52,7 +52,7 @@ class _Listing(NamedTuple):
 
 
 class StoredSteps:
-    """The committed steps below a root.
+    """The committed steps of a run in its store: lists, measures and removes them.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class StoredSteps:
         return self._path(self._names.folder(self._storage, step))
 
     def new_path(self, step: int) -> str:
-        """Return the path of a new checkpoint of a step."""
+        """Return the path to save a new checkpoint of a step to."""
         return self._path(self._names.of(step))
 
     def _path(self, folder: str) -> str:
@@ -123,24 +123,24 @@ class StoredSteps:
         return list(self.folders())
 
     def folders(self) -> dict[int, str]:
-        """Return the folders of `steps`."""
+        """Map each committed step, in order, to the name of its folder; folders of other libraries' checkpoints included."""
         committed, begun = find_steps(self._storage, self._names)
         self._foreign = {s for s, folder in begun.items() if s in self._foreign or is_foreign(self._path(folder))}
         return dict(sorted({**committed, **{s: folder for s, folder in begun.items() if s in self._foreign}}.items()))
 
     def counted(self) -> list[int]:
-        """List the committed steps without superseded ones, in order."""
+        """List the committed steps in order. Steps that were superseded when the run went back to an older step are left out."""
         if self._read_only:  # the job may have saved a step anew, so the cached facts may be out of date
             self._lineage.refresh()
             self._infos.clear()
         return [step for step in self.steps() if self._is_current(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
-        """Return the newest of `counted` that is not in `passed`; −1 if there is none."""
+        """Return the newest committed, not superseded step that is not in `passed`; −1 if there is none."""
         return max({*self.counted()} - {*passed}, default=-1)
 
     def save_id(self, step: int) -> str:
-        """Return the id of the save of a step."""
+        """Return the id of the save that wrote a step."""
         return self._info(step).save_id
 
     def save_ids_beyond(self, step: int) -> list[str]:
@@ -149,12 +149,12 @@ class StoredSteps:
         return [save_id for save_id in newer if save_id]
 
     def metrics(self, steps: Collection[int]) -> dict[int, float]:
-        """Return the metrics of the steps that have one."""
+        """Map the steps that have a metric to that metric."""
         self._read_infos(steps)
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def keeps(self, step: int, metric: float | None) -> bool:
-        """Whether the rule keeps a new checkpoint however many follow: a multiple of `keep_every`, or one of the best so far."""
+        """Return whether the rule keeps a checkpoint for ever: a multiple of `keep_every`, or now one of the `keep_best` best."""
         if self._rule.keep_every is not None and step % self._rule.keep_every == 0:
             return True
         if metric is None or not self._rule.keep_best:
@@ -163,11 +163,11 @@ class StoredSteps:
         return step in self._rule.ranked([*metrics], metrics)[: self._rule.keep_best]
 
     def note_good(self, step: int) -> None:
-        """Record that a step was loaded or committed. The last such step is never pruned."""
+        """Record that a step was loaded or committed, and so is whole. The last such step is never removed by `prune`."""
         self._good.append(step)
 
     def note_committed(self, step: int) -> None:
-        """Record that a step was committed, perhaps in place of an older save."""
+        """Record that a step was committed, and forget the facts about an older save of this step."""
         self.note_good(step)
         self._committed_since.add(step)
         self._damaged.discard(step)
@@ -188,18 +188,18 @@ class StoredSteps:
         return self.path(step) if self._since_full > 1 else None
 
     def note_damaged(self, step: int) -> None:
-        """Record that a step could not be loaded. It then does not count as one of the steps to keep."""
+        """Record that a step could not be loaded. From then on it takes no place among the ``keep_last`` newest."""
         self._damaged.add(step)
 
     def note_deleted(self, step: int) -> None:
-        """Note that a step was deleted."""
+        """Record that a step was deleted."""
         self._good = [good for good in self._good if good != step]
         self._committed_since.discard(step)
 
     def look_ahead(self) -> None:
-        """Begin to look at the steps in the store, for the `prune` after the save that begins now.
+        """Begin to list the steps in the store in a thread, for the `prune` after the save that begins now.
 
-        Nobody else removes a step meanwhile. In a store with fast round trips this does nothing, and `prune` looks itself.
+        Nobody else removes a step meanwhile. In a store with fast round trips this does nothing, and `prune` lists them itself.
         """
         self._committed_since.clear()
         self._looking = begin(self._storage, self._look)
@@ -297,7 +297,7 @@ class StoredSteps:
         return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
-        """Return the keys of all files that these steps need, or that checkpoints in other folders of the root need.
+        """Return the keys of all files that these steps, or checkpoints in any other folders of the root, refer to.
 
         The folder `but` does not count.
         """
@@ -309,7 +309,7 @@ class StoredSteps:
         return frozenset(key for step in steps for key in self._info(step).needed).union(beside)
 
     def _forget_replaced(self) -> None:
-        """Forget the facts about steps that another program has saved over since they were read."""
+        """Forget the cached `StepInfo` of each step whose catalog has changed since: another program has saved the step again."""
         self._storage.close()  # a file that it has open may have been replaced
 
         def head(info: StepInfo) -> bytes:
@@ -325,7 +325,7 @@ class StoredSteps:
                 self._infos.pop(step, None)
 
     def _read_infos(self, steps: Iterable[int]) -> None:
-        """Read the facts about these steps that are not known yet, all together."""
+        """Read and cache the `StepInfo` of these steps, several at once."""
         map_at_once(self._storage, self._info, [step for step in steps if step not in self._infos])
 
     def _info(self, step: int) -> StepInfo:

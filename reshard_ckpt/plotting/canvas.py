@@ -31,10 +31,10 @@ PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 """Okabe and Ito's palette, whose colours can be told apart with any colour vision."""
 
 _SHADES = ((0.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.55))
-"""For each eight ranks the grey level that is mixed into the palette (1.0 is white, 0.0 black), and its share."""
+"""How the palette changes after every eight ranks: the grey level to mix in (1.0 is white, 0.0 black), and its share."""
 
 MAX_BOXES = 3000
-"""A collection with more boxes becomes an image inside the SVG, without edges and tips."""
+"""The most boxes that SVG draws one by one. More boxes become one image in it, without edges and tips."""
 
 _STYLE = {
     "font.family": "sans-serif",
@@ -82,7 +82,17 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
 def draw_boxes(
     axes: Axes, boxes: Any, colours: Any, tips: Sequence[str] = (), *, edge: str = "white", width: float = 0.8
 ) -> PolyCollection:
-    """Draw boxes as one collection; `boxes` has rows of ``x, y, width, height``, and `tips` a text for each."""
+    """Draw boxes as one matplotlib collection.
+
+    Parameters
+    ----------
+    boxes : (N, 4)
+        ``x, y, width, height`` of each box, in data coordinates.
+    colours
+        The colour of each box.
+    tips
+        The text of each box that appears when the pointer is on it.
+    """
     x, y, w, h = np.asarray(boxes, float).reshape(-1, 4).T
     corners = np.stack([np.stack([x, x + w, x + w, x], 1), np.stack([y, y, y + h, y + h], 1)], 2)
     extent, (left, right), (bottom, top) = axes.get_window_extent(), axes.get_xlim(), axes.get_ylim()
@@ -107,7 +117,10 @@ def draw_boxes(
 def write_in(
     axes: Axes, x: float, y: float, texts: Sequence[str], width: float, height: float, size: float = 9, **style: Any
 ) -> None:
-    """Write the first text that fits into a place of this size around a point, in smaller letters if necessary, or none."""
+    """Write the longest of several texts that fits around a point into `width` × `height` points; write nothing if none fits.
+
+    `texts` begins with the longest one. Each is also tried in letters that are 2 points smaller.
+    """
     for text in texts:
         lines = text.split("\n")
         for letters in (size, size - 2):
@@ -117,7 +130,7 @@ def write_in(
 
 
 def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
-    """Set as many of these ascending ticks as can be read; the last and the first take precedence over the others."""
+    """Label an axis at the ascending positions `at`; leave out labels that would overlap, but keep the last and the first."""
     span, extent = axes.get_ylim()[0] if vertical else axes.get_xlim()[1], axes.get_window_extent()
     unit = (extent.height if vertical else extent.width) / max(span, 1e-9)
     # needs: points that each label takes along the axis; kept: ticks that do not overlap the ones before.
@@ -211,7 +224,7 @@ def write_head(figure: Figure, title: str, below: str = "") -> None:
 
 
 def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: float, columns: int) -> None:
-    """Add a legend with a swatch for each name; `left` and `top` count from the figure's upper left corner."""
+    """Add a legend with a coloured square for each name. `left` and `top` are points from the figure's upper left corner."""
     width, height = figure.get_size_inches() * 72
     swatches = [Patch(color=colour, label=fitted(name, 9, 180)) for name, colour in colours.items()]
     place = (left / width, 1 - top / height)
@@ -221,7 +234,7 @@ def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: flo
 
 
 def _saved(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:
-    """Write the figure into bytes, with all its text made drawable."""
+    """Render a figure as bytes of the format `form`; characters that cannot be drawn are replaced in all of its text."""
     for text in figure.findobj(Text):
         text.set_text(drawable(text.get_text()))
     buffer = BytesIO()

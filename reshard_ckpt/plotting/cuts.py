@@ -47,24 +47,24 @@ from .feeds import Fed, Run, WantedPart, boxes_of, feeds
 from .table import CellTable, lay_out
 
 MAX_WIDTH, MAX_HEIGHT = 420.0, 320.0
-"""The largest size of a table in points, unless it has more cells than fit into that with a number in each."""
+"""Largest size of a tensor's table in points. A table with many cells may be larger, so that a number fits into each."""
 
 MAX_GROUPS = 64
-"""The most rows, and columns, of the matrix "who feeds whom". Several ranks share one if there are more. Tables get room for
+"""The most rows and columns of the matrix "who feeds whom"; with more ranks, several share one. Tables get room for
 labels in at most so many cells along a side."""
 
 CELL_WIDTH, CELL_HEIGHT = 24.0, 14.0
 SMALL_WIDTH, SMALL_HEIGHT = 120.0, 48.0
-"""The size of a scalar in points; a vector is as high, and as wide for each of its parts."""
+"""The size in points at which a scalar is drawn. A vector has this height, and this width for each of its parts."""
 
 MAX_LABEL = 130.0
-"""The largest width of a row's label in the matrix "who feeds whom"."""
+"""The largest width in points of a row's label in the matrix "who feeds whom"."""
 
 MAX_LEGEND = 40
 """The legend lists all ranks up to this number; of more it lists a few."""
 
 MAX_MESH = 4096
-"""The largest mesh for which the ranks that hold copies of a part are computed."""
+"""The most ranks of a mesh for which the picture tells which ranks hold copies of a part."""
 
 HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 46.0
 
@@ -92,17 +92,17 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor on other ranks.
+    """A tensor as the ranks of another mesh want it.
 
-    ``shown`` is its table, coloured by the ranks that wrote it; ``parts`` the same table by the index of the new rank. ``fed``
-    are the boxes that go from rank to rank, and ``amounts`` their bytes.
+    ``shown`` is its table, coloured by the ranks that saved each part; ``parts`` the same table by the index of the new
+    rank. ``fed`` are the boxes that go from rank to rank, and ``amounts`` their bytes.
     """
 
     shown: Shown
     parts: CellTable
     names: list[str]
     labels: list[str]
-    """The name of each part's ranks; with mesh coordinates if it is a single rank."""
+    """A name for the ranks that want each part; a single rank has its mesh coordinates in it."""
     fed: Fed
     amounts: I64
 
@@ -201,7 +201,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _words_of(rank: int, others: Sequence[int], mesh: Mesh | None) -> list[str]:
-    """List possible labels of a part, the longest first; each of them names the rank that wrote the part."""
+    """List the possible labels of a part, the longest first. Each names the rank that wrote the part."""
     full = rank_label(rank, mesh)
     where = full.removeprefix(f"rank {rank}").strip()
     also = f"also on {_ranks(others)}" if others else ""
@@ -254,7 +254,7 @@ def _title(axes: Axes, title: str, below: str, last: str = "") -> None:
 
 
 def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], colours: Sequence[str], **style: Any) -> None:
-    """Label each part once, on its largest rectangle, with the longest of its words that fit."""
+    """Label each part once, on the largest of its rectangles, with the longest of the part's texts (`words`) that fits."""
     boxes, parts = table.boxes()
     across = axes.get_window_extent().width / table.columns[-1]
     down = axes.get_window_extent().height / table.rows[-1]
@@ -323,6 +323,6 @@ def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
 
 
 def _group(at: int, groups: int, names: Sequence[str]) -> str:
-    """Name a row or column: by one name, or by the first and the last of several."""
+    """Name row or column number `at` of the matrix: by its only rank, or by the first and the last of the ranks that share it."""
     first, last = -(-at * len(names) // groups), -(-(at + 1) * len(names) // groups) - 1
     return names[first] if first == last else f"{names[first]} … {names[last].removeprefix('rank ')}"

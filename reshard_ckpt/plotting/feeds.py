@@ -16,7 +16,7 @@ from ..core.planning.target_pieces import target_rows
 from ..core.planning.target_placement import TargetPlacement, TargetTopology, place
 
 Run: TypeAlias = tuple[Ints, Ints, int, int]
-"""Offsets and lengths of a box, and the first element and the number of elements of a run of it."""
+"""A run of a box: the box's offsets and lengths, then the run's first element and number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class WantedPart:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Boxes of a tensor; box i goes from saved rank ``saved[i]`` to the `WantedPart` with index ``wanted[i]``."""
+    """Boxes that a reshard moves: box i of a tensor goes from saved rank ``saved[i]`` to `WantedPart` number ``wanted[i]``."""
 
     offsets: I64
     lengths: I64
@@ -66,14 +66,22 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
 
 
 def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
-    """Tell whether the cuts of a tensor depend on another one: it follows that tensor, or both are in one vector."""
+    """Tell whether a tensor's cuts depend on those of `other`: the tensor follows it, or both lie in one flat vector."""
     leader = placed[of.follows] if of.follows is not None else of
     vector, its = leader.vector, placed[other].vector
     return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])
 
 
 def boxes_of(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64]:
-    """Cut runs into boxes; returns offsets, lengths, and the index of the run of each box."""
+    """Divide runs into boxes.
+
+    Returns
+    -------
+    offsets, lengths : (B, D)
+        The boxes.
+    of : (B,)
+        The index of the run that each box is a part of.
+    """
     offsets, lengths, start, count = _columns(runs, ndim)
     if ndim == 0:
         return offsets, lengths, np.arange(len(runs))
@@ -82,7 +90,7 @@ def boxes_of(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64]:
 
 
 def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
-    """Return offsets, lengths, start and count of runs as columns."""
+    """Convert runs to columns: offsets and lengths of their boxes, each (N, D), and start and count, each (N,)."""
     offsets, lengths = (np.array([run[i] for run in runs], np.int64).reshape(len(runs), ndim) for i in (0, 1))
     start, count = (np.array([run[i] for run in runs], np.int64) for i in (2, 3))
     return offsets, lengths, start, count

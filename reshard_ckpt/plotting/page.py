@@ -62,7 +62,7 @@ def rendered(figure: Figure, title: str, suffix: str) -> bytes:
 
 
 def _page(title: str, body: str) -> str:
-    """Make a page from the HTML of its body."""
+    """Make a complete HTML page from the HTML of its body."""
     # Images may come from data: URLs, because svg_bytes embeds the pixels of a crowded picture that way.
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
@@ -74,7 +74,7 @@ def _page(title: str, body: str) -> str:
 
 
 def _section(title: str, below: str, content: str) -> str:
-    """Make a section from a heading, a sentence below it, and HTML."""
+    """Make an HTML section: a heading, a sentence below it, and the HTML `content`."""
     return f"<section><h2>{title}</h2><p>{_words(below)}</p>{content}</section>\n"
 
 
@@ -137,12 +137,12 @@ def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: s
 
 
 def _total(node: Node, sizes: Sequence[int]) -> int:
-    """Sum the bytes of a node and of everything below it."""
+    """Return the bytes of all leaves below a node of the tree; `sizes` has the bytes of each leaf."""
     return sum(sizes[leaf] for leaf in node.leaves) + sum(_total(child, sizes) for child in node.children)
 
 
 def _bar(label: str, size: int, most: int, colour: str = PALETTE[0]) -> str:
-    """Draw a bar with a label and its bytes; one of `most` bytes is 500 pixels long."""
+    """Return HTML of a bar with a label and its bytes. A bar of `most` bytes is 500 pixels long."""
     bar = f'<i style="background:{colour};width:{500 * size / most:.1f}px"></i>'
     return f'<span class="bar">{bar}{_words(label)}: {size_text(size)}</span>'
 

@@ -1,6 +1,6 @@
-"""Timeline of a save: a row for each thread of each rank, time from left to right, a colour for each step.
+"""Pictures of times. For a save: a row for each thread of each rank, time from left to right, a colour for each step.
 
-Also the time lost by the interval between saves: a curve for each tier, with a mark at the best interval.
+For ``goodput``: the time lost over the interval between saves, a curve for each tier, with a mark at the best interval.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def timeline_title(timeline: Timeline) -> str:
 
 
 def timeline_words(timeline: Timeline) -> str:
-    """Make a sentence that names the longest step and its rank; steps that wait for others do not count."""
+    """Return a sentence that names the longest step and its rank; steps that wait for others do not count."""
     steps = [step for step in timeline.steps if step.name not in WAITS]
     if not steps:
         return "No step took any time."
@@ -110,7 +110,7 @@ def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
 
 
 def _tip(step: Step, timeline: Timeline) -> str:
-    """Return the tip of a step: rank, step, thread, times, bytes."""
+    """Return the text that appears when the pointer is on a step: rank, step, thread, times, bytes."""
     took = step.end_s - step.start_s
     size = f", {size_text(step.num_bytes)}, {size_text(round(step.num_bytes / max(took, 1e-9)))}/s" if step.num_bytes else ""
     return f"{timeline.label(step.rank)} {step.name} ({step.thread}): {took:.3g} s from {step.start_s:.3g} s{size}"
@@ -122,7 +122,7 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 
 @styled()
 def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
-    """Draw the share of time lost over the interval, for saves to memory and for the store alone, or only for the store."""
+    """Draw the share of time that a job loses over the interval between its saves: to memory, to the store, or both."""
     memory, store, _ = tiers(job)
     figure = new_figure(GOODPUT_WIDTH, GOODPUT_HEIGHT)
     axes = add_axes(figure, 70, 56, GOODPUT_WIDTH - 100, GOODPUT_HEIGHT - 110)

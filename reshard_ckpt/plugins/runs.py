@@ -1,4 +1,4 @@
-"""Runs in the memory of nodes that are open in this process, by their storage path; a checkpoint of one has a tag."""
+"""Opening and closing of runs (see `Manager`) that keep checkpoints in the memory of nodes; a tag names each checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that a family describes itself: the tensors and values of this rank, and what all ranks of a save or a load say."""
+"""The description of a state by a framework's own support: each rank's tensors and values, and messages among ranks."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from .zip_records import StoredFile, ZipRecords
 
 
 class TorchFile:
-    """One file; `content` is the saved object, with tensors as `PickledTensor`.
+    """A file of ``torch.save``, opened; `content` is the saved object, with a `PickledTensor` for each tensor.
 
-    A file may name any class. Instances are stand-ins, whose attributes `attributes_of` returns.
+    The file may hold objects of any class. They are stand-ins here, whose attributes `attributes_of` returns.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class TorchFile:
         return data
 
     def number(self, made: Any) -> Any:
-        """Return the number in a tensor of one element; anything else as it is."""
+        """Return the number that a one-element tensor holds, read from the file; return anything else as it is."""
         is_one = isinstance(made, PickledTensor) and prod(made.shape) == 1
         return self.elements(made, 0, 1).item() if is_one else made
 
@@ -124,7 +124,7 @@ def read_object(data: bytes, name: str, *, tagged: str | None = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of a module or a layer: its name, its view of a storage, and the file that holds it."""
+    """A tensor of a module that lies in a file: its FQN, its place in a storage, and the file."""
 
     fqn: str
     view: PickledTensor

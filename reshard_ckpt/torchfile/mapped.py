@@ -25,7 +25,7 @@ from .bounds import refuse_bombs, refuse_hash_collisions
 from .zip_records import ZipRecords
 
 _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
-"""The operation of a pickle that names the class."""
+"""The bytes in a pickle that name torch's class DTensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ class MappedFile:
 
 
 def find_mapped(files: Sequence[MappedFile], tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the index of the file that a tensor lies in, and its first byte there; None if it lies in none of these files."""
+    """Find the mapped file that a tensor's memory is part of; return the file's index, and the tensor's first byte in the file.
+
+    None means that the tensor lies in none of these files.
+    """
     at = tensor.data_ptr()
     return next(((i, at - file.base) for i, file in enumerate(files) if file.base <= at < file.base + file.size), None)
 
@@ -69,7 +72,7 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
 
 
 def _load_error(path: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that torch does not load: unsupported if it needs classes to import, else damaged."""
+    """Return the error for a file that ``torch.load`` refused: `UnsupportedError` if it names classes, else `CorruptError`."""
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:

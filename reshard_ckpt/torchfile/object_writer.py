@@ -56,7 +56,7 @@ class StreamedTensor:
 
 
 Records = Sequence[tuple[ZipRecord, bytes | StreamedTensor]]
-"""The records of a file of ``torch.save`` in order, each with its data, or with the tensor whose bytes the caller writes."""
+"""The records of a file of ``torch.save`` in order. Each has its bytes, or the tensor whose bytes the caller writes."""
 
 
 def laid_out(described: bytes, storages: Sequence[bytes | StreamedTensor]) -> Records:

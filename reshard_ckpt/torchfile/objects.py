@@ -26,25 +26,25 @@ from .tensors import ENCODED, SIZE, TENSOR_TABLE, PickledDTensor, PickledTensor,
 
 NAMESPACE = ("argparse", "Namespace")
 NAMESPACE_TAG = "__class__"
-"""A key that marks a dict which was a Namespace, below the top of the common state."""
+"""The key that marks a dict which was an ``argparse.Namespace``. The value at this key is the name of that class."""
 
 _ENUMS = re.compile(r"(megatron|deepspeed|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
-"""Modules whose names a pickle may call with one value, because it spells members of enums so. The call is noted, not made."""
+"""Modules whose classes a pickle may call with one value: this is how pickles spell members of enums. No call is made."""
 
 _MIN_NODES = 1 << 12
-"""The parts that an object of a small file may have in any case."""
+"""The number of parts that an object may have in addition to one for each byte of its file."""
 
 _VIEWS = 4
-"""The most bytes of tensors for each byte of a file: several tensors may be views of one storage."""
+"""The most bytes of tensors that are copied for each byte of a file; more than 1, because tensors may be views of one storage."""
 
 
 def may_be_called(module: str) -> bool:
-    """Return whether a pickle may call names of this module with one value, as it does to spell members of enums."""
+    """Return whether a pickle may call the classes of a module with one value, which is how it spells members of enums."""
     return _ENUMS.fullmatch(module) is not None
 
 
 def _instance(kind: str) -> Callable[..., StandInObject]:
-    """Return a function that keeps its arguments in a stand-in; `PlainValues` converts them once the object's state is known."""
+    """Return a stand-in for a function: it keeps the arguments, which `PlainValues` converts when the object's state is known."""
 
     def make(*arguments: Any) -> StandInObject:
         return _Called(StandInClass(kind), arguments)
@@ -68,7 +68,7 @@ class _Called(StandInObject):
 
 
 def _a_dict(first: Any = None) -> dict[Any, Any]:
-    """Return a plain dict in the place of a Counter, which is called with its items, or of a defaultdict, with its factory."""
+    """Return a plain dict in place of a ``Counter``, which pickles call with its items, or of a ``defaultdict``."""
     return first if isinstance(first, dict) else {}
 
 
@@ -84,7 +84,7 @@ _KEPT = [
     ("numpy.scalar", "scalar", _MULTIARRAY),
     ("torch.device", "device", ["torch"]),
 ]
-"""Calls whose arguments are kept: the kind of the stand-in, the name that a pickle calls, and the modules that may have it."""
+"""Calls in a pickle whose arguments are kept in a stand-in: its kind, the called name, and the modules that have the name."""
 _KINDS = frozenset(kind for kind, _, _ in _KEPT)
 
 
@@ -124,7 +124,7 @@ _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 
 
 class Globals(dict[tuple[str, str], Any]):
-    """A table with a stand-in for every global: `_TABLE` has some, and any other becomes a class.
+    """The stand-in of every class and function that a pickle names: the one in `_TABLE`, or else the stand-in of a class.
 
     A pickle that calls such a class makes an `Opaque`, which `PlainValues` refuses if it is converted.
     """
@@ -232,7 +232,7 @@ class PlainValues:
         return flat.view(view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
 
     def _made(self, kind: str, arguments: tuple[Any, ...], state: Any, depth: int) -> Any:
-        """Make the value of a call whose arguments were kept, given its kind (`_KEPT`)."""
+        """Make the value that a call in a pickle stands for, from its kept arguments and state; `kind` is one of `_KEPT`."""
         match kind:
             case "set":
                 return set(self._elements(arguments, depth))

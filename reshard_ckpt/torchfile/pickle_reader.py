@@ -45,7 +45,7 @@ class StandInClass:
 
 
 class StandInObject:
-    """An instance of a class that a stand-in names; `state` is the dict or tuple that the pickle set as its state."""
+    """An instance of a class that is not imported; `state` is the dict or tuple that the pickle gives it."""
 
     __slots__ = ("kind", "state")
 
@@ -54,7 +54,7 @@ class StandInObject:
         self.state: Any = None
 
     def take(self, items: list[Any]) -> None:
-        """Note that the object has items, because its class derives from dict or list. The items are not read."""
+        """Note that the pickle puts items into this object, as its class derives from dict or list. The items are not kept."""
         self.state = Opaque(self.kind.name)
 
 
@@ -91,7 +91,7 @@ def class_of(made: Any) -> str | None:
 
 
 class PicklingError(Exception):
-    """A pickle names a global that it may not name; `read_pickle` adds the name of the file."""
+    """Raised when a pickle names a class or function that is not allowed; `read_pickle` adds the file's name."""
 
 
 Table = Mapping[tuple[str, str], Any]
@@ -233,7 +233,7 @@ class _Machine:
                 remember(stack[-1])
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes of the stream."""
+        """Return the next `size` bytes of the pickle."""
         low, self.at = self.at, self.at + size
         if size < 0 or self.at > len(self.data):
             raise ValueError("it ends too early")
@@ -243,7 +243,7 @@ class _Machine:
         return int.from_bytes(self.take(size), "little")
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """Return the stand-in of a global."""
+        """Return the stand-in of a class or function that the pickle names."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("the name of a global is not text")
         try:
@@ -276,7 +276,7 @@ def _build(made: Any, state: Any) -> None:
 
 
 def _is_attributes(state: Any) -> bool:
-    """Tell whether a state is one that an ``OrderedDict`` may have: empty, or the versions in a module's state dict."""
+    """Tell whether a pickle may set this state on an ``OrderedDict``: an empty dict, or a module's ``_metadata``."""
     return state == {} or (type(state) is dict and list(state) == ["_metadata"])
 
 
@@ -391,7 +391,7 @@ _VALUES: dict[int, Callable[[_Machine], Any]] = {
     0x63: lambda machine: machine.look_up(_line(machine), _line(machine)),
     0x51: _persistent,
 }
-"""Operations that push one value, by code."""
+"""Operations of a pickle that push one value on the stack, by their opcodes."""
 
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     **{code: _pushed(value) for code, value in _VALUES.items()},

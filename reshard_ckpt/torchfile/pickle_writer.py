@@ -22,9 +22,9 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """The result of a function or class that the reader calls with these arguments, puts items into, and gives a state.
+    """An object that the pickle's reader makes: it calls `function` with `arguments`, puts in `items`, and sets `state`.
 
-    If `items` is empty, no item is put in. If `state` is None, no state is given; else ``__setstate__`` takes the state.
+    Without `items`, none are put in. If `state` is None, none is set; else ``__setstate__`` takes it.
     """
 
     function: Global
@@ -78,7 +78,7 @@ class _Emitter:
         self._memo: dict[str | Global, int] = {}
 
     def add(self, value: Any) -> None:
-        """Write one value."""
+        """Append the operations that make a value to the pickle."""
         value = self._reduced(value)
         match value:
             # Operations in the order of the cases: NONE; NEWTRUE, NEWFALSE; BINFLOAT; MARK … TUPLE; EMPTY_LIST MARK … APPENDS;
@@ -135,7 +135,7 @@ class _Emitter:
             self.out += b"\x8a" + len(data).to_bytes(1, "little") + data
 
     def _shared(self, value: str | Global) -> None:
-        """Write a string or a global; if it was written before, write a reference to the memo instead."""
+        """Append a string or a global to the pickle. If it is there already, append a reference to the memo instead."""
         index = self._memo.get(value)
         if index is not None:
             # BINGET or LONG_BINGET; below: GLOBAL or BINUNICODE, then BINPUT or LONG_BINPUT, which sets the memo entry

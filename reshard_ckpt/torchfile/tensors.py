@@ -15,7 +15,7 @@ from .pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """The storage of a persistent id: record ``data/<key>`` of the zip; `dtype` is None if the pickle gives it elsewhere."""
+    """The storage that a persistent id names: record ``data/<key>`` of the zip. `dtype` is None if the id does not tell it."""
 
     dtype: torch.dtype | None
     key: str
@@ -42,7 +42,7 @@ class PickledTensor:
         return replace(self, shape=shape, strides=row_major_strides(shape))
 
     def is_within(self, num_bytes: int) -> bool:
-        """Tell whether the tensor has elements, and all of them lie in the first `num_bytes` of its storage."""
+        """Tell whether a tensor has elements, and all of them lie in the first `num_bytes` bytes of its storage."""
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         is_negative = self.offset < 0 or min(self.strides, default=0) < 0
         return not is_negative and min(self.shape, default=1) > 0 and (last + 1) * self.dtype.itemsize <= num_bytes

@@ -35,11 +35,11 @@ _UNIX = 3
 _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
 )  # fmt: skip
-"""The errors that `zipfile` raises: others besides its own occur if a damaged directory makes it seek to a wrong place."""
+"""The errors by which `zipfile` shows that a file is damaged; a damaged directory can also make it seek to a wrong place."""
 
 
 class StoredFile(io.RawIOBase):
-    """A file of any store, with the interface of a Python file that is open for reading."""
+    """A file of a store that can be read like an opened Python file."""
 
     def __init__(self, storage: Storage, key: str, size: int) -> None:
         self._storage, self._key, self._size, self._at = storage, key, size, 0
@@ -104,11 +104,11 @@ class ZipRecords:
         return self._members[key].file_size
 
     def crc(self, key: str) -> int:
-        """Return the CRC-32 of a record by the directory; 0 from a writer that was told to compute none."""
+        """Return the CRC-32 of a record, as the zip's directory has it; 0 if the writer computed none."""
         return self._members[key].CRC
 
     def storages(self) -> list[str]:
-        """List the records that hold storages."""
+        """List the names of the records that hold storages of tensors."""
         return [key for key in self._members if key.startswith("data/") and key != "data/"]
 
     def begin(self, key: str) -> int:
@@ -168,7 +168,7 @@ def refuse_legacy(head: bytes, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A record of a zip that is written front to back: where its header begins, and its size.
+    """A record of a zip that is written as a stream: its name, its size, and the byte at which its header begins.
 
     The sizes of a zip are known before its data, so several processes can write it.
     """
@@ -178,7 +178,7 @@ class ZipRecord:
     at: int
 
     def info(self, crc: int = 0) -> zipfile.ZipInfo:
-        """Return the entry in the directory, given the CRC-32 of the data; the header is made from it, too."""
+        """Return the record's entry in the zip's directory, given the CRC-32 of its data. The header is made from it, too."""
         found = zipfile.ZipInfo(f"archive/{self.name}")
         found.create_system, found.external_attr, found.flag_bits = _UNIX, 0o600 << 16, _SIZES_BEHIND
         found.file_size, found.compress_size, found.header_offset, found.CRC = self.size, self.size, self.at, crc
@@ -191,16 +191,16 @@ class ZipRecord:
 
     @property
     def head(self) -> bytes:
-        """The header; checksum and sizes stand behind the data."""
+        """The bytes of the record's header. It has no checksum and sizes: they follow the data."""
         return self.info().FileHeader(self._is_large)
 
     def tail(self, crc: int) -> bytes:
-        """Return the bytes behind the data, given the CRC-32 of the data."""
+        """Return the bytes behind the record's data: checksum and sizes, given the CRC-32 of the data."""
         return struct.pack("<4sLQQ" if self._is_large else "<4sLLL", b"PK\7\10", crc, self.size, self.size)
 
     @property
     def end(self) -> int:
-        """Where the next record begins."""
+        """The byte of the file at which the next record begins."""
         return self.at + len(self.head) + self.size + len(self.tail(0))
 
     @property
@@ -209,7 +209,7 @@ class ZipRecord:
 
 
 def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
-    """Lay out records of these names and sizes, one after the other."""
+    """Lay out zip records of these names and sizes one after the other."""
     records: list[ZipRecord] = []
     for name, size in sizes:
         records.append(ZipRecord(name, size, records[-1].end if records else 0))
@@ -230,7 +230,7 @@ def directory(records: Sequence[ZipRecord], crcs: Iterable[int]) -> bytes:
 
 
 class _End:
-    """The end of a file, from byte `begin` on: collects the bytes that `zipfile` writes there.
+    """A file for `zipfile` to write the end of a zip to, whose bytes it collects in `data`; it begins at byte `begin` of the zip.
 
     It has no `seek`, as a stream. That of `io.RawIOBase` takes no position beyond 2 GiB from Python 3.12 on.
     """

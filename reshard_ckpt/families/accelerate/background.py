@@ -1,8 +1,8 @@
-"""Saves of the ``Trainer`` of transformers in the background: `background_saves`, a callback.
+"""`background_saves`, a callback with which the ``Trainer`` of transformers saves its FSDP checkpoints in the background.
 
 1. While ``train`` runs, the functions of `calls` begin a save and return once the state may change. One save runs at a time: the
-   optimizer's waits for the model's, and the next model's for both.
-2. The ``Trainer`` removes old folders right after it has begun a save. With ``save_total_limit=2`` or more, the folder of before,
+   save of the optimizer waits for that of the model, and the next model's for both.
+2. The ``Trainer`` removes old folders right after it has begun a save. With ``save_total_limit=2`` or more, the previous folder,
    which is committed by then, stays; a limit of 1 is refused.
 3. ``train`` returns when the last save is committed, or raises its error.
 4. ``get_last_checkpoint``, and so ``resume_from_checkpoint=True``, passes over folders whose save was killed.
@@ -23,21 +23,21 @@ _OF_DCP = ".metadata"
 
 
 class Background:
-    """The saves that run in the background, and whether new ones do."""
+    """The saves that run in the background. `is_on` says whether a new save begins in the background or blocks."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._saves: list[checkpoint.SaveHandle] = []
 
     def save(self, path: str, state: dict[str, Any], **options: Any) -> None:
-        """Save, or begin to save."""
+        """Save a state to a path with `checkpoint.async_save` if `is_on` is set, else with `checkpoint.save`."""
         if self.is_on:
             self._saves.append(checkpoint.async_save(path, state, **options))
         else:
             checkpoint.save(path, state, **options)
 
     def wait(self) -> None:
-        """Wait for the saves, and raise the error of the first that failed."""
+        """Wait for all background saves; raise the first error."""
         while self._saves:
             self._saves.pop(0).result()
 

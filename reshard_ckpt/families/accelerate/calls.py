@@ -27,7 +27,9 @@ _MODULES = ("accelerate.utils", "accelerate.accelerator", "transformers.trainer"
 
 
 class LoadResult(NamedTuple):
-    """The result that ``load_state_dict`` would return: a load that misses a name raises instead."""
+    """The result of `load_fsdp_model`, with the fields that ``load_state_dict`` returns. Both are empty: a load with missing or
+    unexpected names raises instead.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -47,7 +49,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Bind Accelerate's own functions again."""
+    """Undo `install`: Accelerate and the ``Trainer`` use Accelerate's own functions again."""
     _REPLACED.uninstall()
 
 
@@ -60,7 +62,7 @@ _REPLACED = Replaced(_owners)
 
 
 def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand calls with ``FULL_STATE_DICT`` on to Accelerate's own function."""
+    """Decorate one of the four functions: with ``FULL_STATE_DICT`` it calls Accelerate's own function instead."""
 
     @wraps(function)
     def call(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +116,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> LoadResult:
-    """Load a module, on any number of ranks."""
+    """Load a module in place, from ``pytorch_model_fsdp_<index>``, which any number of ranks may have saved."""
     BACKGROUND.wait()
     frozen = _frozen(model) if adapter_only else []
     checkpoint.load(_folder(input_dir, "pytorch_model_fsdp", model_index), {"model": model}, allow_missing=frozen)
@@ -146,7 +148,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load an optimizer, which may never have stepped, on any number of ranks."""
+    """Load an optimizer in place, even if it has never stepped, from a checkpoint of any number of ranks."""
     BACKGROUND.wait()
     checkpoint.load(_folder(input_dir, "optimizer", optimizer_index), _state(model, optimizer), ignore=["model"])
 

@@ -91,14 +91,20 @@ def _source(storage: Storage) -> Source:
 
 
 def _model_paths(model: Metadata) -> Callable[[KeyPath], KeyPath]:
-    """Return the function that converts the paths of a model, without the steps that wrappers add; `model` is as it was saved."""
+    """Return a function from a path in the saved model's state to the path here, without the parts that wrappers such as DDP add.
+
+    Parameters
+    ----------
+    model
+        The model's metadata as saved; all of its names are needed to tell the added parts.
+    """
     names = [name_of(path) for path in model.paths.values()]
     clean = dict(zip(names, unwrapped_keys(names), strict=True))
     return lambda path: (MODEL, clean.get(name_of(path)) or unwrapped(name_of(path)))
 
 
 def _optimizer_path(path: KeyPath) -> KeyPath:
-    """Convert a path of an optimizer."""
+    """Convert a path in the saved optimizer's state to the path here: below ``optimizer``, without the parts of wrappers."""
     return OPTIMIZER, *(unwrapped(key) if isinstance(key, str) else key for key in path)
 
 

@@ -31,7 +31,7 @@ class FlatPart:
 
 
 FlatParams = Mapping[str, tuple[FlatPart, ...]]
-"""The parameters in each flat parameter, by the name of the flat one."""
+"""By the name of a flat parameter of FSDP1, the parameters that lie in it."""
 
 
 def flat_params(notes: Any, where: str) -> FlatParams:
@@ -117,7 +117,10 @@ def _within(chunks: Sequence[Chunk], part: FlatPart) -> Sequence[Chunk]:
 
 
 def _flat_name(path: KeyPath) -> tuple[str, str | None]:
-    """Return the name of the flat parameter, and the key if the path is that of its state: ``state``, ``<flat>.<key>``."""
+    """Split the path of a flat parameter, or of its optimizer state, into the flat parameter's name and the key of the state.
+
+    The path of state is ``("state", "<flat>.<key>")``. For the parameter itself the key is None.
+    """
     if len(path) == 2 and path[0] == "state":
         flat, _, key = str(path[1]).rpartition(".")
         return flat, key

@@ -151,7 +151,7 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
 
 
 def detach(engine: Any) -> Any:
-    """Wait for a save that is under way, and give the engine DeepSpeed's own checkpoints back; return the engine.
+    """Undo `attach`, after waiting for a save that is under way: the engine saves and loads as DeepSpeed does. Return the engine.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ _REPLACED = Replaced(lambda: [importlib.import_module("deepspeed.runtime.engine"
 
 
 def _configure_checkpointing(engine: Any, *arguments: Any) -> None:
-    """Attach an engine that chooses this library, in the place of DeepSpeed's method of this name."""
+    """Configure an engine with DeepSpeed's own method; then attach this library if the config or ``always`` asks for it."""
     stock = _REPLACED.stock["_configure_checkpointing"]
     if chosen_by(config_of(engine)) is None and not getattr(engine, "reshard_ckpt_always", False):
         stock(engine, *arguments)

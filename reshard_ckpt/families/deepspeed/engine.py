@@ -114,7 +114,7 @@ REPLACED = ("save_checkpoint", "destroy")
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
-    """The arguments of one save, as ``CheckpointCommitInfo`` of later releases has them."""
+    """The arguments of the save in progress, with the fields of ``CheckpointCommitInfo`` in newer DeepSpeed."""
 
     tag: str
     save_dir: str
@@ -144,7 +144,7 @@ class OldMethods:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save with the engine's own method, and note the folder of the save meanwhile."""
+        """Save with DeepSpeed's own method, but let it write no ``latest``; meanwhile `info` has the folder and the tag."""
         engine = self._engine()
         assert engine is not None
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -156,7 +156,7 @@ class OldMethods:
             self.info = None
 
     def destroy(self) -> None:
-        """Wait for a save that is under way, and end the engine."""
+        """Wait for a save that is under way, then call DeepSpeed's own ``destroy``."""
         engine = self._engine()
         assert engine is not None
         engine.checkpoint_engine.cleanup()
@@ -240,7 +240,7 @@ class Engine:
         self._begin(engine)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load one file, as DeepSpeed's own engine does."""
+        """Load one file with DeepSpeed's own checkpoint engine."""
         return self.stock.load(path, map_location=map_location)
 
     def commit(self, info: Any) -> bool:
@@ -251,7 +251,7 @@ class Engine:
         return True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
+        """Make the folder `path`, because DeepSpeed asks its checkpoint engine to."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -294,7 +294,7 @@ class Engine:
         return os.path.join(self._info.save_dir, str(self._info.tag))
 
     def _change(self, engine: Any, **attributes: Any) -> None:
-        """Set attributes of the engine; `_set_back` restores them."""
+        """Set attributes of the engine, and remember the old ones, so that `_set_back` can restore them."""
         for key, value in attributes.items():
             self._changed[key] = vars(engine).get(key, _NOTHING)
             setattr(engine, key, value)
@@ -329,7 +329,7 @@ _NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
 _LOGGER = logging.getLogger("reshard_ckpt")
 _LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
-"""The hook on the base optimizer's step waits for `staged`, so a save returns before anything is copied."""
+"""Options of a save that returns before anything is copied. The optimizer's next step waits for the copy (`_Running.hold`)."""
 
 
 @atexit.register
@@ -353,7 +353,7 @@ class _Running:
         handle.add_done_callback(self._after)
 
     def hold(self, register: Callable[..., Any]) -> None:
-        """Make the next step of the optimizer wait until all tensors are copied."""
+        """Register a hook that makes the next step of the optimizer wait until all tensors are copied."""
 
         def wait(*_: Any) -> None:
             self._handle.staged()
@@ -370,7 +370,7 @@ class _Running:
             self._over.set()
 
     def result(self) -> None:
-        """Wait for the commit and for the new ``latest``; raise the error of either."""
+        """Wait until the checkpoint is committed and ``latest`` names it; raise the error of the save or of that file."""
         try:
             self._handle.result()
         finally:

@@ -29,11 +29,11 @@ FLAT_OWNERS = (
     "fp32_partitioned_groups_flat",  # ZeRO-3
     "fp32_groups_flat",  # the fp16 and bf16 wrapper without ZeRO
 )
-"""Attributes of DeepSpeed's optimizers: the flat tensors, one for each group, that torch's optimizer has as its parameters."""
+"""Attributes in which DeepSpeed's optimizers keep one flat tensor for each group. torch's optimizer updates these tensors."""
 
 
 Shared = tuple[dict[str, Any], str, Any]
-"""The state of a flat group, a key in it, and the value at that key, which the parameters of the group share."""
+"""A value that all parameters of a flat group share, such as the step: the dict that holds it, its key there, and the value."""
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -128,7 +128,7 @@ class EngineState:
 
     @property
     def optimizer_state(self) -> RankState | None:
-        """The flat tensors of the optimizer; None if it does not flatten its parameters."""
+        """Flat tensors and other state of the optimizer on this rank; None if the optimizer does not flatten its parameters."""
         if self._flat is None:
             return None
         group = getattr(self._optimizer, "dp_process_group", None)
@@ -222,7 +222,7 @@ class EngineState:
             yield list(zip(group, owned, strict=True))
 
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters without master weights."""
+        """Yield this rank's parameters without saved master weights, as FQN and shard. `trained` has the FQNs with saved ones."""
         apart = chain.from_iterable(self._apart()) if self._optimizer is not None and self._flat is None else ()
         # Skip parameters whose master weights are saved.
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}

@@ -48,7 +48,7 @@ def kinds_of_state(saved: Catalog) -> Kinds:
 
 
 def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
-    """Return the path of every readable tensor and value below `ROOT`, by its name."""
+    """Return the path (a tuple of keys) of each tensor and value that DeepSpeed or the user saved below `ROOT`, by its name."""
     found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
     return found | {name: path for name, path in paths_of_values(saved).items() if name.startswith(f"{ROOT}.")}
 
@@ -74,7 +74,7 @@ class Saved:
 
 
 def saved_at(path: str) -> Saved:
-    """Open the checkpoint at a path."""
+    """Open the checkpoint at a path, ready to be loaded; only the catalog is read."""
     return Saved(path, checkpoint.catalog(path), partial(checkpoint.load, path), partial(checkpoint.read, path))
 
 
@@ -172,7 +172,7 @@ def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
 
 
 def _around(engine: Any, method: str) -> None:
-    """Call a hook of ZeRO-3, if there is one: the prologue divides parameters, the epilogue gathers the small ones."""
+    """Call ``optimizer.<method>()`` if it exists: ZeRO-3 has one that divides parameters, and one that gathers small ones."""
     if engine.optimizer is not None and hasattr(engine.optimizer, method):
         getattr(engine.optimizer, method)()
 
@@ -273,7 +273,7 @@ def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _set_engine(engine: Any, values: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Give the engine its counters, and the scheduler its state."""
+    """Restore the counters of an engine and the state of its data sampler; with `with_scheduler`, also of its scheduler."""
     if with_scheduler and engine.lr_scheduler is not None and values.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
     engine.global_steps = values.get("global_steps", engine.global_steps)

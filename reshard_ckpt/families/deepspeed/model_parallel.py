@@ -103,7 +103,7 @@ class TensorParallel:
 
 
 def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same dict with names as keys in place of AutoTP's patterns: names, escaped between ``^`` and ``$``."""
+    """Return the dict with parameter names as keys. AutoTP's keys are regular expressions: ``^``, an escaped name, ``$``."""
     return {_plain_name(pattern): value for pattern, value in patterns.items()}
 
 
@@ -191,15 +191,15 @@ class ModelParallelParts:
         self._home: dict[str, int] = {}  # the first stage that has each parameter of a pipeline
 
     def has_home(self, fqn: str) -> bool:
-        """Tell whether an earlier stage has a parameter."""
+        """Tell whether an earlier stage of the pipeline has this parameter."""
         return fqn in self._home
 
     def is_first_stage_of(self, mp: int, fqn: str) -> bool:
-        """Tell whether a stage is the first that has a parameter: call it for the stages in order."""
+        """Tell whether pipeline stage `mp` is the first one that has this parameter. The stages must be asked in order."""
         return self._home.setdefault(fqn, mp) == mp
 
     def shards(self, mp: int, params: Params) -> list[Shard]:
-        """Return the part of each parameter of a group that a rank holds; without segments if another rank's part counts."""
+        """Return the part of each parameter that model-parallel rank `mp` holds; no segments if an earlier stage holds it."""
         if self.parallel is not None:
             return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
         return [

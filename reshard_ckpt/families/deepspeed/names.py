@@ -27,9 +27,9 @@ from ...plugins.errors import CheckpointError, CorruptError
 from ...plugins.names import StateLink
 
 NAME = "deepspeed"
-"""The name of the format."""
+"""The name of DeepSpeed's format, as in ``inspect``."""
 ROOT = "deepspeed"
-"""The first key of the names of values."""
+"""The top-level key of all values that DeepSpeed or the user saved."""
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE, GROUPS = "state", "param_groups"
 MASTER = "fp32"
@@ -42,7 +42,7 @@ def parameter_name(fqn: str) -> str:
 
 
 def state_link(fqn: str, key: str) -> StateLink:
-    """Return the link of an entry of the optimizer's state to its parameter."""
+    """Return the link between a tensor or value of optimizer state, such as ``exp_avg``, and the parameter with this FQN."""
     return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
 
 
@@ -54,7 +54,7 @@ _OPTIM = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<dp>\d{1,9})_m
 _LAYER = re.compile(r"layer_(?P<layer>\d{2,9})(?:-model_(?P<mp>\d{2,9}))?-model_states\.pt")
 _EXPERT_FILE = re.compile(r"(?:layer_\d+_expert_\d+|expp_rank_\d+|expert_\d+)_mp_rank_\d+_\w+\.pt")
 Rank = tuple[int, int]
-"""The model-parallel and the data-parallel rank."""
+"""The number of a model-parallel rank, and of a data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _rank(match: re.Match[str]) -> Rank:
 
 
 def _check_complete(files: TagFiles, where: str) -> None:
-    """Check that every rank that has a file of one kind has all others, too."""
+    """Check that no file of any model-parallel and data-parallel rank is missing."""
     num_mp = 1 + max(mp for mp, _ in (*files.models, *files.optimizers))
     num_dp = 1 + max(dp for _, dp in (*files.models, *files.optimizers))
     divided = any(key.startswith("zero_pp_rank_") for key in files.models.values())  # ZeRO-3: each rank has a model file

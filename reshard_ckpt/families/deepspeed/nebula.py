@@ -163,5 +163,5 @@ class NebulaRun:
 
 
 def _step_of(tags: Mapping[int, str], tag: str) -> int | None:
-    """Return the last step with a tag; None without one."""
+    """Return the largest step whose checkpoint has this tag; None if no checkpoint has it."""
     return max((step for step, other in tags.items() if other == tag), default=None)

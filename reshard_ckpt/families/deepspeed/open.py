@@ -112,7 +112,7 @@ _NOTHING = object()
 
 
 class _Tag:
-    """One checkpoint on its way to a catalog."""
+    """Builds the catalog over the folder of one tag."""
 
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage, tagged=OWN)
@@ -252,7 +252,7 @@ class _Tag:
                 add_whole(self._builder, layer.file, name, layer.view)
 
     def _add_experts(self) -> None:
-        """Add the experts' tensors that have no master weights. Without ZeRO, the optimizer's state of experts has no names."""
+        """Add tensors of experts, except those whose master weights were added. Without ZeRO, refuse their optimizer state."""
         for key in self._experts:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():

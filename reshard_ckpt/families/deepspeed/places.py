@@ -71,7 +71,7 @@ class Runs:
 
     @property
     def end(self) -> int:
-        """The least length of a flat tensor with these runs."""
+        """The smallest number of elements that a flat tensor with these runs can have."""
         return int((self.at + self.count).max(initial=0))
 
 
@@ -103,7 +103,7 @@ def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
 
 
 def striped_length(params: Params, num_ranks: int) -> int:
-    """Return the number of elements of each rank's stripes together, with padding, which all ranks have alike."""
+    """Return the total number of elements of one rank's stripes, with padding; it is the same on all ranks."""
     return int((-(-params.numel // num_ranks)).sum())
 
 
@@ -123,7 +123,7 @@ def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One group on a rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and other state, such as ``step``, by key."""
+    """One parameter group on one rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and other state, such as ``step``."""
 
     params: Params
     runs: Runs
@@ -269,8 +269,9 @@ def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
 
 
 def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:
-    """Yield each run of each flat tensor: FQN, key, the parameter's shape, the tensor, the run's begin in it and in the parameter
-    (in elements), and its number of elements.
+    """Yield each run of a parameter in each flat tensor, as (FQN, key, shape, tensor, at, start, count).
+
+    `shape` is the parameter's, `at` the run's first element in the flat tensor, `start` its first element in the parameter.
     """
     for group in state.groups:
         columns = zip(*(c.tolist() for c in (group.runs.param, group.runs.at, group.runs.start, group.runs.count)), strict=True)
@@ -281,7 +282,10 @@ def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """The part of an optimizer group that a rank has: part number `rank`, of the experts with the number `expert_rank`."""
+    """The part of an optimizer group that one rank holds.
+
+    `rank` is the number of the part among the ranks that share the group. Ranks with other experts have another `expert_rank`.
+    """
 
     rank: int
     expert_rank: int = 0

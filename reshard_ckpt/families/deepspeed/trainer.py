@@ -28,7 +28,7 @@ from .names import LATEST
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether the Trainer can resume from a folder: its own state is there, and DeepSpeed's checkpoint is committed."""
+    """Tell whether the Trainer can resume from a folder: it has the Trainer's state, and a committed checkpoint of DeepSpeed."""
     is_begun = any(folder.glob("global_step*"))
     return (folder / "trainer_state.json").exists() and (not is_begun or (folder / LATEST[0]).exists())
 
@@ -53,14 +53,14 @@ _METHODS = Replaced(lambda: [importlib.import_module("transformers.trainer").Tra
 
 
 def _rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None, *arguments: Any, **options: Any) -> None:
-    """Delete old checkpoints as the stock function does, with one more kept for each that is not whole."""
+    """Delete old checkpoints as transformers' function does, but do not count folders whose save is unfinished."""
     if save_total_limit:
         save_total_limit += sum(not is_whole(path) for path in trainer_steps(output_dir).values())
     _FUNCTIONS.stock["rotate_checkpoints"](output_dir, save_total_limit, *arguments, **options)
 
 
 def _finalize_training(self: Any, trial: Any, *arguments: Any) -> Any:
-    """Wait for the last save, and rotate the folders once more, before the stock method."""
+    """Before the Trainer's own method runs, wait for the last save, and delete old checkpoints once more."""
     ours = getattr(self.model_wrapped, "checkpoint_engine", None)
     if isinstance(ours, Engine):
         ours.finish()
@@ -82,7 +82,7 @@ def see_commits_in_lightning() -> None:
 
 
 def _after_commit(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of Lightning's strategy that waits for the last save, and then calls the stock method."""
+    """Wrap a method of Lightning's strategy so that it first waits for the save in progress."""
 
     @wraps(stock)
     def call(strategy: Any, *arguments: Any) -> None:

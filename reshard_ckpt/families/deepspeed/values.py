@@ -69,14 +69,14 @@ def plain(file: TorchFile, made: Any) -> Any:
 
 
 def add_whole(builder: CatalogBuilder, file: TorchFile, name: str, view: PickledTensor, link: StateLink | None = None) -> None:
-    """Add a tensor that one file holds whole, with any strides."""
+    """Add to the catalog a tensor that lies whole in one file. Its strides may be any."""
     add_shard(builder, file, name, view, Shard.whole(view.shape), link)
 
 
 def add_shard(
     builder: CatalogBuilder, file: TorchFile, name: str, view: PickledTensor, shard: Shard, link: StateLink | None = None
 ) -> None:
-    """Add the part of a tensor that one file holds."""
+    """Add to the catalog the part of a tensor that lies in one file, as `shard` describes it."""
     builder.tensor(name, view.dtype, shard.shape, link=link, again=True)
     first = shard.segments[0] if len(shard.segments) == 1 else None
     if first is not None and first.lengths == view.shape:
@@ -91,7 +91,7 @@ def add_shard(
 
 
 def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor: PickledTensor, runs: Runs) -> None:
-    """Add the runs of parameters that a flat tensor in a file holds."""
+    """Add to the catalog all parameters' runs in one flat tensor of a file."""
     if not tensor.is_row_major:
         raise CorruptError(f"{builder.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
     if not len(runs.param):
@@ -154,13 +154,16 @@ class FlatNames:
 
 
 KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
-"""The names of tensors by group, key and dtype: they are the same for all ranks."""
+"""The tensors of a flat group, by the group, the key of the state and the dtype. They are the same in the files of all ranks."""
 
 
 def add_group(
     builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, group_key: Any = None
 ) -> None:
-    """Add the flat tensors of one rank's group; `names` caches their numbers, by the key of the group on all ranks."""
+    """Add the flat tensors of a group in one rank's file; `names` caches the catalog's numbers of tensors for other ranks' files.
+
+    `group_key` tells groups of other parameters apart.
+    """
     for key, tensor in group.tensors.items():
         at = group_key, key, tensor.dtype
         if at not in names:
@@ -169,7 +172,7 @@ def add_group(
 
 
 class StateAdder:
-    """Adds state, groups and values to a catalog."""
+    """Adds optimizer state, parameter groups and values from files to a catalog."""
 
     def __init__(self, builder: CatalogBuilder) -> None:
         self.builder = builder
@@ -204,7 +207,7 @@ class StateAdder:
             self.builder.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
 
     def refuse(self, where: str) -> None:
-        """Make the optimizer unreadable, because nothing names its parameters; `where` names the file."""
+        """Make the whole optimizer unreadable, because no file names its parameters; the error names the file in `where`."""
         error = UnsupportedError(
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"

@@ -87,7 +87,7 @@ def _add_apart(
     parts: ModelParallelParts,
     adder: StateAdder,
 ) -> None:
-    """Add to `adder` the saved state of an optimizer that has a tensor for each parameter, for model-parallel rank `mp`."""
+    """Add the optimizer state that one model-parallel rank, `mp`, saved with a tensor for each parameter."""
     base = state.get("optimizer_state_dict", state)
     numbers = numbers_of(base, model.key)
     # fqns: the name of each parameter by its number; part_of: the part of each that this model-parallel rank holds, by name

@@ -18,7 +18,8 @@ from ...plugins.names import unwrapped_keys
 from .saving import is_ours
 
 _Strategy: Any = object
-"""The strategy of Fabric that stands behind `FabricSaves`. Type checkers cannot know its methods."""
+"""A base class without types: `FabricSaves` calls methods of Fabric's strategy, which stands behind it in the bases of each class
+that `strategies.strategy` makes."""
 
 
 class FabricSaves(_Strategy):  # type: ignore[misc]
@@ -37,7 +38,7 @@ class FabricSaves(_Strategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save a state; a filter of a module leaves out the tensors for which it returns False."""
+        """Save a state. `filter` has a function by the key of a module; a tensor for which this returns False is left out."""
         if storage_options is not None:
             raise UsageError("storage_options: are for Lightning's CheckpointIO, which is not used here; leave them out")
         left_out: list[str] = []
@@ -79,6 +80,6 @@ class FabricSaves(_Strategy):  # type: ignore[misc]
 
 
 def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a state into modules and optimizers, and values."""
+    """Divide a state into its modules and optimizers, and all other values."""
     objects = {key: value for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
     return objects, {key: value for key, value in state.items() if key not in objects}

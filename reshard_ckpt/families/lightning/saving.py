@@ -30,7 +30,8 @@ OPTIMIZERS = "optimizer_states"
 STATE_DICT = "state_dict"
 
 _Strategy: Any = object
-"""The strategy of Lightning that stands behind `TrainerSaves`. Type checkers cannot know its methods."""
+"""A base class without types: `TrainerSaves` calls methods of Lightning's strategy, which stands behind it in the bases of each
+class that `strategies.strategy` makes."""
 
 
 class TrainerSaves(_Strategy):  # type: ignore[misc]
@@ -166,7 +167,7 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
 
 
 class WholeFileLoads(TrainerSaves):
-    """`TrainerSaves` beside a strategy whose own checkpoints are files with the whole state, such as DDP's."""
+    """`TrainerSaves` for strategies such as DDP's, whose own checkpoint is one file with the whole state; that file loads too."""
 
     def _load_of_lightning(self, path: str, weights_only: bool | None, is_fitting: bool) -> dict[str, Any]:
         content = super()._load_of_lightning(path, weights_only, is_fitting)

@@ -24,12 +24,12 @@ STRATEGIES: dict[str, tuple[type, str, str]] = {
     "ReshardFabricFSDPStrategy": (FabricSaves, "fabric", "FSDPStrategy"),
     "ReshardFabricModelParallelStrategy": (FabricSaves, "fabric", "ModelParallelStrategy"),
 }
-"""By name: the class that saves, and the strategy of Lightning behind it."""
+"""By name of a strategy here: the class that saves and loads, and the part and name of Lightning's strategy below it."""
 
 
 @cache
 def strategy(name: str) -> type:
-    """Make a class of `STRATEGIES`.
+    """Make the strategy class of this name, a key of `STRATEGIES`, as a subclass of Lightning's.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def _pl_load(path: Any, *arguments: Any, **options: Any) -> Any:
-    """Read a whole checkpoint in the place of Lightning's function of this name."""
+    """Load a file as Lightning's ``pl_load`` does; a checkpoint of this library is read whole instead."""
     is_path = not hasattr(path, "read") and not str(path).startswith(("http://", "https://"))
     if is_path and is_ours(str(path)):
         return read_whole(str(path))
@@ -55,7 +55,7 @@ def _pl_load(path: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _module(part: str, name: str) -> Any:
-    """Import a module of ``lightning``, or of the packages by which its parts are known alone."""
+    """Import a module of Lightning's part ``pytorch`` or ``fabric``, which may also be installed as a package of its own."""
     alone = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}[part]
     is_alone = (alone in sys.modules and "lightning" not in sys.modules) or importlib.util.find_spec("lightning") is None
     with needed("lightning", "lightning>=2.6"):

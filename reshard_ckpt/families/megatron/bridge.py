@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron-Bridge Megatron's own module again."""
+    """Undo `install`: Megatron-Bridge uses Megatron's own ``dist_checkpointing`` again."""
     _REPLACED.uninstall()
 
 

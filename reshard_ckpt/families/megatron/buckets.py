@@ -33,9 +33,9 @@ from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256
 MayHold = Callable[[str, Part], bool]
-"""Takes the prefix of a bucket's names and a chunk of the model. Returns whether the chunk may lie in that bucket."""
+"""A function of the prefix of a bucket's names and a chunk of the model: whether that chunk may lie in that bucket."""
 Claim = tuple[int, int]
-"""The index of a parameter, and the index of one of its parts."""
+"""The index of a parameter, and the index of one of its parts (boxes in a file)."""
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ from .states import SavedTree, WantedTree, check_strategy, is_common, parse_mode
 from .values import common_state, metadata_of
 
 FIRST, LAST = (0, 13), (0, 19)
-"""The first and the last release that jobs have run with; docs/megatron.md lists which, and which parts of each."""
+"""The oldest and the newest version of megatron-core that were tested; docs/megatron.md lists the parts."""
 
 
 def warn_if_untested() -> None:
@@ -201,7 +201,7 @@ def async_save(
 
 
 def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
-    """Return the options of a save of a tree."""
+    """Return the options of this library's save for a tree, with the files that Megatron looks for beside the catalog."""
     beside = {CONFIG_FILE: json.dumps(CONFIG).encode()}
     common: Any = tree.tree.get(COMMON)
     # The tree may have the common state as an object. The rank that holds its main replica writes ``common.pt``.

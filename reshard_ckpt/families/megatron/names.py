@@ -26,14 +26,14 @@ from ...plugins.errors import LayoutError, summarize
 from ...plugins.names import StateLink
 
 NAME = "megatron"
-"""The name of the format. It is also the key in a catalog's metadata that marks names as Megatron's keys and lists Namespaces."""
+"""The name of Megatron's format. In a catalog's metadata, this key says that names are Megatron's keys, and lists Namespaces."""
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
 COMMON = "common_state"
 COMMON_OBJECT = f"{COMMON}/shard_0_1"
-"""The object as which Megatron saves the common state from 0.19 on."""
+"""The key of the object in which Megatron saves the common state from 0.19 on."""
 COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
-"""Megatron's file of the common state, which Megatron's own `load` reads, and the file by which it recognizes a checkpoint."""
+"""Files of Megatron: ``common.pt`` has the common state; by ``metadata.json`` Megatron recognizes a checkpoint."""
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -42,11 +42,11 @@ CONFIG = {
 }
 """The content of ``metadata.json`` that every version reads; newer versions leave out keys that they no longer need."""
 CONTENT_METADATA, FORM = "content_metadata", "distrib_optim_sharding_type"
-"""A key of the common state, and the key in it for the form of the optimizer's state."""
+"""Keys of the common state: ``content_metadata``, and in that dict the key that tells the form of the optimizer's state."""
 NAMESPACE_TAG, NAMESPACE = "__class__", "argparse:Namespace"
-"""The key, and its value, that mark a dict which was a Namespace."""
+"""The key and the value that mark a saved dict as an ``argparse.Namespace``."""
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
-"""The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
+"""The key, in a distributed optimizer's common state, that tells the form of its state; and its value for whole tensors."""
 Path = tuple[Any, ...]
 _STATE_NAME = f"{OPTIMIZER}.state."
 _SPELLED = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
@@ -130,7 +130,7 @@ def has_keys(catalog: Catalog) -> bool:
 
 
 def noted(catalog: Catalog) -> dict[str, Any] | None:
-    """Return the notes that the calls left in a checkpoint's metadata; None if other programs saved it."""
+    """Return the notes that saves with Megatron's calls leave in the metadata; None for a checkpoint of other calls."""
     notes = catalog.metadata.get(NAME) if isinstance(catalog.metadata, dict) else None
     return notes if isinstance(notes, dict) else None
 
@@ -178,7 +178,7 @@ def key_of_object(name: str) -> str | None:
 
 
 def replica_name(name: str) -> str:
-    """Return the name of the claim that an object exists; a rank makes it for a replica that is not the main one."""
+    """Return the name by which a rank claims that an object exists. Ranks do so for replicas other than the main one."""
     key, _, place = name.rpartition("/shard_")
     return f"{key}/replica_{place.rpartition('_')[2]}"
 

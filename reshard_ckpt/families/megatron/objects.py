@@ -1,4 +1,4 @@
-"""Megatron-FSDP's DTensors: their placements do not show in which order axes cut a dim."""
+"""A check on Megatron-FSDP's DTensors: their placements may not tell the true order in which mesh axes cut a dim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .names import NAME
 
 
 def check_mesh(mesh: Any, placements: Sequence[Any], name: str) -> None:
-    """Refuse a mesh at which Megatron-FSDP has noted that later axes cut before earlier ones."""
+    """Refuse a DTensor of Megatron-FSDP on whose mesh later axes cut a dim before earlier ones."""
     if getattr(mesh, "_shard_order", None) is not None:
         raise LayoutError(
             f"{name}: Megatron-FSDP cuts it in another order than its placements {placements} say; pass the state dict to "

@@ -161,13 +161,13 @@ def read_folder(storage: Storage, *, named: bool = False) -> tuple[Catalog, dict
 
 @dataclass
 class _Folder:
-    """A folder on its way to a catalog."""
+    """Builds the catalog over one folder of Megatron."""
 
     storage: Storage
     saved: Metadata
     builder: CatalogBuilder
     groups: dict[tuple[Any, ...], list[Any]] | None = None
-    """The groups of optimizers whose buckets are named, by path; None if buckets are not named."""
+    """By path, the groups of optimizers whose state lies in named buckets; None if buckets keep their keys."""
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def add_tensors(self) -> None:
@@ -254,7 +254,10 @@ class _Folder:
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Drop the steps of single parameters: Megatron up to 0.15 keeps them in ``param_state`` as well as in the groups."""
+    """Remove the steps of single parameters from an optimizer's common state; the groups have the step too.
+
+    Megatron up to 0.15 keeps them in ``param_state``.
+    """
     kept = {}
     for key, value in optimizer.items():
         of_parameters = list(value.values()) if key == "param_state" and isinstance(value, dict) else [None]

@@ -46,7 +46,7 @@ _MASTER = f"{STATE}.param."
 _IN_FULL = "param_state"
 _EXPERT = "is_expert_parallel"
 _KIND = ("wd_mult", "lr_mult", _EXPERT, "is_decoupled_lr")
-"""The keys that tell the groups of an optimizer apart."""
+"""Keys of a parameter group by which Megatron recognizes the group again in a load."""
 
 
 def is_optimizer(value: object) -> bool:
@@ -251,12 +251,12 @@ def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, An
 
 
 def _flags_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the multipliers and flags (`_KIND`) that tell a group from the others; None for each that it lacks."""
+    """Return the values of a group's `_KIND` keys, by which groups are told apart; None for a missing key."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the state tensors without the step, which the groups have once."""
+    """Select the tensors of a parameter's state, without its step, which is saved in the groups."""
     return {key: state for key, state in states.items() if key != "step" and isinstance(state, torch.Tensor)}
 
 

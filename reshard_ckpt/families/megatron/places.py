@@ -197,7 +197,7 @@ def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tu
 
 
 def built_by(factory: Any, key: str, data: torch.Tensor) -> Any:
-    """Return the tree that a factory builds of a tensor under this key."""
+    """Call a factory's ``build_fn`` on `data`; return the tree of `ShardedTensor` objects that it builds under this key."""
     return factory.build_fn(key, data, factory.replica_id, getattr(factory, "flattened_range", None))
 
 

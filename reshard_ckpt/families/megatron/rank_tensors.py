@@ -40,7 +40,10 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """The part of a model that one virtual stage of one rank saved: ranks, index of the virtual stage, file and file number."""
+    """The piece of a model that one virtual stage of one rank saved.
+
+    `tp`, `pp` and `ep` are the rank's coordinates, `index` the virtual stage, `file` and `number` the file that holds it.
+    """
 
     tp: int
     pp: int
@@ -51,11 +54,14 @@ class ModelChunk:
 
 
 Chunks = Sequence[tuple[ModelChunk, Mapping[str, Any]]]
-"""Each chunk with its state dict."""
+"""All chunks of the model, each with its state dict."""
 
 
 class Key(NamedTuple):
-    """The identity of a tensor on any rank. `layers` is its stack of layers, or ``""``; `expert` is -1 outside of experts."""
+    """A name that a tensor has on every rank. `layers` is the stack that it is in, or ``""``; `expert` is -1 outside of experts.
+
+    `layer` is the layer's number in the whole model, and `rest` the name behind it.
+    """
 
     layers: str
     layer: int
@@ -65,7 +71,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor or value in one file, under the name that it has there."""
+    """A tensor or value in one rank's file, and its name in that file."""
 
     chunk: ModelChunk
     name: str
@@ -136,13 +142,13 @@ class RankTensors:
         return Key(layers, layer, expert if expert < 0 else expert + chunk.ep * (self._num_experts // self.num_ep), rest)
 
     def _name(self, key: Key) -> str:
-        """Return the name of the global tensor that a key is part of."""
+        """Return the name of the global tensor that has the tensor with this key, perhaps as one layer of a stack."""
         if not key.layers:
             return key.rest
         return f"{key.layers}.{key.layer}.{key.rest}" if key.layers in self._numbered else f"{key.layers}.{key.rest}"
 
     def _place(self, key: Key) -> tuple[Ints, Ints]:
-        """Return the place of a key's part in its global tensor, and the number of places, for each stacked dim."""
+        """Return the coordinates of one layer and expert in its stacked tensor, and the lengths of the stacked dims."""
         stacked = bool(key.layers) and key.layers not in self._numbered
         place: tuple[tuple[int, int], ...] = ((key.layer, self.num_layers[key.layers]),) if stacked else ()
         place += ((key.expert, self._num_experts),) if key.expert >= 0 else ()
@@ -165,7 +171,7 @@ class RankTensors:
             builder.unreadable(tensor_name(name), why)
 
     def _stacked(self, name: str, keys: Sequence[Key]) -> tuple[torch.dtype, Ints, list[Part]]:
-        """Return the dtype, the shape and the parts of a tensor."""
+        """Join the layers, experts and tensor-parallel ranks of a tensor; return its dtype, global shape and parts in files."""
         parts: list[Part] = []
         shapes, dtypes = set(), set()
         for key in keys:
@@ -305,7 +311,15 @@ def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> Part:
 def _number_layers(
     chunks: Chunks,
 ) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
-    """Return the number of the first layer of each chunk, by (layers, virtual stage, stage), and the number of all layers."""
+    """Number the layers of the whole model by the layers that each chunk holds.
+
+    Returns
+    -------
+    begins
+        The number of a chunk's first layer, by name of the stack, virtual stage and pipeline stage.
+    totals
+        The number of layers, by name of the stack.
+    """
     counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for chunk, state in chunks:
         place = chunk.index, chunk.pp
@@ -335,7 +349,7 @@ def _count_experts(chunks: Chunks) -> int:
 
 
 def _numbered_layers(held: Mapping[Key, Any], totals: Mapping[str, int], args: Mapping[str, Any]) -> set[str]:
-    """Return the stacks whose layers stay single tensors with numbers in their names, because the layers differ.
+    """Return the stacks whose layers differ. Their layers stay separate tensors, with the layer's number in the name.
 
     With ``moe_layer_freq``, where only some layers have experts, these are all stacks: Megatron itself saves them so.
     """

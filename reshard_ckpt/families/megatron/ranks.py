@@ -30,7 +30,7 @@ _FILE = re.compile(rf"(mp_rank_\d{{2,9}}(?:_\d{{3,9}}){{0,2}})/{re.escape(_MAIN)
 _MODEL = re.compile(r"model\d{0,4}")
 MAX_RANKS = 1 << 16
 Rank = tuple[int, int, int]
-"""The tensor-parallel, the pipeline and the expert-parallel rank."""
+"""Numbers of a tensor-parallel, a pipeline and an expert-parallel rank."""
 
 
 def is_per_rank(storage: Storage) -> bool:
@@ -39,7 +39,7 @@ def is_per_rank(storage: Storage) -> bool:
 
 
 def read_ranks(storage: Storage, *, named: bool = False) -> Catalog:
-    """Build the catalog of a folder; the option is that of `megatron.open.open_megatron`.
+    """Build the catalog of a folder; `named` is the option of `megatron.open.open_megatron`.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def read_ranks(storage: Storage, *, named: bool = False) -> Catalog:
 
 
 class _Files:
-    """The files of a folder by rank, and their ``args``."""
+    """The opened model files of a folder by rank, and the ``args`` of the job that saved them."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.where = storage, storage.url
@@ -102,7 +102,7 @@ class _Files:
         return product(range(self.tp), range(self.pp), range(self.ep))
 
     def folder(self, rank: Rank) -> str:
-        """Return the folder of a rank's files."""
+        """Return the name of the folder that holds a rank's files, such as ``mp_rank_00_001``."""
         stage = f"_{rank[1]:03d}" if self.pp > 1 else ""
         return f"mp_rank_{rank[0]:02d}{stage}" + (f"_{rank[2]:03d}" if self.ep > 1 else "")
 
@@ -136,7 +136,7 @@ class _Files:
 
 
 def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
-    """Return the state dicts of all chunks of the model, from all files."""
+    """List the chunks of the model in all files, each with its state dict."""
     found: list[tuple[ModelChunk, Mapping[str, Any]]] = []
     for number, ((tp, pp, ep), file) in enumerate(files.by_rank.items()):
         keys = [key for key in file.content if isinstance(key, str) and _MODEL.fullmatch(key)]
@@ -225,7 +225,7 @@ def _buffers(files: _Files, homes: dict[str, tuple[int, int | None]]) -> Iterato
 
 
 def _is_of_stages(state: Any, num_stages: int) -> bool:
-    """Return whether each buffer belongs to one virtual stage.
+    """Return whether a distributed optimizer saved one buffer for each virtual stage, and not one for the whole rank.
 
     That is so if there are as many buffers as virtual stages, and all have the same one dtype.
     """
@@ -235,7 +235,7 @@ def _is_of_stages(state: Any, num_stages: int) -> bool:
 
 
 def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
-    """Yield each flat tensor with its path: number of the buffer, dtypes, key of the state."""
+    """Yield each flat tensor in a distributed optimizer's state, with its path: number of the buffer, dtypes, key."""
     if isinstance(state, PickledTensor) and len(path) == 3 and len(state.shape) == 1:
         yield path, state
     elif isinstance(state, dict) and len(path) < 3:

@@ -63,11 +63,11 @@ def save_strategy() -> type:
         """Megatron's strategy for saving ``torch_dist``, writing checkpoints of this library."""
 
         def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
-            """Copy the state, and write it in the background; return an ``AsyncRequest``."""
+            """Save a tree in the background, after copying it; return an ``AsyncRequest`` that waits for the commit."""
             return request_of(async_save(sharded_state_dict, str(checkpoint_dir)))
 
         def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
-            """Save the state."""
+            """Save a tree, in this library's format."""
             save(sharded_state_dict, str(checkpoint_dir))
 
     return _named(SaveStrategy, "SaveStrategy")
@@ -86,11 +86,11 @@ def load_strategy() -> type:
             return load(sharded_state_dict, str(checkpoint_dir), with_common=False)
 
         def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> dict[str, Any]:
-            """Describe the tensors."""
+            """Describe the tensors of a checkpoint, by key."""
             return load_tensors_metadata(str(checkpoint_dir))
 
         def load_sharded_metadata(self, checkpoint_dir: Any, *args: Any) -> dict[str, Any]:
-            """Describe the tensors and objects."""
+            """Describe the tensors and objects of a checkpoint, by key."""
             return load_sharded_metadata(str(checkpoint_dir))
 
         def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:

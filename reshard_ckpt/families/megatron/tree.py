@@ -28,12 +28,12 @@ from .places import NamedShard, built_by, entry_of, is_factory, is_main, is_shar
 NOTHING = object()
 """Stands for a missing node: the tree has nothing of the requested kind at this place."""
 _STATE = "param_state"
-"""The key in a distributed optimizer's dict for the state of the parameters; `SHARDING` is the key for its form."""
+"""The key of the parameters' state in a distributed optimizer's dict. The key `SHARDING` tells the form of that state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of a load: the objects by name, and the names of tensors and objects that the checkpoint lacks."""
+    """Objects that a load has read, by name; `absent` are the names of wanted tensors and objects that the checkpoint lacks."""
 
     values: Mapping[str, Any]
     absent: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class KeptLeaf(Leaf):
 
 @dataclass(frozen=True)
 class ObjectLeaf(Leaf):
-    """An object; `main` tells whether this is the replica that is saved."""
+    """A `ShardedObject` in a lowered tree. `main` tells whether it is the replica that is saved."""
 
     name: str
     main: bool
@@ -114,7 +114,7 @@ class ObjectLeaf(Leaf):
 
 @dataclass(frozen=True)
 class TensorLeaf(Leaf):
-    """A shard, and the tensor over the same memory that a load returns."""
+    """A `ShardedTensor` in a lowered tree: its shard, and the tensor over the same memory that a load puts into the result."""
 
     entry: NamedShard
     data: torch.Tensor
@@ -128,7 +128,7 @@ class TensorLeaf(Leaf):
 
 @dataclass(frozen=True)
 class TreeLeaf(Leaf):
-    """A leaf that stands for a lowered tree of its own."""
+    """A leaf that was replaced by a lowered tree of its own, such as the tree that a factory built."""
 
     tree: Node
 

@@ -66,7 +66,7 @@ MAX_DEPTH = 64
 
 
 def add_part(builder: CatalogBuilder, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
-    """Add one part of an object, from a rank's file; if it cannot be read, it becomes unreadable.
+    """Add one part of an object, from a rank's file, to the catalog; if it cannot be read, it becomes unreadable.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def add_part(builder: CatalogBuilder, key: str, place: Ints, shape: Ints, file: 
     place, shape
         The place of this part in the grid of all parts, and the shape of that grid.
     file, made
-        The rank's file, and the stand-in that it has for the part.
+        The rank's file, and the stand-in in its content that `TorchFile.plain` converts to the part.
     """
     part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
     add_value(builder, (key, part), made, file)
@@ -88,7 +88,7 @@ def add_common(builder: CatalogBuilder, tree: Any, file: TorchFile) -> None:
 
 
 def add_value(builder: CatalogBuilder, path: Path, made: Any, file: TorchFile) -> None:
-    """Add the value of a stand-in in a file; if it cannot be read, it becomes unreadable."""
+    """Convert a stand-in in a file's content to a value, and add that to the catalog; if this fails, it becomes unreadable."""
     with builder.reading(name_of(path)):
         builder.value(path, file.plain(made))
 
@@ -145,7 +145,7 @@ def _namespaces(tree: Any, path: Path) -> Iterator[Path]:
 
 
 def common_values(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of a common state with the keys that lead to them; anything but dicts and Namespaces is one value."""
+    """Yield each value of a common state with its path (the keys that lead to it). Only dicts and Namespaces are taken apart."""
     return flatten(tree, _children) if tree else iter(())
 
 

@@ -17,7 +17,7 @@ from ...plugins.packages import needed
 from ...plugins.states import saves_to
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
-"""By the type of a file system of pyarrow: how its paths begin here."""
+"""How paths of this library begin, by the name of pyarrow's file system: ``s3`` paths begin with ``s3://``."""
 
 
 def path_of(name: str) -> str:

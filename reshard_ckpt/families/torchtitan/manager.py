@@ -137,7 +137,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
 
 class _Loader(Stateful):
-    """The state of torchtitan's data loader, which only a job with as many data-parallel ranks can load."""
+    """The state of torchtitan's data loader. It loads only in a job with the same number of data-parallel ranks."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give verl's class its own methods again."""
+    """Undo `install`: verl's class gets its own methods back."""
     _REPLACED.uninstall()
 
 
@@ -87,7 +87,10 @@ _METHODS = {method.__name__: method for method in (save_checkpoint, load_checkpo
 
 
 def _state(manager: Any, contents: Any) -> dict[str, Any]:
-    """Return the state of a manager, under the names that verl's own files have when they are opened here."""
+    """Return the state to save or to fill: model, optimizer and the rest, as `contents` asks for them.
+
+    It has the same names that verl's own files get when this library opens them.
+    """
     state: dict[str, Any] = {}
     if "model" in contents:
         state["model"] = manager.model

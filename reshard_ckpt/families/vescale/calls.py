@@ -19,7 +19,7 @@ from .values import job_mesh, opened
 Path = str | os.PathLike[str]
 
 _last: list[checkpoint.SaveHandle] = []
-"""The save that is under way in the background, if any: veScale's `save` returns nothing to wait on."""
+"""The background save that is under way, if any. veScale's `save` returns nothing, so the next call waits for it here."""
 
 
 def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""The words in the names of veScale's states, and of the same things here."""
+"""Names in checkpoints of veScale, and the names of the same things here."""
 
 from __future__ import annotations
 
 NAME = "vescale"
-"""The name of the format."""
+"""The name of veScale's format."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE, GROUPS, GROUP_META = "state", "param_groups", "param_group_meta"

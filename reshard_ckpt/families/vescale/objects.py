@@ -18,7 +18,7 @@ _DTENSOR = ("placements", "device_mesh", "to_local")
 
 
 def lower(tensor: Any) -> tuple[LocalShard, ...]:
-    """Return the part that a DTensor of 2024 holds, by its placements; empty for any other tensor."""
+    """Return a DTensor of veScale's own class as a `LocalShard`; an empty tuple for any other tensor."""
     if not all(hasattr(tensor, field) for field in _DTENSOR):
         return ()
     with torch.no_grad():
@@ -30,12 +30,12 @@ def lower(tensor: Any) -> tuple[LocalShard, ...]:
 
 
 def recognize(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Recognize a placement of veScale's on a mesh axis."""
+    """Convert a placement of veScale's classes to this library's; None for a placement of another class."""
     return _shard(axis, placement, shape) or _ragged(axis, placement, shape)
 
 
 def _shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Recognize veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024.
+    """Convert veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024.
 
     An interleaved shard cuts each of `interleaved_size` equal parts of the dim, as tensor parallelism cuts fused weights.
     """
@@ -55,7 +55,7 @@ def _shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
 
 
 def _ragged(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Recognize veScale's ``RaggedShard(dims, local_units)`` by its attributes, because its class may not be installed."""
+    """Convert veScale's ``RaggedShard(dims, local_units)``, which is told by its attributes: its class may be missing."""
     dims, units = getattr(placement, "dims", None), getattr(placement, "local_units", None)
     if dims is None or units is None:
         return None

@@ -42,7 +42,7 @@ def open_vescale(storage: Storage, key: str | None = None, *, as_saved: bool = F
 
 
 class _Folder:
-    """The parts of a root, under the names of this library."""
+    """Reads the metadata of a root's model and optimizer folders, and renames their entries to this library's names."""
 
     def __init__(self, storage: Storage, stages: Mapping[int, str], *, as_saved: bool) -> None:
         self.storage, self.as_saved = storage, as_saved

@@ -40,7 +40,7 @@ def is_spec(value: Any) -> bool:
 
 
 class DistributedState:
-    """The state of a ``DistributedOptimizer`` by parameter, with the methods ``state_dict`` and ``load_state_dict``."""
+    """A ``DistributedOptimizer`` whose state is shown by parameter name; `state_dict` and `load_state_dict` convert it."""
 
     def __init__(self, optimizer: Any, *, loading: bool) -> None:
         self._optimizer = optimizer
@@ -62,7 +62,7 @@ class DistributedState:
         return self._tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Hand the loaded state to the optimizer, in the form of its own ``state_dict()``; all ranks have loaded by then."""
+        """Put a loaded state into the optimizer, in the form of its own ``state_dict()``. By then all ranks have loaded."""
         for spec, box in self._boxes:
             spec.local_tensor = box.reshape(tuple(spec.local_shape))
         for name, entry in self._parameters():
@@ -75,14 +75,14 @@ class DistributedState:
         self._optimizer.load_state_dict(self._saved)
 
     def _parameters(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and the state of each parameter with a part on this rank."""
+        """Yield the name of each parameter that has a part on this rank, and the dict of its state."""
         for dtype, entries in self._saved.items():
             if dtype != GROUP_META:
                 for key, entry in entries.items():
                     yield key[1] if isinstance(key, tuple) else str(key), entry
 
     def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
-        """Convert a state entry: a spec becomes a run of a box, and any other value stays."""
+        """Return an entry of the state as it is saved: an ``OptimizerStateSpec`` becomes a `FlatShard`, any other value stays."""
         if not is_spec(value):
             return value
         shape, offset = tuple(value.local_shape), tuple(value.global_offset)
@@ -140,7 +140,10 @@ def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, A
 
 
 def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the mesh of the job, if a DTensor of veScale's own class has one over all ranks in order; else None."""
+    """Return the axes and sizes of the job's mesh, from a DTensor of veScale's class whose mesh has all ranks in order.
+
+    Return None if the model has no such DTensor.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     model = checkpoint_state.get(MODEL)

@@ -39,7 +39,7 @@ WINDOW_BYTES = 1 << 20
 """The most bytes of a request for several heads."""
 
 BATCH = 256
-"""The number of requests that a thread makes before it hands its results over."""
+"""The number of requests in one batch; a thread reads a batch before it hands the bytes over."""
 
 MAX_THREADS = 8
 """Threads that read heads. They wait for the store more than they compute."""
@@ -48,14 +48,14 @@ MAX_SAFETENSORS_HEADER = 100 << 20
 """The largest header of a safetensors file that is read; safetensors itself refuses larger ones."""
 
 _OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
-"""The name of a file, with the rank that wrote it."""
+"""Matches the name of a file that DCP wrote, such as ``__3_0.distcp``; its group is the rank that wrote the file."""
 
 Place = tuple[str, Chunk]
-"""The name of a tensor, and one of its chunks."""
+"""The FQN of a tensor, and one of the tensor's chunks."""
 
 
 def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
-    """Find the bytes of all chunks, and add their files to a catalog."""
+    """Find where the elements of all chunks lie in files, and add these files to the catalog."""
     found = ChunkPlaces(builder, storage, tensors)
     # In order of file and offset, so that neighbouring heads are read together.
     places = sorted(
@@ -77,7 +77,7 @@ def locate(builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, Save
 
 
 class FileSizes(dict[str, int | None]):
-    """The size of each file of a folder, looked up once; None for a missing file."""
+    """The sizes of a folder's files. A missing file has the size None; each file is looked up once."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -87,7 +87,7 @@ class FileSizes(dict[str, int | None]):
         return size
 
     def problem(self, fqn: str, extent: Extent) -> CheckpointError | None:
-        """Return the error if the bytes of a tensor or value cannot be read; None if they can."""
+        """Return the error of a tensor or value whose bytes, `extent`, cannot be read; None if they can be read."""
         size, end = self[extent.file], extent.offset + extent.length
         if size is None or size < end:
             found = "is missing" if size is None else f"has {size} bytes"
@@ -104,7 +104,7 @@ class FileSizes(dict[str, int | None]):
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The heads of some chunks of one file, which one request reads: bytes ``[low, high)``."""
+    """Bytes ``[low, high)`` of one file, which one request reads: they have the heads of the chunks in `places`."""
 
     file: str
     low: int
@@ -134,7 +134,7 @@ def _windows(places: Sequence[Place], near_bytes: int) -> Iterator[_Window]:
 
 
 def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_Window, memoryview]]:
-    """Yield each window and its bytes, in order; threads read a few batches ahead."""
+    """Yield each window of heads with its bytes, in order of file and offset. Threads read some batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
         buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
@@ -155,7 +155,10 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
 
 
 class ChunkPlaces:
-    """The parts of each tensor, found from the heads of its chunks, and the errors of tensors that cannot be read."""
+    """The parts of each tensor, found from the heads of its chunks, and the errors of tensors that cannot be read.
+
+    Call `check` for all chunks, then `add` for those of readable tensors.
+    """
 
     def __init__(self, builder: CatalogBuilder, storage: Storage, tensors: Mapping[str, SavedTensor]) -> None:
         self.parts: dict[str, list[Part]] = {fqn: [] for fqn in tensors}
@@ -167,7 +170,7 @@ class ChunkPlaces:
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
     def check(self, fqn: str, extent: Extent) -> None:
-        """Note the error of a tensor if the bytes of one of its chunks cannot be read; else add the file of the chunk."""
+        """Check that the bytes of one chunk can be read, and add its file to the catalog; else note the error of its tensor."""
         if fqn in self.unreadable:
             return
         if (why := self._sizes.problem(fqn, extent)) is not None:
@@ -177,7 +180,7 @@ class ChunkPlaces:
             self._files[file] = self._builder.file(file, self._sizes[file] or 0, int(writer[1]) if writer else 0)
 
     def add(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Add the parts of one chunk, whose first bytes are `data`; or note the error of its tensor."""
+        """Parse the head of one chunk, `data`, and add its parts to its tensor; if that fails, note the tensor's error."""
         if fqn in self.unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
@@ -201,7 +204,7 @@ class ChunkPlaces:
             self.unreadable[fqn] = error
 
     def _layout(self, fqn: str, chunk: Chunk, data: memoryview, name: str) -> TensorLayout:
-        """Return the layout of a chunk's tensor."""
+        """Find where the elements of a chunk lie in its bytes, from the head in the metadata or in the file."""
         extent = chunk.extent
         if chunk.head:
             layout = self._heads.parse_alone(chunk.head, name=name)

@@ -90,7 +90,7 @@ def _read(storage: Storage, key: str) -> Metadata:
 
 
 class Merger:
-    """Merges metadata of parts that were written apart, as by ranks on their own."""
+    """Merges the metadata that several ranks or folders have each for its own part of a checkpoint."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._sizes = storage, FileSizes(storage)

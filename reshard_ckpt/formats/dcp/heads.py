@@ -60,7 +60,7 @@ class TensorLayout:
 
 
 def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:
-    """Return the layout of a row-major tensor that has no head of its own."""
+    """Return the layout of a row-major tensor whose elements begin at byte `at` of its chunk, without a head."""
     return TensorLayout(dtype, shape, row_major_strides(shape), at, at + prod(shape) * dtype.itemsize)
 
 

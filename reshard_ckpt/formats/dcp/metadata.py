@@ -94,12 +94,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The content of a folder, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
+    """The content of ``.metadata``: tensors and values by the FQNs that ``torch.distributed.checkpoint`` gave them."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
-    """The keys in the saved state that lead to each tensor and value. If the planner recorded none, the name is the only key."""
+    """By FQN, the keys that lead to a tensor or value in the saved state. If none were recorded, the name is the only key."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
@@ -112,7 +112,7 @@ DCP_FILES = "torch.distributed.checkpoint.filesystem"
 
 
 def _ignore_arguments(*arguments: Any) -> None:
-    """Return None, as the stand-in of functions whose results, memory formats and layouts, are not needed."""
+    """Return None. Stands for functions whose results are not needed: they make memory formats and layouts."""
 
 
 def _path(*parts: Any) -> str:

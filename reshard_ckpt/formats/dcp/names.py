@@ -36,7 +36,7 @@ KeyPath = tuple[Key, ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """One hyperparameter: the index of its group or the name of its parameter, and the keys that lead to it from there."""
+    """The place of a hyperparameter: `owner` is the index of its group or the name of its parameter, `key` the path below."""
 
     owner: int | str
     key: KeyPath
@@ -48,7 +48,7 @@ def key_path(encoded: bytes) -> KeyPath:
 
 
 def names_of(saved: Metadata) -> dict[str, KeyPath]:
-    """Convert the paths of everything in the folder to those of this library, by DCP name."""
+    """Return this library's path of every tensor and value in a folder, by DCP's name."""
     paths = dict(saved.paths)
     # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
@@ -104,7 +104,7 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
 
 
 def state_path(link: StateLink, form: str) -> KeyPath:
-    """Return the path of an entry of an optimizer's state, in the nested or the flat form."""
+    """Return the path of optimizer state in DCP's names, `form` ``"nested"`` or ``"flat"``, from the link to its parameter."""
     above = tuple(link.optimizer.split(".")) if link.optimizer else ()
     return (*above, STATE, link.fqn, link.key) if form == "nested" else (*above, f"{STATE}.{link.fqn}.{link.key}")
 
@@ -124,7 +124,7 @@ def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:
-    """Replace the number of a parameter by its name, in a path into an optimizer's state."""
+    """Replace a parameter's number by its name, from `named`, if a path leads into the state of this optimizer."""
     at = len(optimizer)
     if path[:at] == optimizer and len(path) > at + 1 and path[at] == STATE and str(path[at + 1]) in named:
         return (*optimizer, STATE, named[str(path[at + 1])], *path[at + 2 :])

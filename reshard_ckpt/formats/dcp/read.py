@@ -62,7 +62,7 @@ def open_dcp(
 
 
 def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
-    """Return advice for each optimizer whose parameters are known only by number, by its name."""
+    """Map the name of each optimizer that knows parameters only by number to advice for users, for errors of a load."""
     numbered = []
     for value in catalog.values_table:
         if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
@@ -109,7 +109,7 @@ def add_tensors(
     name_of: Callable[[str], str],
     link_of: Callable[[str], StateLink | None],
 ) -> None:
-    """Add tensors by the names in another library's metadata; `name_of` and `link_of` convert these."""
+    """Locate the chunks of tensors, and add the tensors to a catalog. `name_of` and `link_of` take the names in `tensors`."""
     located = locate_chunks(builder, storage, tensors)
     for fqn, saved in tensors.items():
         name = name_of(fqn)
@@ -120,7 +120,7 @@ def add_tensors(
 
 
 class _Folder:
-    """The content of a folder on its way to a catalog; `paths` has this library's path of each name."""
+    """Adds the content of one DCP folder to a catalog. `paths` has this library's path for each DCP name."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Folder:
                 self._groups.setdefault(optimizer, {})[fqn] = entry
 
     def add(self, *, by_number: bool) -> None:
-        """Add everything to the catalog. Without `by_number`, groups that know parameters only by number stay separate values."""
+        """Add all tensors and values to the catalog. Without `by_number`, groups without names of parameters stay values."""
         # Groups first: they give names to numbered parameters, which changes `_paths` for everything below.
         for optimizer, entries in self._groups.items():
             self._add_groups(optimizer, entries, by_number)
@@ -204,7 +204,7 @@ class _Folder:
         self._take_groups(optimizer, found)
 
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
-        """Take groups that are one value: torch before 2.4 saved groups without tensors so."""
+        """If a value is the whole list of an optimizer's groups, take it as groups: torch before 2.4 could save them so."""
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
             return
@@ -224,7 +224,7 @@ class _Folder:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 
     def _small_tensor(self, fqn: str) -> torch.Tensor:
-        """Read a tensor that is a hyperparameter, from its parts."""
+        """Read a whole tensor that is a hyperparameter, such as a learning rate."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(

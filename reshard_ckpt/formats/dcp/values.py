@@ -24,7 +24,7 @@ MAX_VALUE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """The values by DCP name, and the errors of the values that could not be read."""
+    """By DCP's names, the values that were read, and the errors of the values that could not be read."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, CheckpointError]
@@ -65,7 +65,7 @@ def read_values(
 
 
 def torch_saved(value: Any) -> bytes:
-    """Return the file that ``torch.save`` writes of a value."""
+    """Encode a value as the bytes that ``torch.save`` writes."""
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()

@@ -47,7 +47,17 @@ OPTIMIZER_FORMS = ("nested", "flat")
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """The content of a folder by DCP name: catalog indices of tensors, values, and the path of each in the state."""
+    """By DCP's names, the content of a folder to write.
+
+    Attributes
+    ----------
+    tensors
+        The index of each tensor in the catalog.
+    values
+        The values.
+    paths
+        The keys that lead to each tensor and value in the state.
+    """
 
     tensors: Mapping[str, int]
     values: Mapping[str, Any]
@@ -104,7 +114,15 @@ def write_folder(
     comm: Comm | None = None,
     notes: Storage | None = None,
 ) -> int:
-    """Write a folder of this layout, as `write_dcp` does, by default alone; `encoded` converts a value to bytes."""
+    """Write all files of a DCP folder, and its ``.metadata`` last; return the bytes of an earlier attempt's files that were kept.
+
+    Parameters
+    ----------
+    encoded
+        Converts a value to bytes.
+    comm, notes
+        As for `write_dcp`; without `comm`, this process writes alone.
+    """
     comm, out = comm or SoloComm(), _Files()
     places = {name: out.add(NewPart(None, 0, encoded(value))) for name, value in layout.values.items()}
     tensors = _lay_out_tensors(out, catalog, layout)
@@ -120,14 +138,14 @@ def write_folder(
 
 
 class _Files:
-    """The layout of the files of the folder, one after the other."""
+    """Lays out parts one after the other in the folder's files ``__0_N.distcp``."""
 
     def __init__(self) -> None:
         self._parts: list[list[NewPart]] = [[]]
         self._size = 0
 
     def add(self, part: NewPart) -> Extent:
-        """Add a part, to the next file if this one has reached its size; return the extent of the part."""
+        """Add a part to the last file, or to a new one if that has reached `FILE_BYTES`; return where the part will lie."""
         if self._size >= FILE_BYTES:
             self._parts.append([])
             self._size = 0
@@ -137,7 +155,7 @@ class _Files:
         return extent
 
     def all(self) -> list[NewFile]:
-        """Return all files."""
+        """Return the files to write; files without parts are left out."""
         return [NewFile(_file_key(number), tuple(parts)) for number, parts in enumerate(self._parts) if parts]
 
 
@@ -175,7 +193,7 @@ def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
 
 
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
-    """Return the names and paths that DCP would have given to everything if it had saved the same state."""
+    """Return the tensors and values to write, with the names and paths that DCP would have given them for the same state."""
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
     optimizers = {optimizer_of(entry.name) for entry in entries if entry.kind is ValueKind.PARAM_GROUPS}
@@ -219,7 +237,7 @@ def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterabl
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
-    """Return the path of a tensor, given its name: the key of the state, then the rest of the name as one key.
+    """Return the path of a tensor: the first part of its name as one key, then the rest of the name as one key.
 
     An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts on the way, their keys come
     before the rest.
