@@ -157,6 +157,11 @@ class ObjectStorage(Storage):
             return int(obstore().head(self._client, self._path(key))["size"])
         return None
 
+    def stamp(self, key: str) -> object:
+        with suppress(MissingKey), explained("look at", self._where(key)):
+            return _version_of(obstore().head(self._client, self._path(key)))
+        return None
+
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
         with explained("list", self._where(prefix)):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +21,7 @@ from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common import reader_notes
 from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
 from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
-from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK
 from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.source import open_source
@@ -557,6 +558,36 @@ def test_round_trips_of_opening_a_foreign_checkpoint_are_few(proxy: FaultProxy, 
     upload(tmp_path / "made", f"{url}/made")
     check_depth(proxy, 8, lambda: checkpoint.catalog(f"{url}/made"))
     check(checkpoint.read(f"{url}/made"))
+
+
+def test_foreign_files_that_are_replaced_while_they_are_read_are_named(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no checksums: a tensor of the old save and one of the new would be loaded without a word."""
+    names = ("a.safetensors", "b.safetensors")
+
+    def write(number: int) -> None:
+        with open_storage(url) as storage:
+            for name in names:
+                storage.publish(name, save({name[0]: torch.arange(number, number + 40_000)}))
+
+    def read(self: ObjectStorage, key: str, offset: int, buffers: Any) -> None:
+        read_into(self, key, offset, buffers)
+        if offset:  # not the heads of files, which are smaller
+            write(2)
+
+    read_into, target = ObjectStorage.read_into, {name[0]: torch.zeros(40_000, dtype=torch.int64) for name in names}
+    for call in (
+        lambda: checkpoint.read(url),
+        lambda: checkpoint.load(url, {"model": target}),
+        lambda: checkpoint.convert(url, tmp_path / "dst"),
+    ):
+        write(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectStorage, "read_into", read)
+            with pytest.raises(StorageError, match="safetensors was changed while it was read"):
+                call()
+    assert not (tmp_path / "dst").exists()
 
 
 def test_round_trips_of_opening_many_files_are_few(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ...errors import CheckpointNotFound, CorruptError, StorageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
 from ...storage import open_storage, resolved_path
-from ...storage.protocol import DISK, Hints, MissingKey, Storage
+from ...storage.protocol import DISK, Hints, MissingKey, Storage, map_at_once
 from .step_folders import describe_run, find_steps, name_steps
 
 if TYPE_CHECKING:
@@ -221,7 +221,9 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
     """Return the stamp of each file that has no digests, by file: a change while it is read shows in nothing else."""
-    return {index: storage.stamp(catalog.files[index].key) for index in files if not catalog.files[index].digests_key}
+    foreign = [index for index in files if not catalog.files[index].digests_key]
+    found = map_at_once(storage, storage.stamp, [catalog.files[index].key for index in foreign])
+    return dict(zip(foreign, found, strict=True))
 
 
 def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, object]) -> None:
