@@ -89,12 +89,12 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
         if absent:
             raise MissingKey(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
 
-    see()
     before = read_previous(storage)
-    if before.catalog == generation.catalog:
-        return
     # For all processes that wrote files there: only their bytes are durable so far.
     storage.sync(f"{folder}/{CATALOG_KEY}" for folder in folders)
+    see()  # last, as in a save: somebody may remove the folder
+    if before.catalog == generation.catalog:
+        return
     version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
     if not storage.hints.has_locks:
         check_files_again(storage, see, before, version)

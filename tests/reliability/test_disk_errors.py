@@ -369,11 +369,13 @@ def test_a_path_that_is_too_long(tmp_path: Path):
         checkpoint.save(tmp_path / ("x" * 300), plain(NEW))
 
 
-@pytest.mark.parametrize("where", ["create", "sync", "list"])
-def test_a_folder_that_vanishes_while_it_is_saved_to(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+@pytest.mark.parametrize(("where", "old"), [("create", OLD), ("sync", OLD), ("list", OLD), ("sync", None), ("list", None)])
+def test_a_folder_that_vanishes_while_it_is_saved_to(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, old: int | None
+):
     """Somebody deletes the whole folder. What was there is lost, but nothing that is not whole appears in its place."""
     path = tmp_path / "ckpt"
-    assert job.run(save(path, OLD)) == [None] * SIZE
+    assert old is None or job.run(save(path, old)) == [None] * SIZE
     real, once = getattr(LocalStorage, where), threading.Lock()
 
     def vanish(self: LocalStorage, *args: Any, **options: Any) -> Any:

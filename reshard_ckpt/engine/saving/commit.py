@@ -2,8 +2,8 @@
 
 1. Rank 0 reads the catalog and the folders that the path holds (`read_previous`), before any rank makes a file.
 2. Every rank writes its part and sends a receipt (`write_and_commit`).
-3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, sees every file by name and size, syncs the
-   folders that name the files of all ranks, and publishes the catalog. After this one step the checkpoint exists. It is refused
+3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, syncs the folders that name the files of all
+   ranks, sees every file by name and size, and publishes the catalog. After this one step the checkpoint exists. It is refused
    unless the catalog at the path is still that of step 1.
 4. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
 
@@ -308,15 +308,13 @@ def publish(
         Another save published at this path since rank 0 looked (`SaveContents.before`).
     """
     recorder, before = recorder or Recorder(), contents.before
-    with recorder.step("check"):
-        others = np.unique(receipts.rank[[bool(file.sha256) != sha256 for file in receipts.files]])
-        if len(others):  # the manifest would lack files
-            raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others.tolist()}: pass the same on every rank")
-        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
-        _check_files_visible(storage, receipts, before)
+    others = np.unique(receipts.rank[[bool(file.sha256) != sha256 for file in receipts.files]])
+    if len(others):  # the manifest would lack files
+        raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others.tolist()}: pass the same on every rank")
     catalog = catalog_of(contents, receipts)
     # A crash between two of these steps must leave a whole checkpoint, so their order is fixed: the bytes of every file are
-    # durable and seen, then their names become durable, then the catalog is published, then the replaced files are deleted.
+    # durable, then their names become durable, then they are seen, then the catalog is published, then the replaced files are
+    # deleted. They are seen last, because `publish` would make a folder anew that somebody has removed meanwhile.
     encoded = encode_catalog(catalog)
     if sha256:  # before the catalog: a published catalog always has its manifest
         digests = {CATALOG_KEY: hashlib.sha256(encoded).digest()}
@@ -325,6 +323,9 @@ def publish(
         write_file(storage, manifest_key(contents.save_id), encode_manifest(digests))
     with recorder.step("sync"):
         storage.sync(f"{folder}/{CATALOG_KEY}" for folder in receipts.folders)  # any key in them: folders are synced, not files
+    with recorder.step("check"):
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
+        _check_files_visible(storage, receipts, before)
     with recorder.step("publish"):
         version = storage.publish(CATALOG_KEY, encoded, expected=before.version if before else ANY)
         if check_base is not None:
@@ -400,9 +401,11 @@ def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousC
             if before and ANY not in (before.version, found) and found != before.version:
                 # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
                 raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
+            rank, found_text = receipts.rank[i // 2], "no such file" if seen is None else f"{seen} bytes"
+            step = "save to a path that all ranks share" if rank else "somebody deletes or replaces files there: leave them alone"
             raise MissingKey(
-                f"{storage.url}: rank {receipts.rank[i // 2]} wrote {key}{'' if size is None else f' with {size} bytes'}, but "
-                f"rank 0 sees {'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
+                f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
+                f"{found_text}; {step}"
             )
 
 

@@ -34,7 +34,7 @@ def test_save_has_each_step_once_in_order_and_the_bytes_written(tmp_path: Path) 
     assert made.save_id == checkpoint.catalog(tmp_path).save_id
     assert [name for name, _ in itertools.groupby(names(made))] == [
         *("meet", "turn", "capture", "agree", "compare", "write", "sync"),
-        *("receipts", "check", "sync", "publish", "clean up"),
+        *("receipts", "sync", "check", "publish", "clean up"),
     ]
     assert {step.thread for step in made.steps} == {"caller"}
     assert sum(s.num_bytes for s in made.steps if s.name == "write") == next(tmp_path.rglob("*.safetensors")).stat().st_size
