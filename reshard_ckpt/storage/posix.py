@@ -239,11 +239,24 @@ class LocksUnsupported(StorageError):
 
 
 class FileLock(Lock):
-    """A lock on an open file, held until `release`."""
+    """A lock on the open file of a path, held until `release`."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, path: str) -> None:
+        self.fd, self._path = fd, path
         _LIVE_LOCKS.add(self)
+
+    def check(self) -> None:
+        """Raise a `StorageError` if another file, or none, is at the path now: another process may have locked that."""
+        with Explained("look at", self._path):
+            try:
+                if os.path.samestat(os.stat(self._path), os.fstat(self.fd)):
+                    return
+            except FileNotFoundError:
+                pass
+        raise StorageError(
+            f"{self._path}: somebody has removed or replaced this file, or a folder above it, which this process had locked; "
+            "another job may be there now, so nothing was deleted: end one of the two, and begin again"
+        )
 
     def release(self) -> None:
         """Release the lock; once released, this does nothing."""
@@ -277,7 +290,7 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
     LocksUnsupported
         The file system knows no locks.
     """
-    lock = FileLock(fd)  # first, so that a child that is forked from here on closes its copy
+    lock = FileLock(fd, path)  # first, so that a child that is forked from here on closes its copy
     if _takes(lock, path, shared):
         return lock
     lock.release()
@@ -297,7 +310,7 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
     StorageError
         Another process has held the lock for all that time, so it must hang.
     """
-    lock = FileLock(fd)
+    lock = FileLock(fd, path)
     try:
         # A blocking flock has no timeout: a process that is stopped while it holds the lock would stop all others.
         for _ in lock_attempts(path, timeout_s):

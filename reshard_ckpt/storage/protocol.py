@@ -169,7 +169,7 @@ class Lock(Protocol):
     had_file: bool | None = None
 
     def check(self) -> None:
-        """Raise a `StorageError` if a lease was lost to another process. Call it before each deletion; a lock is never lost."""
+        """Raise a `StorageError` if another process may have the file by now. Call it before each deletion."""
         return
 
     def release(self) -> None:

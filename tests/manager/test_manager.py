@@ -212,6 +212,21 @@ def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(option: dict[str
 # --- what others do ---
 
 
+def test_a_manager_removes_nothing_of_a_run_that_has_taken_its_place(tmp_path: Path):
+    """Its lock is on a file of the folder that was moved away, so it keeps no second manager from the new folder."""
+    path = tmp_path / "run"
+    with Manager(path, keep_last=1) as first:
+        first.save(1, state(1))
+        path.rename(tmp_path / "moved")
+        with Manager(path) as second:
+            second.save(2, state(2))
+            with pytest.warns(UserWarning, match="removed or replaced this file, or a folder above it"):
+                first.save(3, state(3))
+            with pytest.raises(StorageError, match="nothing was deleted"):
+                first.delete(2)
+            assert second.steps() == [2, 3]
+
+
 def test_a_second_manager_is_refused_until_the_first_is_closed(root: str):
     with Manager(root) as manager:
         manager.save(1, state(1))
