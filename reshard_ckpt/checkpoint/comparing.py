@@ -194,7 +194,7 @@ def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: 
 
 
 def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
-    """Decode the values that the catalog itself contains."""
+    """Return by name the values that a catalog itself contains, decoded. Large and per-rank values lie in shard files."""
     held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
     return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
 
@@ -262,7 +262,7 @@ def is_identical(a: Any, b: Any) -> bool:
 
 
 def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the smallest parts that differ, as their expression and both sides."""
+    """Yield the smallest parts in which two values differ: the part as an expression, and the part of each value."""
     if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
         parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):

@@ -105,7 +105,7 @@ class _Conversion:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that are not aliases."""
+        """The number of bytes of the tensors in `catalog`. A tensor that shares the bytes of another one is not counted."""
         table = self.catalog.tensors_table
         own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)

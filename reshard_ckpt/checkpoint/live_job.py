@@ -324,7 +324,7 @@ class Job:
         raise AssertionError("settle raises where a rank has failed")
 
     def _opened_as_known(self) -> tuple[Move, bool]:
-        """Open both states with the values of all ranks that are known. Also return whether this rank's values have changed."""
+        """Open both states, given the values of all ranks that are known. Also return whether this rank's own have changed."""
         opened, failure, has_changed = None, None, False
         try:
             captured = self._states.capture()

@@ -59,7 +59,7 @@ class Options:
 
     @property
     def round_bytes(self) -> int:
-        """The bytes of one round: the size of a buffer, minus the room for headers and for rounding up."""
+        """The most bytes of tensors in one round of messages: a buffer without the room for headers and for rounding up."""
         return self.memory_bytes // NUM_BUFFERS * 7 // 8
 
 
@@ -90,11 +90,11 @@ class Opened(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that a pattern of the options may match."""
+        """The names of `src` and `dst` that a pattern of the options may match."""
         return *wanted_names(self.target), *self.ignored
 
     def addresses(self) -> list[tuple[int, int, Ints]]:
-        """List where each piece lies in memory: two states of one layout may have other addresses, bases or strides."""
+        """List the address, the base and the strides of each piece in memory. They may change while the layout stays."""
         pieces = (row for local in (self.held, self.wanted) for _, row in local.rows)
         return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
 
@@ -118,7 +118,7 @@ class States:
         self.rank, self.size = ranks.rank, ranks.size
 
     def capture(self) -> Captured:
-        """Describe `src` as it is now."""
+        """Describe the tensors and values of `src` as they are now."""
         return capture(self._src, process_group=self._group)
 
     def held(self, captured: Captured) -> LocalShards:
@@ -126,7 +126,7 @@ class States:
         return describe_local(captured.tensors, (), None, self.rank)
 
     def open(self, captured: Captured, catalog: Catalog, known: LiveValues) -> Opened:
-        """Open both states.
+        """Describe `src` and `dst` as they are now, the values of all ranks included.
 
         Parameters
         ----------

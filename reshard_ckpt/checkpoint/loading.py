@@ -189,7 +189,7 @@ def load_given(
 
 
 def options_of(options: Mapping[str, Any]) -> LoadOptions:
-    """Return the `LoadOptions` among the options of `load`."""
+    """Make `LoadOptions` from the keyword options of `load`; options that are no fields of it are left out."""
     return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS})
 
 

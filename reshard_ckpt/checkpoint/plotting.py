@@ -120,7 +120,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
 
 
 def load_plotting() -> ModuleType:
-    """Import the room that draws, only when something is drawn: it needs an extra, and takes time to load."""
+    """Import the package that draws. This waits until something is drawn: it needs the extra ``plot``, and takes time."""
     try:
         from .. import plotting
     except ImportError as error:

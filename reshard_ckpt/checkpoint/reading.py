@@ -1,4 +1,4 @@
-"""Functions of a single process on a checkpoint: verify its bytes, read whole tensors, write a manifest."""
+"""Reading a checkpoint without a state to load into: verify its bytes, read whole tensors, write a manifest."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
 
 
 def check_workers(workers: int | None) -> None:
-    """Raise UsageError if this is not a number of threads, or None."""
+    """Raise UsageError unless the option ``workers=`` is a positive number of threads, or None."""
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
 

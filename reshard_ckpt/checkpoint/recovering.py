@@ -198,7 +198,7 @@ class Recovery:
             )
 
     def _ask_survivors(self, comm: Comm) -> int | None:
-        """Return the step of the survivors.
+        """Return the one step at which all survivors are; None if no rank knows its step. Collective.
 
         Raises
         ------
@@ -412,7 +412,7 @@ def _steps_counted(captured: Captured) -> dict[str, float]:
 
 
 def _embedding_tables(state: State) -> dict[str, str]:
-    """Map the names of the weights of all embeddings among the modules of a state, at any depth, to their FQNs."""
+    """Map the names of the weights of embedding tables, in all modules of a state, to the FQNs of these weights."""
     rows = [row for tree in walk_state(state)[0] for row in tree.rows if row.kind is Kind.MODULES]
     modules = [(row.name, at, inner) for row in rows for module in row.value for at, inner in module.children.items()]
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The public functions that save: `save` blocks, `async_save` saves while training goes on, `prepare` goes before the first.
+"""The public functions that save: `save` blocks, `async_save` saves while training goes on, `prepare` allocates its memory.
 
 `run_save` is the story of each save. All ranks go through its steps, and so through the same collectives, in this order:
 
@@ -273,7 +273,7 @@ def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
 
 
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
-    """Save, and return after the commit."""
+    """Save the tensors and values that `capture` describes; return the report after the commit."""
     job, written = run_save(path, capture, options, lambda job, session: write_and_commit(job, chunks_of(job)))
     return job.report(written)  # after the session has ended, so that its end counts
 

@@ -14,7 +14,7 @@ Names = str | Sequence[str] | None
 
 
 class SelectedNames(NamedTuple):
-    """The selected names: tensors, values, and names that a foreign checkpoint has but that cannot be read."""
+    """Names selected from a catalog: tensors, values, and names of a foreign checkpoint that cannot be read."""
 
     tensors: list[str]
     values: list[str]
@@ -82,5 +82,5 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
 
 
 def as_list(names: Names) -> Sequence[str] | None:
-    """Put a single name into a list."""
+    """Return a list of names: a single name becomes a list of one."""
     return [names] if isinstance(names, str) else names

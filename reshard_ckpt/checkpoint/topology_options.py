@@ -100,7 +100,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _refuse_duplicate_keys(root: Any, where: str) -> None:
-    """Raise UsageError if a mapping has a key twice; YAML's own reader silently takes the last one."""
+    """Raise UsageError if a mapping in a YAML file has a key twice; YAML's own reader silently takes the last one."""
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()

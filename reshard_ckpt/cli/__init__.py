@@ -11,7 +11,7 @@ import io
 import sys
 
 COMMANDS = ("inspect", "verify", "diff", "reshard", "convert", "compact", "plot", "goodput", "sizes", "memory")
-"""The commands in the order of the help; each module adds one of them to the application."""
+"""The commands in the order of ``--help``; each module adds one of them to the application."""
 
 NEEDED = ("rich", "typer")
 

@@ -24,7 +24,7 @@ MAX_DRAWN = 300
 """The most rows that rich draws and folds; it takes milliseconds for each. Longer tables are printed as plain text."""
 
 SHORT, MIN_NAME = 12, 16
-"""Cells up to the first width are folded last; names keep at least the second width."""
+"""Widths in characters: columns up to the first one are folded last, and the column of names keeps the second one."""
 
 _GUIDES = re.compile("[│ ]*(?:[├└]─ )?")
 _WORD = re.compile(r"[^\s/]*/+|[^\s/]+")

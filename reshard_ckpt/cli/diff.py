@@ -47,7 +47,7 @@ def diff(
 
 
 def _print(found: Diff, values: bool) -> None:
-    """Print the changes, the tensors that differ, and the verdict."""
+    """Print a `Diff`: the changes, the tensors that differ, and the verdict."""
     rows = [
         *_names("only in A", found.removed),
         *_names("only in B", found.added),

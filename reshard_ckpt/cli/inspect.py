@@ -100,7 +100,7 @@ def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = Fals
 
 
 def _summary(found: Inspection) -> Columns:
-    """Make the table of the summary."""
+    """Make the table of a checkpoint's summary."""
     of = found.summary
     aliases = f" ({plural(of.num_aliases, 'of them a second name', 'of them second names')})" if of.num_aliases else ""
     by = "" if of.num_ranks <= 1 else f", written by {plural(of.num_ranks, 'rank')}"
@@ -130,7 +130,7 @@ def _when(seconds: float) -> str:
 
 
 def _tree(found: Inspection) -> Columns:
-    """Make the table of the tree of names."""
+    """Make the table of a checkpoint's tree of names."""
     rows: list[tuple[str, ...]] = []
     for guide, node in walk(found.tree):
         leaves = [found.lines[i] for i in node.leaves]
@@ -188,12 +188,12 @@ def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
 
 
 def _is_flat(shard: ShardView) -> bool:
-    """Tell whether a shard is only a part of its box."""
+    """Tell whether a shard is only a run of its box's elements, and not the whole box."""
     return (shard.start, shard.count) != (0, prod(shard.lengths))
 
 
 def _stats(found: Inspection) -> Columns:
-    """Make the table of statistics."""
+    """Make the table of the statistics of tensors."""
     rows = []
     for of in found.stats:
         numbers = ("" if n is None else f"{n:.6g}" for n in (of.min, of.max, of.mean))
@@ -231,7 +231,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
 
 def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:
-    """Convert one shard to plain data."""
+    """Convert one shard of a tensor to plain data, for JSON."""
     mesh, rank = catalog.mesh, shard.file.rank
     coordinates = None if mesh is None or rank >= mesh.size else dict(zip(mesh.axes, mesh.coordinates(rank), strict=True))
     return {

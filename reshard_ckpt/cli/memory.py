@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Action(str, Enum):
-    """What ``reshard-ckpt memory`` does: list runs, persist a checkpoint to the store, or drop all of a run."""
+    """The actions of ``reshard-ckpt memory``: list runs, persist a checkpoint to the store, or drop all of a run."""
 
     list = "list"
     persist = "persist"

@@ -96,7 +96,7 @@ def reshard(
 
 
 def _text(report: ReshardReport, dst: str) -> list[str | Columns]:
-    """Make the text and the table of a report."""
+    """Make the text and the table that ``reshard-ckpt reshard`` prints of its report."""
     would = "would write" if report.dry_run else "wrote"
     kept = f", {size_text(report.bytes_kept)} of it by an earlier attempt" if report.bytes_kept else ""
     tensors = plural(len(report.placements), "tensor")

@@ -29,7 +29,7 @@ class StorageFolder:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether a store serves this path."""
+        """Tell DCP whether this library can open a store at this path."""
         if not isinstance(checkpoint_id, str | os.PathLike):
             return False
         try:

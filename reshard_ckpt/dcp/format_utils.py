@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.format_utils`, for checkpoints of this library and all others that it opens."""
+"""Replacements of the functions in `torch.distributed.checkpoint.format_utils`, for all formats that this library opens."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ SavedItem = KeyedValue | RawValue | OpaqueValue | UnavailableValue
 
 
 def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
-    """Yield the name and the value of each value, as DCP names it. If a name occurs twice, the later value counts."""
+    """Yield each value of a source with the name that DCP would give it. If a name occurs twice, the later value counts."""
     saved, table = source.catalog, source.catalog.tensors_table
     yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():

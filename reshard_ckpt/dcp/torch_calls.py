@@ -74,7 +74,7 @@ def _checked(option: str, given: object, base: type[Any]) -> bool:
 
 
 def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: Any, **options: Any) -> Any:
-    """Call torch's own function.
+    """Call torch's own `save`, `async_save` or `load`.
 
     Parameters
     ----------

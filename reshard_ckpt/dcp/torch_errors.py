@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..errors import CheckpointError, PeerError, rebuilt
 
 _OF_RANK = re.compile(r"rank (\d+): ")
-"""The beginning of the message of an error that another rank raised."""
+"""Matches the beginning of the message of an error that another rank raised."""
 
 
 P = ParamSpec("P")

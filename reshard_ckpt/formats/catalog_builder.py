@@ -97,7 +97,7 @@ class CatalogBuilder:
         self._budget = FileBudget()
 
     def file(self, key: str, size: int, rank: int = 0) -> int:
-        """Add a file of `size` bytes, unless it is there; return its number. `rank` wrote it, if the format tells."""
+        """Add a file of `size` bytes, or find it if it was added before; return its number. `rank` is the rank that wrote it."""
         number = self._file_numbers.setdefault(key, len(self.files))
         if number == len(self.files):
             self.files.append(FileEntry(key, size, "", b"", self.format, rank))
@@ -188,7 +188,7 @@ class CatalogBuilder:
         start: int = 0,
         count: int | None = None,
     ) -> None:
-        """Say where a part of a tensor lies: the elements `start` to ``start + count`` of a box, in row-major order.
+        """Add a part of a tensor: elements `start` to ``start + count`` of a box, in row-major order, and their place in a file.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ class CatalogBuilder:
             tensor.parts.append(part)
 
     def view(self, name: str, file: TorchFile, view: PickledTensor, offsets: Ints | None = None) -> None:
-        """Say that a tensor of a torch file, which may have any strides, is the box at `offsets` of a tensor that was added."""
+        """Add a tensor of a torch file as the box at `offsets` of tensor `name`, which was added. It may have any strides."""
         if not prod(view.shape):
             return
         at, each = file.at(view), view.dtype.itemsize
@@ -231,7 +231,7 @@ class CatalogBuilder:
         self._rows.append(tuple(columns))
 
     def parts(self, name: str) -> list[Part]:
-        """Return all parts of a tensor that were added so far."""
+        """Return all parts of a tensor that were added so far, by any method."""
         tensor, found = self.tensors[name], []
         for columns in self._rows:
             # columns: tensor, box, start, count, file, offset of the rows of one call; here: the rows of this tensor
@@ -251,7 +251,7 @@ class CatalogBuilder:
     def value(self, path: Sequence[Any], value: Any, kind: ValueKind = ValueKind.PLAIN, link: StateLink | None = None) -> None:
         """Add a value other than a tensor by its keys in the state: ``("extra", "step")`` gets the name ``extra.step``.
 
-        A step into a list is a tuple of the index. A value that cannot be encoded becomes unreadable.
+        Among the keys, an index of a list is a tuple of one int. A value that cannot be encoded becomes unreadable.
         """
         name = name_of(key[0] if isinstance(key, tuple) else key for key in path)
         with self.reading(name):
@@ -374,7 +374,7 @@ def _named_twice(name: str, where: str) -> NameCollisionError:
 
 
 def linked(catalog: Catalog) -> Catalog:
-    """Add the links that follow from the names of a catalog; links that the catalog has stay as they are."""
+    """Add to a catalog the links from optimizer state to parameters that follow from its names; links that it has stay."""
     table, values = catalog.tensors_table, catalog.values_table
     links = catalog.links()
     found = links_from_names((*catalog.names, *catalog.value_names), listed_parameters(values)) | links

@@ -58,7 +58,7 @@ _REPLACEMENT = "replacement"
 
 
 class OutputFolder(NamedTuple):
-    """The folder in which a result is made.
+    """The folder in which a conversion writes its result.
 
     Attributes
     ----------
@@ -292,7 +292,7 @@ def _remove_leftovers(path: str, own: str) -> None:
 
 
 def _make_durable_folder(folder: str) -> None:
-    """Make a folder and its missing parents, so that their names survive a power cut."""
+    """Make a folder and its missing parents, durably: they survive a power cut."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)

@@ -25,10 +25,10 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
 
 MAX_SIDE_BYTES = 256 << 20
-"""Larger files beside a model are not copied: they are data of another kind."""
+"""The size above which a file beside a model is not copied: it is data of another kind."""
 
 _STEP_BYTES = 8 << 20
-"""The memory for copying one of these files."""
+"""The number of bytes to copy at once of a file beside a model."""
 
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")

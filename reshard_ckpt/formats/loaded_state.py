@@ -38,7 +38,7 @@ def serve_state(
     folder: str,
     mapped: Mapping[str, MappedFile] | None = None,
 ) -> Storage:
-    """Add all tensors and values of a state to a catalog; return a store that has its tensors as files, too.
+    """Add all tensors and values of a loaded state to a catalog; return a store that also serves its tensors as files.
 
     Parameters
     ----------
@@ -179,4 +179,4 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
 
 
 _DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""For each size of an element in bytes a dtype that numpy has, too."""
+"""By the number of bytes of an element, a torch dtype of that size that numpy has too."""

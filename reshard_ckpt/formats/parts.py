@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..storage.protocol import Storage, read_range
 
 MAX_PARTS = 1 << 20
-"""The most parts of one box."""
+"""The most parts that one box of a foreign tensor may have."""
 
 COMPARED_BYTES = 1 << 20
 """Up to this many bytes, replicas are compared whole. Of larger ones, this many bytes are compared, at both ends together."""

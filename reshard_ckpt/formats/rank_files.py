@@ -41,7 +41,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 _FILE = re.compile(r"([A-Za-z][\w.-]*?)(?:_world_size_(\d{1,7}))?_rank_?(\d{1,7})\.(?:pt|pth|bin)")
 COMPARED_ELEMENTS = 1 << 12
-"""Plain tensors with up to twice as many elements are compared whole, larger ones at both ends."""
+"""Half the number of elements up to which plain tensors are compared whole; of larger ones, so many are compared at each end."""
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
 """The beginning of the class names of torch's placements in a pickle."""
@@ -88,7 +88,7 @@ def _kind(stem: str) -> str:
 
 
 def _of_all_ranks(sizes: Mapping[int, Mapping[int, Sequence[str]]], stem: str, where: str) -> list[str]:
-    """Return the files of one stem in order of rank.
+    """Return the files of one item, which have the same stem, in order of rank.
 
     Raises
     ------
@@ -129,11 +129,11 @@ class RankFolder:
         """The name and the shape of each parameter, in the order of the model; a tied one once."""
 
     def open(self, key: str) -> TorchFile:
-        """Read the objects in a file, and none of its tensors."""
+        """Read the objects in a file of the folder. Its tensors stay unread."""
         return self._reader.open(key)
 
     def add_tensors(self, item: str, files: Sequence[TorchFile]) -> None:
-        """Add state dicts of a module; a plain tensor is the same on all ranks."""
+        """Add a module's state dict of each rank. A plain tensor is the same on all ranks, a DTensor is a part."""
         compares = len(files) > 1 and not has_parts(files)
         for rank, file in enumerate(files):
             content: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class RankFolder:
         self.builder.value([item, "param_groups"], merge(groups_of, name=item), ValueKind.PARAM_GROUPS)
 
     def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:
-        """Return the name of each parameter by its number.
+        """Map the numbers by which an optimizer's state knows parameters to the parameters' names.
 
         The mapping is empty if the optimizer's state is keyed by names already. None means that nothing names the numbers.
         """
@@ -207,7 +207,7 @@ class RankFolder:
         return {number: name for number, (name, _) in enumerate(self._params)}
 
     def add_values(self, stem: str, keys: Sequence[str]) -> None:
-        """Add files of values. Those of one name that differ between ranks are named by rank."""
+        """Add the values in the files of all ranks. A value that differs between ranks is named by rank."""
         reader = FileReader(self.storage, tagged="")
         try:
             found = [file.plain(file.content) for file in map(reader.open, keys)]
@@ -259,7 +259,7 @@ class RankFolder:
         self.builder.unreadable(name, why)
 
     def _add_part(self, name: str, local: PickledTensor, shape: Ints, layout: Layout | None, file: TorchFile) -> None:
-        """Add the tensor in the file of a rank, a part of a global tensor; `layout` is None for a plain tensor."""
+        """Add a rank's local tensor as a part of a global tensor. `layout` is None for a plain tensor, which is the whole one."""
         is_known = name in self._boxes
         boxes = self._boxes.setdefault(name, {})
         self.builder.tensor(name, local.dtype, shape, again=is_known)
@@ -316,7 +316,7 @@ def _are_same(one: tuple[Any, TorchFile], other: tuple[Any, TorchFile]) -> bool:
 
 
 def _sample(value: Any, file: TorchFile) -> Any:
-    """Return something to compare a plain tensor or value by: its bytes, or the first and the last bytes of a large tensor."""
+    """Return a value, or the bytes of a plain tensor (of a large one, those at both ends), for a comparison of ranks."""
     if not isinstance(value, PickledTensor):
         return encode_value(file.plain(value), file.key)
     # Elements in memory from the first to the last.
@@ -379,7 +379,7 @@ def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
 
 
 def _placement(made: Any) -> Any:
-    """Return torch's own placement for a pickled one; None for any other class."""
+    """Return torch's placement, such as ``Shard(0)``, for a stand-in from a pickle; None for any other class."""
     state = attributes_of(made) or {}
     return placement_of(str(class_of(made)).removeprefix(_PLACEMENTS), state.get("dim"), state.get("split_factor"))
 

@@ -41,7 +41,7 @@ from .source import BytesOf, Format, Source
 from .tensor_stream import aliases_of, in_natural_order
 
 ROOT = "model"
-"""The key of the state below which the tensors of a flat file are put."""
+"""The key under which the tensors of a safetensors file are put in the state."""
 
 SUFFIX = ".safetensors"
 
@@ -61,7 +61,7 @@ def open_safetensors(storage: Storage, key: str | None) -> Source | None:
 
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
-    """Build the catalog of these files; of each file, take only the tensors in `weights`."""
+    """Build the catalog over safetensors files. `weights` says which tensors of each file to take."""
     builder = CatalogBuilder("safetensors", storage.url)
     sharded: dict[str, list[tuple[Member, Part]]] = {}
     metadata = {}
@@ -169,7 +169,7 @@ FORMAT = Format(
 
 STEM = "model"
 PART_BYTES = 64 << 20
-"""The most bytes of a tensor that one process writes without a cut."""
+"""The most bytes of a tensor that are written in one part; several processes divide the parts of a large tensor."""
 
 MAX_HEADER_BYTES = 48 << 20
 """A new file is begun before its header has this many bytes: safetensors reads up to 100 MB."""

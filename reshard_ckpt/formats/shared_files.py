@@ -148,7 +148,10 @@ def _share(files: Sequence[NewFile], comm: Comm, *, by_file: bool) -> Iterator[t
 def _write_section(
     storage: Storage, file: NewFile, parts: range, size: int, stream: ByteStream, notes: Storage | None
 ) -> tuple[Section, dict[int, int]] | None:
-    """Write some parts of a file; return the section and the CRC-32 of each run, or None if it is the whole file."""
+    """Write some consecutive parts of a file.
+
+    Return the `Section` and the CRC-32 of each run, for rank 0 to join; None if the parts are the whole file.
+    """
     offsets = file.offsets
     is_whole = (parts.start, parts.stop) == (0, len(file.parts))
     writer = SectionWriter(storage, file.key, offsets[parts.start], size if is_whole else offsets[parts.stop], size)

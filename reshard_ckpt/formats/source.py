@@ -52,7 +52,7 @@ SAFETENSORS = "safetensors"
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value that only the library that wrote it can decode: its keys in the saved state, and the place of its bytes."""
+    """A value that only the library that wrote it can decode, as bytes in a file; `path` has its keys in the saved state."""
 
     path: tuple[str | int, ...]
     file: str
@@ -60,7 +60,7 @@ class RawValue:
     length: int
 
     def read(self, storage: Storage) -> memoryview:
-        """Read the bytes of the value."""
+        """Read the bytes of this value."""
         return read_range(storage, self.file, self.offset, self.length)
 
 
@@ -224,7 +224,7 @@ def _name_of_code(form: Format) -> str:
 
 
 def _opened(form: Format, storage: Storage, key: str | None) -> Identified[Source] | None:
-    """Open a folder, or the file `key` in it, in one format; return None if it has another format."""
+    """Open a folder, or the file `key` in it, as a checkpoint of one format; return None if it has another format."""
     with failing(form, storage.url if key is None else f"{storage.url}: {key}"):
         found = form.open(storage, key, **form.options)
         if found is None:

@@ -36,7 +36,7 @@ from .loaded_state import serve_state
 from .source import Format, Source
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The keys of the state below which a flat state dict, and the state dict of an optimizer, are put."""
+"""Keys of the state: a flat state dict is put below the first one, the state dict of an optimizer below the second."""
 
 _MAIN = "pytorch_model.bin"
 _MAX_DEPTH = 64
@@ -74,7 +74,7 @@ def _open_file(storage: Storage, key: str) -> Source:
 
 
 def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
-    """Open several files that are one flat state dict together."""
+    """Open files that hold one flat state dict together, such as a ``pytorch_model.bin`` in parts."""
     mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
     for key, names in weights.items():

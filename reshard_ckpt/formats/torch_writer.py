@@ -82,7 +82,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer of the state: the number of each parameter, and the names that are second names of tied parameters."""
+    """An optimizer that is written by number: the number of each parameter, and the second names of tied parameters."""
 
     name: str
     numbers: Mapping[str, int]
@@ -153,7 +153,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the path of a tensor: the first part of its name, then the rest as one key."""
+    """Split the name of a tensor at its first dot: the key of the state, and the name below it."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
 

@@ -62,7 +62,7 @@ def _add_parts(builder: CatalogBuilder, catalog: Catalog, name: str) -> Iterator
 
 
 def _numbered(name: str, dims: tuple[int, ...], number: int) -> str:
-    """Insert the numbers of a part into a name.
+    """Insert the numbers of a layer and an expert into the name of a stacked tensor.
 
     >>> _numbered("decoder.layers.mlp.experts.experts.fc1.weight", (2, 4), 6)
     'decoder.layers.1.mlp.experts.experts.2.fc1.weight'

@@ -26,7 +26,7 @@ PRIOR_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of the job, from its start to its end or failure.
+    """One attempt of a job: from the start of its processes to their end or failure.
 
     Attributes
     ----------

@@ -28,7 +28,7 @@ from ..storage import Storage, open_storage
 from ..storage.protocol import write_file
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
-"""Attributes in which wrappers such as DDP hold the module that they wrap."""
+"""Attributes in which wrappers such as DDP keep the module that they wrap."""
 
 
 class Exports:
@@ -53,7 +53,7 @@ class Exports:
         self._queue = ThreadPoolExecutor(1, "reshard_ckpt export")
 
     def find_model(self, state: Mapping[str, Any]) -> None:
-        """Find the model of a state that is about to be saved, and its config.
+        """Find the model in a state that is about to be saved, and remember its key and its config for the export.
 
         Raises
         ------
@@ -104,11 +104,11 @@ class Exports:
         self._queue.submit(export_step)
 
     def wait(self) -> None:
-        """Wait for the exports that have begun or are queued."""
+        """Wait until no export is running or queued."""
         self._queue.submit(int).result()
 
     def close(self, *, wait: bool) -> None:
-        """End the thread: after the exports that are queued, or after the one in progress."""
+        """End the thread of the exports: with `wait` after all queued ones, else after the one in progress."""
         self._queue.shutdown(wait=wait, cancel_futures=not wait)
 
 

@@ -18,7 +18,7 @@ TAG = "nebula_tag"
 """The key in a checkpoint's metadata under which its Nebula tag is saved."""
 
 RUNS: list[Manager] = []
-"""The open managers, in order of opening."""
+"""The managers with memory that are open in this process, in order of opening."""
 
 
 def memory_from_environment() -> Memory:

@@ -246,7 +246,7 @@ class Restoring:
             self._memory.loaded(step)
 
     def begin_attempt(self) -> None:
-        """Before a save, write into the lineage from which step the run goes on, unless it is there already. Collective."""
+        """Before a save, note in the run's lineage from which step training continued, unless it is noted already. Collective."""
         memory = self._memory
 
         def newer(step: int) -> list[str]:

@@ -98,12 +98,12 @@ class SaveCosts:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress now."""
         return self._running > 0
 
     @property
     def step_s(self) -> float:
-        """Median seconds of an undisturbed step."""
+        """The median time in seconds of a training step during which no save was in progress."""
         with self._lock:
             return self._step_s()
 
@@ -111,7 +111,7 @@ class SaveCosts:
         return statistics.median(self._calm) if self._calm else 0.0
 
     def tier(self) -> TierCosts | None:
-        """Return the measured costs of saves, with a failure rate of 0; None before the first save was measured."""
+        """Return measured cost and duration of saves as a `TierCosts`, with a failure rate of 0; None before the first save."""
         with self._lock:
             if not self._costs or not self._durations:
                 return None
@@ -127,9 +127,9 @@ Interval = Callable[[SaveCosts], float | None]
 def best_interval(
     mtbf_s: Callable[[], float], max_overhead: float, least_s: Callable[[float], float] = lambda mtbf_s: 0.0
 ) -> Interval:
-    """Return an `Interval` that loses the least time, by the measured costs; see `core/planning/interval.py`.
+    """Return a function from measured costs to the interval that loses the least time; see `core/planning/interval.py`.
 
-    It is never shorter than ``least_s(mtbf_s())``.
+    The interval is never shorter than ``least_s(mtbf_s())``.
     """
 
     def interval(costs: SaveCosts) -> float | None:
@@ -175,7 +175,7 @@ class SaveSchedule:
         return is_due
 
     def _decide(self, step: int, now: float, costs: SaveCosts) -> Decision:
-        """Decide on rank 0 whether to save at this step."""
+        """Decide on rank 0 whether to save at this step, and at which step to decide again."""
         self._began_at = now if self._began_at is None else self._began_at
         missing = self._warm_up_steps - costs.num_steps
         if costs.is_saving or missing > 0:

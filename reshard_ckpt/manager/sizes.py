@@ -168,7 +168,7 @@ def sizes(
 
 
 def _item_bytes(option: str, wanted: str | torch.dtype) -> int:
-    """Return the bytes of one element of a dtype, which is given as for `code_named`."""
+    """Return the size of an element of a dtype in bytes; `option` names the caller's option in the error."""
     code = code_named(wanted)
     if code is None:
         names = ", ".join(sorted(TORCH_NAMES.values()))

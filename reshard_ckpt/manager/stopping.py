@@ -37,7 +37,7 @@ def open_stop(
 ) -> Iterator[Callable[[], bool]]:
     """Let all ranks of a process group stop at the same step, once one of them is told to stop, while the ``with`` block lasts.
 
-    Yields the question of a rank before each step: `AgreedStop.reached`, or `wanted` itself if this process is on its own.
+    Yields a function that tells before each step whether to stop: `AgreedStop.reached`, or `wanted` itself in a single process.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ class StoredSteps:
 
     @property
     def url(self) -> str:
-        """The URL of the root, for messages."""
+        """The URL of the run's root, for messages."""
         return self._storage.url
 
     def path(self, step: int) -> str:
@@ -144,7 +144,7 @@ class StoredSteps:
         return self._info(step).save_id
 
     def save_ids_beyond(self, step: int) -> list[str]:
-        """List the ids of the saves of newer steps, without steps whose catalog is damaged."""
+        """List the save ids of all steps newer than `step`, without steps whose catalog is damaged."""
         newer = (self._info(other).save_id for other in self.steps() if other > step)
         return [save_id for save_id in newer if save_id]
 
@@ -238,7 +238,7 @@ class StoredSteps:
             self._lease.check()
 
     def delete(self, step: int) -> bool:
-        """Remove a step. Return whether it existed.
+        """Remove the checkpoint of a step. Return whether there was one.
 
         Raises
         ------
@@ -336,7 +336,7 @@ class StoredSteps:
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
-        """Remove the files of saves that died. The root is locked, so no other job saves there."""
+        """Remove files that saves left behind when their process died. The root is locked, so no other job saves there."""
         # Probes are left by managers that were killed while they tested whether the store honours conditions.
         finding = begin(self._storage, lambda: find_steps(self._storage, self._names))
         self._storage.delete(f"{folder}/{PROBE}" for folder in self._storage.folders() if SAVE_ID.fullmatch(folder))

@@ -28,7 +28,7 @@ from matplotlib.text import Text
 INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-"""Okabe and Ito's palette, whose colours can be told apart with any colour vision."""
+"""The colours of the first eight ranks: Okabe and Ito's palette, which can be told apart with any colour vision."""
 
 _SHADES = ((0.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.55))
 """How the palette changes after every eight ranks: the grey level to mix in (1.0 is white, 0.0 black), and its share."""
@@ -72,7 +72,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Add axes at a place counted from the top left corner of the figure."""
+    """Add axes to a figure; `left` and `top`, in points, count from its upper left corner."""
     across, down = figure.get_size_inches() * 72
     axes = figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
     axes.tick_params(length=2)
@@ -170,7 +170,7 @@ def text_colour_on(fill: str) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimate the width of a line of text."""
+    """Estimate the width of a line of text in points, at letters of this size."""
     return size * sum(1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.62 for letter in text)
 
 

@@ -61,7 +61,7 @@ MAX_LABEL = 130.0
 """The largest width in points of a row's label in the matrix "who feeds whom"."""
 
 MAX_LEGEND = 40
-"""The legend lists all ranks up to this number; of more it lists a few."""
+"""The most ranks that a legend lists in full; of more ranks it lists a few."""
 
 MAX_MESH = 4096
 """The most ranks of a mesh for which the picture tells which ranks hold copies of a part."""
@@ -71,7 +71,7 @@ HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 46.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A table of a tensor's parts, with the colour of each part and the text that appears when the mouse is over it."""
+    """A table of a tensor's parts, with the colour of each part, and the text that appears when the pointer is on it."""
 
     table: CellTable
     colours: list[str]
@@ -152,7 +152,7 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), me
 
 
 def copies_of(view: TensorView, mesh: Mesh | None) -> list[Ints]:
-    """List for each shard the other ranks that held the same bytes when it was saved, as far as the placement tells."""
+    """Return for each shard the other ranks that held the same bytes in the save, as far as the placement tells."""
     placement = view.placement
     if mesh is None or placement is None or mesh.size > MAX_MESH or len(placement) != len(mesh.axes):
         return [()] * len(view.shards)
@@ -173,8 +173,9 @@ def copies_of(view: TensorView, mesh: Mesh | None) -> list[Ints]:
 
 
 def _holds(region: LocalRegion | None, shard: ShardView) -> bool:
-    """Tell whether a region contains the first element of a shard; it may not, if the catalog's placement is not that of the
-    ranks that wrote.
+    """Tell whether a rank's region contains the first element of a shard.
+
+    It should, unless the catalog's placement is not that of the ranks that wrote.
     """
     if region is None or not shard.count:
         return False
@@ -188,7 +189,7 @@ def _holds(region: LocalRegion | None, shard: ShardView) -> bool:
 
 
 def _copies_text(copies: Sequence[Ints]) -> str:
-    """Say how many ranks held each part, if several ranks did."""
+    """Return text that says how many ranks held each part; empty if each part was on one rank."""
     counts = sorted({len(others) + 1 for others in copies})
     if counts in ([], [1]):
         return ""
@@ -231,7 +232,7 @@ def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:
 
 
 def _draw_table(axes: Axes, shown: Shown, shape: Ints, title: str, below: str) -> None:
-    """Draw the parts in their colours, and write the coordinates of the cuts along the sides."""
+    """Draw the table of a tensor: its parts in their colours, and the coordinates of the cuts along the sides."""
     table = shown.table
     axes.set(xlim=(0, table.columns[-1]), ylim=(table.rows[-1], 0), facecolor=FAINT)
     boxes, parts = table.boxes()
@@ -268,7 +269,7 @@ def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], c
 
 
 def _wanted(catalog: Catalog, name: str, wanted: Sequence[WantedPart], mesh: Mesh) -> Wanted:
-    """Find the saved ranks that feed each wanted part."""
+    """Describe a tensor on another mesh for the picture: its parts there, and the saved ranks that feed each of them."""
     shape, names = catalog.shape(catalog.index(name)), [f"rank {spans(of.ranks)}" for of in wanted]
     fed = feeds(catalog, catalog.index(name), wanted)
     amounts = volumes(fed.lengths) * ITEM_BYTES[catalog.dtype(catalog.index(name))]

@@ -21,7 +21,7 @@ Run: TypeAlias = tuple[Ints, Ints, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WantedPart:
-    """The runs of a tensor that each of some ranks of another layout holds; all of these ranks hold the same ones."""
+    """A part of a tensor on another mesh: its runs, and the ranks that hold just these runs."""
 
     ranks: Ints
     runs: tuple[Run, ...]
@@ -97,7 +97,7 @@ def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
 
 
 def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
-    """Plan the load of all wanted parts of a tensor, to find the boxes that go from each saved rank to each part."""
+    """Plan a load of all wanted parts of a tensor; return the boxes that go from each saved rank to each part."""
     shape = catalog.shape(tensor)
     # whole, strides (1, D): the shape of the tensor and its strides; a scalar counts as a vector of one element.
     whole = np.array([shape or (1,)], np.int64)

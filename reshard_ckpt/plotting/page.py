@@ -21,7 +21,7 @@ from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, rank
 from .times import draw_timeline, timeline_words
 
 MAX_RANKS, MAX_CHILDREN = 256, 100
-"""The most bars of ranks, and the most lines below one line of the tree."""
+"""The most ranks that get a bar, and the most lines that a line of the tree opens to."""
 
 _STYLE = f"""
 body{{margin:0;background:#fff;color:{INK};font:15px/1.5 system-ui,"DejaVu Sans",sans-serif}}
@@ -97,7 +97,7 @@ def bytes_by_rank(catalog: Catalog) -> dict[int, int]:
 
 
 def _balance(catalog: Catalog) -> str:
-    """Make a sentence of the number of ranks, their mesh, and the least and the most bytes that one wrote."""
+    """Return a sentence on how evenly the ranks wrote: their number, mesh, and the least and the most bytes of one rank."""
     sizes = list(bytes_by_rank(catalog).values())
     if not sum(sizes):
         return "No rank wrote any bytes."
@@ -111,7 +111,7 @@ def _balance(catalog: Catalog) -> str:
 
 
 def _rank_bars(catalog: Catalog) -> str:
-    """Draw a bar for each rank; if there are too many ranks, for the ranks that wrote the most."""
+    """Return HTML with a bar for each rank. If there are too many ranks, it has bars for the ranks that wrote the most."""
     held = bytes_by_rank(catalog)
     most = max(held.values(), default=0) or 1
     shown = sorted(sorted(held, key=lambda rank: -held[rank])[:MAX_RANKS])
@@ -121,7 +121,7 @@ def _rank_bars(catalog: Catalog) -> str:
 
 
 def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: str = "") -> str:
-    """Draw a bar for each node, the largest first; a bar with children opens to show theirs."""
+    """Return HTML with a bar for each node of the tree, the largest first. A bar opens to show those of its children."""
     totals = sorted(((_total(node, sizes), i) for i, node in enumerate(nodes)), key=lambda item: (-item[0], item[1]))
     lines = []
     for total, i in totals[:MAX_CHILDREN]:
@@ -148,7 +148,7 @@ def _bar(label: str, size: int, most: int, colour: str = PALETTE[0]) -> str:
 
 
 def _facts(of: Summary) -> str:
-    """Make the list of the numbers of a summary; unknown ones are left out."""
+    """Return HTML with a list of a summary's numbers; unknown ones are left out."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(of.created_s)) if of.created_s > 0 else None
     facts = {
         "step": None if of.step is None else f"{of.step:,}",

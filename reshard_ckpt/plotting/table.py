@@ -19,7 +19,7 @@ from ..core.catalog.specs import Ints
 from ..core.geometry.runs import I64
 
 MAX_CUTS = 512
-"""The most cells along each side."""
+"""The most cells along each side of a tensor's table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,15 @@ class CellTable:
     parts: I64
 
     def boxes(self) -> tuple[I64, I64]:
-        """Merge cells into rectangles; returns rows of ``x, y, width, height`` in elements, and the part of each."""
+        """Merge cells that show the same part into rectangles.
+
+        Returns
+        -------
+        boxes : (N, 4)
+            ``x, y, width, height`` in elements.
+        part : (N,)
+            The part that each rectangle shows.
+        """
         found = np.array(list(_rectangles(self.parts)), np.int64).reshape(-1, 5)
         top, bottom, left, right, part = found.T
         x, y = self.columns[left], self.rows[top]
@@ -83,7 +91,7 @@ def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> CellTable:
 
 
 def _divided(sizes: Ints, cuts: Sequence[I64]) -> I64:
-    """Return the first element of each cell on one side of the table, and the end of the side."""
+    """Cut one side of a table into cells: return the first element of each cell, and the number of elements at the end."""
     whole = prod(sizes)
     cut = [dim for dim, at in enumerate(cuts) if len(at) > 2]
     if not cut:
@@ -97,7 +105,7 @@ def _divided(sizes: Ints, cuts: Sequence[I64]) -> I64:
 
 
 def _middles(edges: I64, sizes: Ints) -> list[I64]:
-    """Return the coordinates of the middle of each cell, one array for each dim."""
+    """Return the coordinates, in the dims of one side, of the middle of each cell: an array for each dim."""
     at, out = (edges[:-1] + edges[1:]) // 2, []
     for size in reversed(sizes):
         at, coordinate = np.divmod(at, size)

@@ -50,7 +50,7 @@ class Replaced:
             self._bind(functions)
 
     def uninstall(self) -> None:
-        """Bind the package's own functions again."""
+        """Undo `install`: bind the package's own functions again."""
         if self.stock:
             self._bind(self.stock)
             self.stock = {}

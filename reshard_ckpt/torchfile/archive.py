@@ -63,7 +63,7 @@ class TorchFile:
         self.content = contents[digest]
 
     def at(self, tensor: PickledTensor) -> int:
-        """Return the position of a tensor's first element in the file, in bytes.
+        """Return the byte of the file at which a tensor's first element lies.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class TorchFile:
         return self._zipped.crc(record) if record in self._zipped else 0
 
     def elements(self, tensor: PickledTensor, first: int, count: int) -> torch.Tensor:
-        """Read `count` elements of a row-major tensor, from element `first` on."""
+        """Read `count` elements of a row-major tensor, from element number `first` on."""
         return torch.frombuffer(self.memory(tensor, first, count), dtype=tensor.dtype)
 
     def memory(self, tensor: PickledTensor, first: int, count: int) -> bytearray:
@@ -99,7 +99,7 @@ class TorchFile:
         return self.elements(made, 0, 1).item() if is_one else made
 
     def plain(self, made: Any) -> Any:
-        """Convert an object of the content to a plain or tagged value.
+        """Convert an object in the file's content, such as a stand-in, to a plain or tagged value.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class FileTensor:
 
 
 class FileReader:
-    """Opens files of one store, and reads equal pickles once; see `TorchFile` for `tagged`."""
+    """Opens files of ``torch.save`` in one store. Files with equal pickles share the content; see `TorchFile` for `tagged`."""
 
     def __init__(self, storage: Storage, *, tagged: str | None = None) -> None:
         self._storage: Storage = storage

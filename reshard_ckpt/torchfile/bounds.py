@@ -29,14 +29,14 @@ _SMALL_BYTES, _SMALL_PARTS = 64 << 20, 1 << 20
 """Bytes of tensors and parts of values that are allowed in any file, however small."""
 
 MAX_CYCLES = 64
-"""The most cycles of objects that are cut in one file."""
+"""The most cycles (objects that contain themselves) that are cut in one file."""
 
 _TEXT_PART = 64
-"""Characters or bytes that count as one part of a value."""
+"""So many characters of a string, or bytes, count as one part of a value."""
 
 
 class FileBudget:
-    """Counts the bytes of tensors found in each file, before rows are made of them; more than `TIMES` its size is an error."""
+    """Counts the bytes of the tensors in each file, before rows are made. More than `TIMES` its size is an error."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
@@ -163,7 +163,7 @@ def _text_parts(leaf: Any) -> int:
 
 
 UNCHECKED_BYTES = 4096
-"""Files up to this size are too small to do harm, and need no check."""
+"""The size in bytes up to which a pickle is not checked for integers of equal hash, because it is too small to do harm."""
 
 _LONG1 = b"\x8a"
 

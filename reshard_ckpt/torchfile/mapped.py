@@ -30,7 +30,7 @@ _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """A file that is mapped into memory at the address `base`."""
+    """A file that is mapped into memory, at the address `base`."""
 
     base: int
     size: int

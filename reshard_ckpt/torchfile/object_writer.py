@@ -60,7 +60,7 @@ Records = Sequence[tuple[ZipRecord, bytes | StreamedTensor]]
 
 
 def laid_out(described: bytes, storages: Sequence[bytes | StreamedTensor]) -> Records:
-    """Lay out a file with this pickle and these storages."""
+    """Lay out a file of ``torch.save`` with this pickle and these storages: return its records in order."""
     contents: dict[str, bytes | StreamedTensor] = {"data.pkl": described, "byteorder": b"little"}
     contents |= {f"data/{number}": data for number, data in enumerate(storages)}
     contents["version"] = b"3\n"
@@ -82,7 +82,7 @@ def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | Str
 
 
 class _Parts:
-    """Replaces values by parts of a pickle; `storages` collects the bytes of tensors, and the tensors that are streamed."""
+    """Replaces values by the instructions of a pickle that make them, and collects the storages of tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -173,7 +173,7 @@ class _Parts:
 
 
 def _numpy(name: str) -> Global:
-    """Refer to a function by numpy 1's module; numpy 2 finds it under that name, too."""
+    """Return a reference to a function of numpy by the module that it has in numpy 1; numpy 2 finds it there too."""
     return Global("numpy.core.multiarray", name)
 
 
@@ -190,7 +190,7 @@ _STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.item
 
 
 def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
-    """Describe a contiguous tensor whose storage is record ``data/<key>``, as a part of a pickle."""
+    """Describe a contiguous tensor, whose storage is record ``data/<key>``, for the writer of a pickle."""
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
     storage = PersistentId(("storage", kind, key, "cpu", count * dtype.itemsize if typed is None else count))
@@ -203,7 +203,10 @@ def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
 
 @lru_cache(maxsize=256)
 def around_tensor(dtype: torch.dtype, shape: Ints) -> tuple[bytes, Callable[[int], bytes]]:
-    """Return the bytes of a file of ``torch.save`` before a tensor's data, and the bytes behind by the CRC-32 of the data."""
+    """Return the bytes around a tensor's data in a file of ``torch.save`` that holds only this tensor.
+
+    They are the bytes before the data, and a function from the CRC-32 of the data to the bytes behind.
+    """
     records = laid_out(pickled(tensor_parts(dtype, shape, "0")), [StreamedTensor(0, dtype, shape)])
     (own,) = (record for record, data in records if not isinstance(data, bytes))
     *first, last = (whole_record(record, data) for record, data in records if isinstance(data, bytes))

@@ -25,20 +25,23 @@ from ..core.report import type_in_words
 from ..errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64
-"""The most arguments of a call, and the most dims of a size; no tensor has as many."""
+"""The most arguments of a call in a pickle, and the most dims of a size; no tensor has as many."""
 
 _MAX_INT_BYTES = 16
-"""The longest integer. Longer ones take quadratic time to print, and no checkpoint has one."""
+"""The most bytes of an integer in a pickle. Longer ones take quadratic time to print, and no checkpoint has one."""
 
 _MAX_INT_KEY = 2**60
-"""Integers as keys are below this: larger ones can be chosen to have one hash, which is the integer modulo 2⁶¹ - 1."""
+"""Integers that are keys of dicts must be below this: larger ones can be chosen to have one hash, which makes dicts slow."""
 
 _UINT32 = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class; its instances are `StandInObject`. A call runs `make`; without it, the result is `Opaque`."""
+    """The stand-in of a class that a pickle names; its instances are `StandInObject`.
+
+    If the pickle calls the class, `make` makes the result; without `make`, the result is an `Opaque`.
+    """
 
     name: str
     make: Callable[..., Any] | None = None
@@ -67,7 +70,7 @@ class StandInFunction:
 
 
 class Opaque:
-    """A value that is not read: the result of a call, the state of an object with items of its own, or a key."""
+    """Stands for a value that is not read: the result of a call, an object with items of its own, or an odd key of a dict."""
 
     __slots__ = ("name",)
 
@@ -84,7 +87,7 @@ def attributes_of(made: Any) -> dict[Any, Any] | None:
 
 
 def class_of(made: Any) -> str | None:
-    """Return the name of the class or function that a stand-in, or an instance of one, needs; None for plain data."""
+    """Return the name of the class or function behind a stand-in, or behind an instance of one; None for plain data."""
     if isinstance(made, StandInObject):
         return made.kind.name
     return made.name if isinstance(made, Opaque | StandInClass | StandInFunction) else None
@@ -253,7 +256,7 @@ class _Machine:
 
 
 def _opaque(kind: Any) -> Opaque:
-    """Return an `Opaque` for an object that the reader does not make: its class has no `make`, or gets arguments."""
+    """Return an `Opaque` for a call of a class that the reader does not make: it has no `make`, or gets arguments."""
     if not isinstance(kind, StandInClass | Opaque):
         raise ValueError(f"calls {_shown(kind)}")
     return Opaque(kind.name)
@@ -309,7 +312,7 @@ def _set_item(machine: _Machine) -> None:
 
 
 def _extend(machine: _Machine, low: int) -> None:
-    """Append the items on the stack from index `low` on to the list below them."""
+    """Append the items on the machine's stack, from index `low` on, to the list below them."""
     stack, target = machine.stack, machine.stack[low - 1]
     if type(target) is list:
         target.extend(stack[low:])

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class, function or constant of a module, by name."""
+    """A reference in a pickle to a class, function or constant of a module, by name."""
 
     module: str
     name: str
@@ -35,7 +35,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance of a class, with its state: a dict of its fields, or the argument of its ``__setstate__``."""
+    """An instance of a class, to be written to a pickle: its state is a dict of fields, or the argument of ``__setstate__``."""
 
     kind: Global
     state: Any
@@ -43,7 +43,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class PersistentId:
-    """The object that the reader makes from a persistent id, such as a storage."""
+    """A reference by persistent id, to be written to a pickle: the reader makes an object of it, such as a storage."""
 
     identity: Any
 

@@ -34,11 +34,11 @@ class PickledTensor:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements lie in row-major order, without gaps."""
+        """Whether the tensor's elements lie in its storage in row-major order, without gaps."""
         return is_row_major(self.shape, self.strides)
 
     def reshaped(self, shape: Ints) -> PickledTensor:
-        """Return a view in another shape of a tensor that is row-major."""
+        """Return a view of the same elements in another shape; the tensor must be row-major."""
         return replace(self, shape=shape, strides=row_major_strides(shape))
 
     def is_within(self, num_bytes: int) -> bool:
@@ -96,7 +96,7 @@ def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hoo
 
 
 def _tensor_v3(storage: Any, *view: Any) -> PickledTensor:
-    """Return a tensor of an untyped storage: the dtype stands behind the arguments of `_tensor_v2`, before the metadata."""
+    """Make the stand-in of a tensor of an untyped storage; its dtype is among the arguments, before the metadata."""
     offset, size, stride, grad, hooks, dtype, *metadata = view
     return _tensor_v2(replace(storage, dtype=dtype), offset, size, stride, grad, hooks, *metadata)
 

@@ -125,7 +125,7 @@ class ZipRecords:
         return self._begins[key]
 
     def read(self, key: str) -> bytes:
-        """Read all bytes of a record."""
+        """Read all bytes of the record `key`."""
         return self._read(self.begin(key), self.size(key))
 
     def read_pickle(self, byteorder: str = "little") -> bytes:
@@ -217,7 +217,7 @@ def lay_out_records(sizes: Iterable[tuple[str, int]]) -> list[ZipRecord]:
 
 
 def whole_record(record: ZipRecord, data: bytes) -> bytes:
-    """Return the bytes of a record: its header, its data, and its checksum behind them."""
+    """Return a record of a zip as bytes: its header, its data, and the checksum behind them."""
     return b"".join((record.head, data, record.tail(zlib.crc32(data))))
 
 

@@ -23,7 +23,7 @@ _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fs
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """A parameter in a flat one: it has elements ``[start, start + prod(shape))`` of the vector."""
+    """A parameter inside a flat parameter of FSDP1: elements ``[start, start + prod(shape))`` of the flat vector."""
 
     fqn: str
     shape: Ints
@@ -128,7 +128,10 @@ def _flat_name(path: KeyPath) -> tuple[str, str | None]:
 
 
 def _run(chunk: Chunk, part: FlatPart) -> Chunk | None:
-    """Return a chunk of the vector as the run that it holds of a parameter; None if it holds no element of it."""
+    """Convert a chunk of a flat vector to a chunk of one parameter, with the run of that parameter's elements in it.
+
+    Return None if the chunk holds no element of the parameter.
+    """
     (first,), (count,) = chunk.offsets, chunk.lengths
     low, high = max(first, part.start), min(first + count, part.start + prod(part.shape))
     run = ChunkRun((0,) * len(part.shape), part.shape, start=low - part.start, skip=low - first, count=high - low)

@@ -28,7 +28,7 @@ from .nebula import NebulaBlock, NebulaRun
 from .trainer import see_commits, see_commits_in_lightning
 
 BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
-"""The blocks that choose this library, each with its attribute in DeepSpeed's config object."""
+"""Blocks of a DeepSpeed config that choose this library, each with the attribute of DeepSpeed's config object for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def _configure_checkpointing(engine: Any, *arguments: Any) -> None:
 
 
 class _Loading:
-    """``engine.load_checkpoint`` while this library is attached to the engine."""
+    """Replaces ``engine.load_checkpoint`` of a DeepSpeed engine while this library is attached to it."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

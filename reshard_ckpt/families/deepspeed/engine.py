@@ -255,7 +255,7 @@ class Engine:
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether a data-parallel rank writes replicated content, as DeepSpeed expects; here, every rank writes a part."""
+        """Tell DeepSpeed which rank writes content that all data-parallel ranks hold. Here each rank writes a part anyway."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -263,7 +263,7 @@ class Engine:
         return True
 
     def set_commit_info(self, info: Any) -> None:
-        """Do nothing: see `get_commit_info`."""
+        """Do nothing: each save commits by itself, and `get_commit_info` tells DeepSpeed so."""
 
     def get_commit_info(self) -> None:
         """Return None: DeepSpeed need not commit anything, because each save commits by itself."""

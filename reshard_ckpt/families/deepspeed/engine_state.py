@@ -93,7 +93,7 @@ def base_optimizer(engine: Any) -> Any:
 
 
 class EngineState:
-    """The tensors of an engine on this rank, by name.
+    """The tensors and optimizer state of a DeepSpeed engine on this rank, by their names in the whole model.
 
     Parameters
     ----------

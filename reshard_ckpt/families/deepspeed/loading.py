@@ -86,7 +86,7 @@ def find_saved(load_dir: str, tag: Any, *, timeout_s: float = 600.0) -> Saved | 
 
 _ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
                   "optimizer")  # fmt: skip
-"""Keys of the engine itself; all other keys are returned to the user as ``client_state``."""
+"""Keys of a DeepSpeed checkpoint that belong to the engine. All other keys are returned to the user as ``client_state``."""
 
 
 def load_checkpoint(
@@ -247,7 +247,10 @@ def _hyperparameters(held: EngineState, saved: Any) -> list[dict[str, Any]]:
 
 
 def _set_shared(chosen: Iterable[Shared]) -> None:
-    """Set the values that `EngineState.shared_values` has chosen. A tensor stays the same tensor, a number stays a number."""
+    """Put the values that `EngineState.shared_values` has chosen into the optimizer's state.
+
+    A tensor stays the same tensor, and a number stays a number.
+    """
     for state, key, value in chosen:
         if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
             state[key].copy_(value)

@@ -30,7 +30,7 @@ from .places import Params, local_shapes
 
 @dataclass(frozen=True, slots=True)
 class FlatBox:
-    """Elements ``[at, at + prod(lengths))`` of the flattened shard; they are a box of the whole tensor."""
+    """A segment: elements ``[at, at + prod(lengths))`` of a flattened shard, which are a box of the whole tensor."""
 
     at: int
     offsets: Ints
@@ -55,7 +55,7 @@ class Shard:
 
 
 class TensorParallel:
-    """How parameters are divided among tensor-parallel ranks.
+    """How DeepSpeed divided parameters among tensor-parallel ranks, as a file of model states describes it.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class TensorParallel:
                 self._other_kinds[_plain_name(pattern)] = "parameter_with_sub_params"
 
     def shard(self, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
-        """Return the part of a rank, given the shape of each rank's tensor.
+        """Return the part of parameter `name` that one rank holds, given the shape of each rank's tensor.
 
         Raises
         ------
@@ -115,7 +115,7 @@ def _plain_name(pattern: str) -> str:
 
 
 def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
-    """Return the part of a rank if the tensors of all ranks, joined along `dim`, are the whole."""
+    """Return the part of a parameter that a rank holds, if the ranks' tensors, joined along `dim`, are the whole."""
     # The shapes of all ranks may differ only along `dim`.
     if any(len(shape) <= dim for shape in shapes) or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise CorruptError(
@@ -129,7 +129,7 @@ def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
 
 
 def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Shard:
-    """Return the part of a rank, from the map of a parameter."""
+    """Return the part of a parameter that a rank holds, from AutoTP's map of the parameter."""
     try:
         shape = tuple(found["logical_shape"])
         own = found["ranks"][rank]

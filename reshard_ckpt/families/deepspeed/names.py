@@ -1,6 +1,6 @@
 """The names that DeepSpeed gives to files and to experts, and the names of its tensors and values here.
 
-Parameters are below ``model``, state is by parameter, all else is below ``deepspeed``.
+Here, parameters are named ``model.…``, optimizer state by its parameter, and everything else ``deepspeed.…``.
 
 A *root* has a file ``latest`` with a *tag*: the name of the folder of one checkpoint. That folder holds:
 
@@ -33,7 +33,7 @@ ROOT = "deepspeed"
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE, GROUPS = "state", "param_groups"
 MASTER = "fp32"
-"""The key of the master weights; it stands among the keys of the optimizer's state."""
+"""The key of the fp32 master weights among the keys of a flat group's tensors, beside ``exp_avg`` and the like."""
 
 
 def parameter_name(fqn: str) -> str:
@@ -59,7 +59,7 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint.
+    """The files of one DeepSpeed checkpoint, as keys in its store.
 
     Attributes
     ----------

@@ -58,7 +58,7 @@ _GONE = CheckpointNotFound, CorruptError
 
 
 class NebulaRun:
-    """The run of one engine. All ranks construct it together, and save and load together."""
+    """The run to which an engine with the block ``nebula`` saves. All ranks construct it, save and load together."""
 
     def __init__(self, block: NebulaBlock, timeout_s: float = 600.0) -> None:
         self._block, self._timeout_s = block, timeout_s
@@ -139,7 +139,7 @@ class NebulaRun:
             return {tag: other.path(step) for step, tag in self._tags(other).items()}
 
     def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
-        """Check the checkpoint of a step of this run, and open it. Collective."""
+        """Check that the checkpoint of a step is whole, in memory or the store, and open it. Collective."""
         load_without_going_back(self._manager, step, {ROOT: {}})  # fails unless it is whole; brings its catalog to every node
         self._last = step
         catalog = self._manager.catalog(step)

@@ -215,7 +215,10 @@ class _Tag:
                     refuse_other_order(plain(file, file.content.get("ds_config")), where)
 
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
-        """Return the parameters of each flat group. BF16_Optimizer of a pipeline without ZeRO lists them beside its fragments."""
+        """Return the parameters of each flat group, from one model-parallel rank's files.
+
+        The names and shapes are in the model's file; for BF16_Optimizer of a pipeline without ZeRO, in the optimizer's files.
+        """
         if model.content.get("param_shapes") is not None:
             return [Params.of(shapes) for shapes in shapes_in(model)]
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
@@ -319,7 +322,7 @@ class _Tag:
                 add_runs(self._builder, file, names, view, run)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
-        """Map second names to first names: the pairs that rank 0 recorded, and tensors over the very same memory."""
+        """Map the second names of tied tensors to first names: pairs that rank 0 recorded, and tensors over the same memory."""
         masters = self._masters
         recorded = model.content.get("shared_params") or {}
         found = {name: of for name, of in recorded.items() if isinstance(of, str) and name in tensors}

@@ -46,13 +46,13 @@ class Params:
 
     @staticmethod
     def of(shapes: Mapping[str, Sequence[int]], gaps: Sequence[int] = ()) -> Params:
-        """Describe a group by its shapes, such as one entry of ``param_shapes``."""
+        """Describe a group of parameters by their names and shapes, such as one entry of ``param_shapes``."""
         sizes = tuple(tuple(shape) for shape in shapes.values())
         numel = np.array([prod(shape) for shape in sizes], np.int64)
         return Params(tuple(shapes), sizes, numel, np.zeros(len(sizes), np.int64)).with_gaps(gaps)
 
     def with_gaps(self, gaps: Sequence[int]) -> Params:
-        """Return the same group with these gaps; an empty `gaps` changes nothing."""
+        """Return the same group of parameters with these gaps behind them; an empty `gaps` changes nothing."""
         if len(gaps) == 0:
             return self
         if len(gaps) != len(self.names) or not all(type(gap) is int and gap >= 0 for gap in gaps):
@@ -62,7 +62,10 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The content of a flat tensor: elements ``[start, start + count)`` of parameter `param` lie in it from element `at` on."""
+    """The runs of parameters in a flat tensor, as columns.
+
+    Elements ``[start, start + count)`` of parameter number `param` lie in the flat tensor from element `at` on.
+    """
 
     param: I64
     start: I64
@@ -76,7 +79,7 @@ class Runs:
 
 
 def packed_length(params: Params, num_ranks: int) -> int:
-    """Return the number of elements in each rank's range.
+    """Return the number of elements of one rank's range, if a group is concatenated and cut into equal ranges.
 
     >>> packed_length(Params.of({"a": (5,), "b": (2, 3)}), 2)
     6
@@ -158,7 +161,7 @@ NOT_SHARED = frozenset({
     "param_slice_mappings", "universal_checkpoint_info", "optimizer_state_dict", "fp32_flat_groups", "fp32_groups_flat",
     "fp32_groups", "ds_version", "base_optimizer_state_step", "param_groups",
 })  # fmt: skip
-"""Keys of an optimizer's state dict that describe tensors; all other keys are values of DeepSpeed."""
+"""Keys of an optimizer's state dict that describe its tensors. All others are DeepSpeed's own values, which are saved as such."""
 
 
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
@@ -326,7 +329,7 @@ def named_globally(groups: Sequence[Params], places: Sequence[GroupPlace]) -> li
 
 
 def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
-    """Return the shapes of the parameters in each flat group, by name."""
+    """Return the names and shapes of the parameters in each flat group, from a file of model states."""
     found = model.content.get("param_shapes")
     if not isinstance(found, list | tuple | None):
         raise CorruptError(f"{model.key}: its param_shapes are not a list; use another copy")
@@ -334,7 +337,7 @@ def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
 
 
 def local_shapes(model: TorchFile) -> dict[str, Ints]:
-    """Return the shapes of all tensors of a tensor-parallel rank, by name."""
+    """Return the shapes of all tensors in a tensor-parallel rank's file of model states, by name."""
     module = model.content["module"]
     found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, PickledTensor)}
     found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)

@@ -34,7 +34,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def see_commits() -> None:
-    """Change the functions of transformers; a second call does nothing.
+    """Replace three functions of transformers, so that its Trainer counts only committed checkpoints; a second call does nothing.
 
     Raises
     ------
@@ -72,7 +72,10 @@ def _finalize_training(self: Any, trial: Any, *arguments: Any) -> Any:
 
 
 def see_commits_in_lightning() -> None:
-    """Change the ``DeepSpeedStrategy`` of each package of Lightning that is imported; a second call does nothing."""
+    """Make two methods of Lightning's ``DeepSpeedStrategy`` wait for the last save; a second call does nothing.
+
+    This changes each package of Lightning that is imported.
+    """
     for name in ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strategies.deepspeed"):
         if name in sys.modules:
             strategy = sys.modules[name].DeepSpeedStrategy

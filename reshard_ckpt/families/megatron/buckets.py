@@ -40,7 +40,7 @@ Claim = tuple[int, int]
 
 @dataclass(slots=True)
 class _Found:
-    """The results of the search so far.
+    """The chunks of the model that have been found in buckets so far.
 
     Attributes
     ----------
@@ -164,7 +164,10 @@ def _settle(
 
 
 def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
-    """Yield the places of a chunk, counted in elements of `each` bytes; at most `MAX_PLACES`, as several places prove nothing."""
+    """Yield the places of a chunk's bytes in a bucket's weights, in elements of `each` bytes.
+
+    At most `MAX_PLACES` are yielded, because several places prove nothing.
+    """
     at, count = weights.find(chunk), 0
     while at >= 0 and count < MAX_PLACES:
         if at % each == 0:

@@ -71,7 +71,7 @@ def link_of(key: str) -> StateLink | None:
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key belongs to the distributed optimizer's buckets: one of their tensors or objects."""
+    """Return whether a key is that of a tensor or object in the buckets of a distributed optimizer (``dp_reshardable``)."""
     return _BUCKET.fullmatch(key) is not None
 
 

@@ -83,7 +83,7 @@ def open_megatron(storage: Storage, key: str | None, *, named: bool = False) -> 
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
-    """Tell users how to load an optimizer that was saved as buckets; empty for any other."""
+    """Return advice on how to load an optimizer that was saved as buckets; empty if there are no buckets."""
     bucket = next((name for name in catalog.names if is_bucket(name)), None)
     if bucket is None:
         return {}
@@ -171,7 +171,7 @@ class _Folder:
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def add_tensors(self) -> None:
-        """Add all tensors in their true shapes."""
+        """Add all tensors of the folder to the catalog, in their true shapes."""
         tensors = {}
         true_shapes = _true_shapes(self.saved, f"{self.storage.url}: {METADATA_KEY}")
         for key, saved in self.saved.tensors.items():
@@ -193,7 +193,7 @@ class _Folder:
             )
 
     def add_values(self) -> None:
-        """Add the common state and the objects."""
+        """Add the common state and the objects of the folder to the catalog."""
         if self.storage.size(COMMON_FILE) is not None:
             extent = Extent(COMMON_FILE, 0, self.storage.size(COMMON_FILE) or 0)
             self._add_common(COMMON_FILE, extent)

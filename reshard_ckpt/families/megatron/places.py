@@ -160,7 +160,7 @@ def _replica_of_instance(replica_id: int | tuple[int, ...], instance: int) -> in
 
 
 def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> FlatShard:
-    """Declare the elements of a run that belong to one `ShardedTensor` of a parameter.
+    """Return the elements of a run that belong to one `ShardedTensor` of a parameter, as a `FlatShard`.
 
     Parameters
     ----------
@@ -210,7 +210,10 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
 
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
-    """Find where in a contiguous parameter each built tensor begins, by its memory; None unless all are views of boxes of it."""
+    """Find the corner at which each tensor that a factory built begins in its parameter, by the memory that they share.
+
+    Return None unless all built tensors are views of boxes of the parameter, which must be contiguous.
+    """
     shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
     cuts = []
     for part in built:
@@ -229,7 +232,10 @@ def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Int
 
 
 def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] | None:
-    """Find where each built tensor begins if they are copies: build them from element numbers; None unless all are boxes."""
+    """Find the corner at which each tensor that a factory copies begins in its parameter: have it build a tensor of positions.
+
+    Return None unless all built tensors are boxes of the parameter.
+    """
     positions = torch.arange(prod(shape), device="cpu").view(shape)
     cuts = []
     # The first position of a built tensor is its corner. The others must be those of a box at that corner.

@@ -79,7 +79,7 @@ class Held:
 
 
 class RankTensors:
-    """The tensors and the extra state of a model, joined over all ranks.
+    """The tensors and the extra state of a model, joined from the files of all ranks.
 
     Parameters
     ----------
@@ -155,12 +155,12 @@ class RankTensors:
         return tuple(at for at, _ in place), tuple(count for _, count in place)
 
     def objects(self) -> Iterator[tuple[str, Ints, Ints, Held]]:
-        """Yield the extra state: its name, its place in the stack, the shape of the stack, and the file that holds it."""
+        """Yield each extra state: its name, its place in the stack of layers, the shape of the stack, and where it is held."""
         for key, held in self.extra.items():
             yield self._name(key), *self._place(key), held
 
     def add_tensors(self, builder: CatalogBuilder) -> None:
-        """Add all tensors to a catalog."""
+        """Add all tensors of the model to a catalog, and the errors of tensors that cannot be read."""
         of_name: dict[str, list[Key]] = defaultdict(list)
         for key in self.held:
             of_name[self._name(key)].append(key)
@@ -196,7 +196,7 @@ class RankTensors:
         return dtypes.pop(), shapes.pop(), parts
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
-        """Return the holders of a tensor, by tensor-parallel rank. Refuse a tensor that a rank lacks or that is not row-major."""
+        """Return the copies of a tensor on each tensor-parallel rank. Refuse a tensor that a rank lacks or that has strides."""
         found = self.held[key]
         absent = set(range(self.num_tp)) - found.keys()
         example = next(iter(found.values()))[0]
@@ -280,7 +280,7 @@ class RankTensors:
 
 
 def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> tuple[Ints, list[Part]]:
-    """Return the shape of a tensor and its parts, given the shard of each tensor-parallel rank in order."""
+    """Return the global shape of a tensor and its parts in files, given the shard of each tensor-parallel rank in order."""
     first, dim = held[0].value.shape, cut.dim
     if dim is None:
         return first, [_part(held[0], 0, (0,) * len(first), first)]

@@ -34,7 +34,7 @@ Rank = tuple[int, int, int]
 
 
 def is_per_rank(storage: Storage) -> bool:
-    """Return whether a folder has a file for each model-parallel rank."""
+    """Return whether a folder has a file of Megatron for each model-parallel rank."""
     return any(_FILE.fullmatch(key) for key, _ in storage.list())
 
 
@@ -92,7 +92,7 @@ class _Files:
         }
 
     def open(self, key: str, *, kinds: type | tuple[type, ...] = dict) -> TorchFile:
-        """Open a file, and check that its content is of one of these types."""
+        """Open a file of the folder, and check that its content is of one of the types `kinds`."""
         file = self._reader.open(key)
         if not isinstance(file.content, kinds):
             raise CorruptError(f"{self.where}: {key} holds no state; use another checkpoint")
@@ -181,7 +181,7 @@ def _add_values(builder: CatalogBuilder, files: _Files, model: RankTensors, *, n
 
 
 def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Mark the common state of an optimizer, or of each one in a chain, as saved in whole tensors."""
+    """Mark an optimizer's common state (or that of each member of a chain) as state in whole tensors."""
     if any(isinstance(key, int) for key in optimizer):
         return {key: _marked_reshardable(part) if isinstance(part, dict) else part for key, part in optimizer.items()}
     return {**optimizer, SHARDING: FULLY_RESHARDABLE}

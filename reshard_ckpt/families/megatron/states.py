@@ -40,7 +40,7 @@ _REPLICAS = ("main", "error")
 
 @dataclass
 class SavedTree:
-    """A tree to be saved, lowered once.
+    """One of Megatron's trees to be saved, lowered once to shards, objects and common state.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class SavedTree:
             raise UsageError(f"replicas={self.replicas!r}: pass one of {', '.join(map(repr, _REPLICAS))}")
 
     def capture(self, differing: frozenset[str] = frozenset()) -> Captured:
-        """Describe the content that this rank saves.
+        """Describe the tensors and values of the tree that this rank saves.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ MODES = (
 
 
 def parse_mode(strict: Any) -> str:
-    """Return the value of a `StrictHandling`, or of its spelling."""
+    """Return Megatron's `StrictHandling` as its string value; strings are accepted too."""
     mode = getattr(strict, "value", strict)
     if mode not in MODES:
         raise UsageError(f"strict={strict!r}: pass a StrictHandling, or one of {', '.join(map(repr, MODES))}")
@@ -151,12 +151,15 @@ def check_strategy(name: str, strategy: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The missing keys, which no rank's tree has, and the unexpected keys of this rank's tree."""
+    """Keys that the checkpoint and the trees do not both have.
+
+    Missing keys are in the checkpoint and in no rank's tree; unexpected keys are in this rank's tree and not in the checkpoint.
+    """
 
     missing: frozenset[str]
     unexpected: frozenset[str]
     absent: frozenset[str]
-    """The names of this rank's tensors and objects whose keys are unexpected."""
+    """The names of those tensors and objects of this rank whose keys are unexpected."""
 
 
 def saved_keys(catalog: Catalog) -> frozenset[str]:
@@ -191,7 +194,7 @@ def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
 
 
 class WantedTree:
-    """A tree to load into; after the load, `result` is the tree to return.
+    """One of Megatron's trees to load into; after the load, `result` is the tree to return.
 
     Parameters
     ----------
@@ -262,7 +265,7 @@ def is_common(name: str) -> bool:
 
 
 def tensors_of(catalog: Catalog) -> dict[str, torch.Tensor]:
-    """Describe the tensors of a checkpoint by key, as tensors on the meta device."""
+    """Return the tensors of a checkpoint by Megatron's key, on the meta device: without data, for their shapes and dtypes."""
     key_of = keys_of_catalog(catalog)
     indices = {key_of(name): catalog.index(name) for name in catalog.names}
     return {key: torch.empty(catalog.shape(i), dtype=TORCH_DTYPES[catalog.dtype(i)], device="meta") for key, i in indices.items()}

@@ -40,7 +40,7 @@ class Loaded:
 
 
 class Leaf:
-    """A leaf of a lowered tree: its shards, objects and common state, and its value after a load. This one is empty."""
+    """Base of the leaves of a lowered tree, with shards, objects, common state, and a value after a load. This leaf has none."""
 
     def entries(self) -> Iterable[NamedShard]:
         """Return the shards of this leaf."""
@@ -238,7 +238,7 @@ def problems_of(node: Node, common: Any) -> list[str]:
 
 
 def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
-    """Return the loaded values in a tree of the same form; `NOTHING` if the tree has only common state."""
+    """Return the loaded values in a tree with the form of `node`; `NOTHING` if that has only common state."""
     if isinstance(node, dict):
         found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
         # The load brought the state into the form that the tree asks for, so the form key must say that one, not the saved one.

@@ -82,7 +82,7 @@ def add_part(builder: CatalogBuilder, key: str, place: Ints, shape: Ints, file: 
 
 
 def add_common(builder: CatalogBuilder, tree: Any, file: TorchFile) -> None:
-    """Add the values of nested dicts, which are the content of a file; any that cannot be read becomes unreadable."""
+    """Add the values in nested dicts of a file to the catalog; each value that cannot be read becomes unreadable."""
     for path, made in flatten(tree, _children_of, max_depth=MAX_DEPTH) if tree != {} else ():
         add_value(builder, common_path(path), made, file)
 
@@ -94,7 +94,7 @@ def add_value(builder: CatalogBuilder, path: Path, made: Any, file: TorchFile) -
 
 
 def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the children of a dict or a Namespace; a list is one value."""
+    """Return the items of a dict or a Namespace; None for any other object, which is one value."""
     attributes = attributes_of(made) if class_of(made) == NAMESPACE else None
     node = made if attributes is None else {**attributes, NAMESPACE_TAG: NAMESPACE}
     is_tree = isinstance(node, dict) and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
@@ -102,7 +102,7 @@ def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def mark_namespaces(root: Any, catalog: Catalog) -> None:
-    """Tag each dict of a common state that was a Namespace when it was saved."""
+    """Put the Namespace tag into each dict of a common state that was a Namespace when it was saved."""
     for path in (noted(catalog) or {}).get("namespaces", ()):
         node = root
         for key in path:
@@ -112,7 +112,10 @@ def mark_namespaces(root: Any, catalog: Catalog) -> None:
 
 
 def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
-    """Return the metadata to save with a tree: the mark that names are keys, Namespaces' paths, the digest of `common_file`."""
+    """Return the metadata that the calls save with a tree.
+
+    They mark that names are Megatron's keys, list the paths of Namespaces, and have the digest of `common_file`.
+    """
     digest = {} if common_file is None else {COMMON_FILE: hashlib.sha256(common_file).hexdigest()}
     return {NAME: {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
 
@@ -165,7 +168,7 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def inner_paths(catalog: Catalog, paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Convert the paths of values to Megatron's, by name: most of its optimizers have their groups in an inner optimizer.
+    """Return Megatron's path of each value, by name. Most of its optimizers keep their groups in an inner optimizer.
 
     An FP32 optimizer has no inner one: it has no master weights, or has its state beside its groups. Paths that are Megatron's
     already stay, except for the groups of optimizer objects.

@@ -127,7 +127,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
 
 
 def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
-    """Build the nested dicts of the common state, and note there how the optimizer is saved."""
+    """Build Megatron's common state as nested dicts, with the marks that tell how the optimizer's state is saved."""
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
     listed = paths_of_values(catalog)
     # A list whose elements have names of their own becomes a dict of its indices.

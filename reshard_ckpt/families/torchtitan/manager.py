@@ -35,7 +35,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """The options of torchtitan's manager, and those of `checkpoint.Manager`.
+        """The options of torchtitan's checkpoint manager, and further ones of `checkpoint.Manager`.
 
         Attributes
         ----------
@@ -109,7 +109,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
             manager.close()
 
     def _state(self) -> dict[str, Any]:
-        """Return the state to save. A state that is None, as a loader may be, is left out."""
+        """Return torchtitan's states as a state to save: the model's parts and optimizers live, without states that are None."""
         state = {name: part for name, part in self.states.items() if part is not None}
         state[MODEL] = self.states[MODEL].model
         optimizers = self.states[OPTIMIZER]
@@ -129,7 +129,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return state
 
     def _exported(self) -> dict[str, Any]:
-        """Return the tensors of the model, with floating-point ones in ``export_dtype``."""
+        """Return the state dict of the model, with its floating-point tensors converted to ``export_dtype``."""
         return {
             name: part.to(self.export_dtype) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
             for name, part in self.states[MODEL].state_dict().items()

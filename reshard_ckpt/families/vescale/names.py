@@ -10,4 +10,4 @@ STATE, GROUPS, GROUP_META = "state", "param_groups", "param_group_meta"
 
 MASTER = "shard_casted_float16_groups"
 MASTERED = "vescale"
-"""The key above ``model`` for 16-bit weights whose fp32 master is saved, too."""
+"""The key above ``model`` in the names of 16-bit weights whose fp32 masters are saved as ``model.…``."""

@@ -57,7 +57,10 @@ class _Folder:
             self.stages.append(saved)
 
     def parts(self) -> list[Metadata]:
-        """Return the metadata of the model and of each stage. Entries of several stages, such as tied weights, are in each."""
+        """Return the metadata of the model, and of the optimizer of each pipeline stage, under this library's paths.
+
+        Tied weights are in the metadata of several stages.
+        """
         url = self.storage.url
         stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]
         masters = {str(path[1]) for saved in stages for path in saved.paths.values() if path[0] == MODEL}
@@ -83,7 +86,7 @@ class _Folder:
         return OPTIMIZER, STATE, match[3], *path[2:]
 
     def add_groups(self, builder: CatalogBuilder) -> None:
-        """Add the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
+        """Add the optimizer's groups to a catalog, one for each set of hyperparameters; or the error, if they cannot be read."""
         name, found = f"{OPTIMIZER}.{GROUPS}", []
         with builder.reading(name):
             for number, saved in enumerate(self.stages):
@@ -115,7 +118,7 @@ class _Folder:
 
 
 def _members(saved: Metadata) -> list[str]:
-    """List the parameters of a stage, in the order of its metadata."""
+    """List the names of a stage's parameters, in the order of its metadata."""
     found = (_PARAMETER.fullmatch(str(path[1])) for path in saved.paths.values() if len(path) > 2)
     return list(dict.fromkeys(match[3] for match in found if match))
 

@@ -103,7 +103,7 @@ class DistributedState:
         return FlatShard(held.reshape(-1), tuple(value.global_shape), start, pieces=[(offset, shape)])
 
     def _members(self) -> list[list[str]]:
-        """Return the names of the parameters of each group that have a part on this rank."""
+        """Return by group the names of the parameters that have a part on this rank."""
         optimizer, groups = self._optimizer, self._saved[GROUP_META]
         members: list[list[str]] = [[] for _ in groups]
         local = {name for name, _ in self._parameters()}

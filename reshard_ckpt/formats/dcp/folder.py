@@ -90,7 +90,7 @@ def _read(storage: Storage, key: str) -> Metadata:
 
 
 class Merger:
-    """Merges the metadata that several ranks or folders have each for its own part of a checkpoint."""
+    """Merges the metadata that several ranks, or several folders, have of their parts of one checkpoint."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._sizes = storage, FileSizes(storage)
@@ -132,7 +132,7 @@ class Merger:
         return found[0]
 
     def _are_identical(self, name: str, extents: Sequence[Extent]) -> bool:
-        """Return whether these extents hold the same bytes. Unreadable ones count as the same: their reader reports them."""
+        """Return whether the bytes of several extents are equal. An unreadable extent counts as equal: its reader reports it."""
         if len(extents) == 1:
             return True
         if any(self._sizes.problem(name, extent) is not None for extent in extents):
@@ -143,6 +143,6 @@ class Merger:
 
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
-    """Yield each name with the entries of the ranks that have it, in the order of ranks."""
+    """Yield each name in the metadata of several ranks, with the entries of the ranks that have it, in order of rank."""
     for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
         yield name, [of_rank[name] for of_rank in ranks if name in of_rank]

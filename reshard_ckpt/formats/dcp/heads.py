@@ -24,10 +24,10 @@ from ...torchfile.pickle_reader import read_pickle
 from ...torchfile.tensors import TENSOR_TABLE, PickledTensor, stored_at
 
 HEAD_BYTES = 1 << 10
-"""The number of bytes of each chunk to read at first; the storage of most tensors begins before their end."""
+"""The number of first bytes of a chunk to read; in most chunks, the storage begins within them."""
 
 LONG_HEAD_BYTES = 64 << 10
-"""The number of bytes to read if the first ones are not enough."""
+"""The number of first bytes of a chunk to read if the storage does not begin within `HEAD_BYTES`."""
 
 # A local header: signature, version, flags, method, time, date, CRC, compressed size, size, lengths of name and extra field.
 # A descriptor: signature, CRC, compressed size, size. A flag says that a descriptor follows the bytes.
@@ -37,7 +37,7 @@ _STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0
 
 
 class HeadTooShort(Exception):
-    """The bytes given end before the tensor's storage begins: read more of the file and try again."""
+    """Raised if the head of a chunk ends before the tensor's storage begins. The caller reads more and tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TensorLayout:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the elements lie in row-major order, without gaps."""
+        """Whether the tensor's elements lie in its chunk in row-major order, without gaps."""
         return is_row_major(self.shape, self.strides)
 
 
@@ -90,14 +90,14 @@ class HeadParser:
         return head
 
     def parse_alone(self, pickled: bytes, *, name: str) -> TensorLayout:
-        """Parse the pickle of a tensor that lies in the metadata; the tensor's storage begins at the chunk's first byte."""
+        """Parse a tensor's pickle from the metadata. The chunk in the file is then the bare storage, without a head."""
         if pickled not in self._alone:
             self._alone[pickled] = _head(_read_view(pickled, name), 0, name)
         return self._alone[pickled]
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
-    """Return where the storage begins, and the layout of the tensor in the chunk."""
+    """Parse the head of a chunk: return the byte at which the storage begins, and the layout of the tensor."""
     view: PickledTensor | None = None
     order = b"little"
     at = 0
@@ -134,7 +134,10 @@ def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
 
 
 def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
-    """Return the bytes of a small member. Without a size, they end at the first descriptor that counts just these bytes."""
+    """Return the content of a small member of the zip, which begins at `begin`.
+
+    If its header has no size, the content ends before the first descriptor that has just this size.
+    """
     if size is None:
         end = data.find(b"PK\x07\x08", begin)
         while end >= 0 and len(data) >= end + _DESCRIPTOR.size:

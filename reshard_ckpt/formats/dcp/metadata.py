@@ -49,9 +49,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Elements of a chunk that are a run of a box of a tensor: `count` elements, from element `skip` of the chunk on.
+    """The elements of a chunk that belong to one tensor: `count` elements, from element number `skip` of the chunk on.
 
-    They are the elements ``[start, start + count)`` of the box, in row-major order.
+    They are elements ``[start, start + count)`` of a box of that tensor, in row-major order.
     """
 
     offsets: Ints
@@ -79,13 +79,13 @@ class Chunk:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements that it holds of the tensor."""
+        """The number of elements of the tensor that this chunk holds."""
         return prod(self.lengths) if self.run is None else self.run.count
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor; its `chunks` are distinct, and none of them is empty."""
+    """A tensor in the metadata of a DCP folder. Its `chunks` are distinct, and none of them is empty."""
 
     dtype: torch.dtype
     shape: Ints
@@ -103,7 +103,7 @@ class Metadata:
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """The errors of names that cannot be read, because ranks disagree about them."""
+    """By FQN, the error of a tensor or value that cannot be read because ranks disagree about it."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -214,7 +214,10 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
 
 
 def _by_name(indexed: Any, what: str) -> dict[str, dict[Ints | None, Any]]:
-    """Return the entries of a dict by the name and the offset in their keys; refuse too many offsets with the same hash."""
+    """Group the entries of a dict with ``MetadataIndex`` keys by name, and then by offset.
+
+    Too many offsets with one hash are refused.
+    """
     listed: dict[str, list[tuple[Ints | None, Any]]] = {}
     for index, entry in _dict(indexed, what).items():
         fields = _fields(index, "MetadataIndex")

@@ -17,7 +17,7 @@ from .metadata import DCP_FILES, DCP_METADATA, Extent, SavedTensor
 from .names import KeyPath
 
 VERSION = "1.0.0"
-"""The version of the metadata; torch has written this one as long as it has written a version."""
+"""The version that ``.metadata`` gets. torch has written this one ever since it writes a version."""
 
 
 def metadata_bytes(

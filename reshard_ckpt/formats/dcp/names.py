@@ -65,7 +65,7 @@ def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
 
 
 def group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
-    """Split a path into groups: the path of the optimizer, and the entry of its groups; None for any other path."""
+    """Split the path of a hyperparameter into the path of its optimizer and its place in the groups; None for any other path."""
     for i, key in enumerate(path):
         if key == GROUPS and len(path) > i + 2 and isinstance(path[i + 1], int):
             return path[:i], GroupEntry(path[i + 1], path[i + 2 :])
@@ -110,7 +110,10 @@ def state_path(link: StateLink, form: str) -> KeyPath:
 
 
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Flatten a value as DCP does: dicts always, lists if they hold a dict or a tensor."""
+    """Yield the paths and parts of a value that DCP would save on their own.
+
+    Dicts are always taken apart, lists if they hold a dict or a tensor.
+    """
     return flatten(value, _children, path)
 
 

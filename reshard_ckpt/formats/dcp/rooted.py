@@ -20,7 +20,7 @@ from .names import KeyPath
 from .values import read_values
 
 PathOf = Callable[[KeyPath], KeyPath | None]
-"""Converts the path of an entry in the saved state to the path here; returns None to leave the entry out."""
+"""A function that converts the path of an entry in the saved state to the path here, or returns None to leave the entry out."""
 
 
 def _metadata_bytes(storage: Storage, folder: str) -> bytes | None:
@@ -81,7 +81,7 @@ def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | Non
 
 
 def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
-    """Return the metadata with the path that `path_of` gives to each entry, under that path's name.
+    """Return the metadata with new paths: `path_of` gives the path of each entry, which also becomes its name.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
 
 
 def read_nested(storage: Storage, extents: Mapping[KeyPath, Extent]) -> Any:
-    """Read values by path, and return them as nested dicts and lists; see `unflatten`.
+    """Read the values of a folder, and return them as nested dicts and lists by their paths; see `unflatten`.
 
     Raises
     ------

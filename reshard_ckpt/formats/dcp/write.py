@@ -164,7 +164,7 @@ def _file_key(number: int) -> str:
 
 
 def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dict[str, SavedTensor]:
-    """Lay out each tensor that has bytes of its own once; aliases refer to the same chunks."""
+    """Lay out the chunks of all tensors in the folder's files. Tied tensors are laid out once, and refer to the same chunks."""
     written: dict[int, SavedTensor] = {}
     for index in sorted({catalog.source(index) for index in layout.tensors.values()}):
         dtype = TORCH_DTYPES[catalog.dtype(index)]
@@ -229,7 +229,10 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
 
 
 def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List each tied weight of a group once, under the name that its state has, because DCP counts a group's parameters."""
+    """Return an optimizer's groups with each tied weight listed once, as DCP counts the parameters of a group.
+
+    Of its names, the one that has the optimizer state stays.
+    """
     links, names = catalog.links(), catalog.tensors_table.names
     shared = (links[name] for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (name := names[i]) in links)
     second = {link.fqn for link in shared if link.optimizer == optimizer}
