@@ -300,7 +300,7 @@ def _select(
     verify: bool = True,
     report: OnProgress = silent,
 ) -> _Conversion:
-    """Choose the tensors and values of the result; all options as of `convert`."""
+    """Choose the tensors and values to convert, with their new names and dtypes. The options are those of `convert`."""
     catalog = renamed_catalog(source, rename, verify=verify)
     # Names are changed first, then selected, then cut down to those below `top`.
     top = (MODEL if to == "safetensors" else "") if root is None else root

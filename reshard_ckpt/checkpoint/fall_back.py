@@ -35,7 +35,7 @@ def step_in(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was loaded, wholly or in part: its step, if that is known, the report, and its `LoadedStep.tier`."""
+    """The outcome of a load from a checkpoint, wholly or in part: its step if known, the report, and its `LoadedStep.tier`."""
 
     step: int | None
     report: LoadReport
@@ -52,7 +52,7 @@ class Checkpoints(Protocol):
         """Return the step of the newest checkpoint; None if there is no checkpoint, or if its step is unknown."""
 
     def load_part(self, step: int, prepare: Prepare) -> Loaded:
-        """Load only the tensors and values in the `Target` that `prepare` returns, from the checkpoint of this step."""
+        """Load from the checkpoint of this step only the tensors and values that `prepare` selects from its catalog."""
 
     def load_newest(self, state: State, reason: str) -> Loaded:
         """Load the newest whole checkpoint; if there is none, raise an error whose message begins with `reason`."""

@@ -281,7 +281,7 @@ class Job:
         return self._values.lost
 
     def move_opened(self, comm: Comm) -> LoadReport:
-        """Move the state that was opened last, in the same session. Collective: `_compare`, then the exchange."""
+        """Move the state that was just opened, by `begin` or by a kept plan. Collective: `_compare`, then the exchange."""
         opened, self._first = self._first, None
         assert opened is not None
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
@@ -416,7 +416,7 @@ class Job:
         return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
     def _move(self, comm: Comm, opened: Opened | None, failure: BaseException | None) -> LoadReport:
-        """Move the opened state, in a session: run the exchanges, then settle with all ranks, and put everything in place."""
+        """Move the opened state: exchange all messages, let all ranks say whether they failed, and put everything in place."""
         move = Move(self, opened, failure)
         self._exchange_all(move)
         if not move.is_complete:
@@ -457,7 +457,7 @@ class Job:
             move.count_up()
 
     def _report(self, move: Move) -> LoadReport:
-        """Make the report of a move, and log a line."""
+        """Make the report of one move, and log a line about it."""
         received, report = sum(mover.received_bytes for mover in self.movers), self.plan.report
         RankLog(self._states.rank, move.destination.target.mesh).info(
             "resharded %d tensors live in %.3f s, %s from other ranks",

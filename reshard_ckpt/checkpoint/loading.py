@@ -36,7 +36,7 @@ from ..storage import path_text
 Patterns = Sequence[str] | bool
 
 LOAD_OPTIONS = frozenset(field.name for field in fields(LoadOptions))
-"""The options of `load` that are also fields of `LoadOptions`."""
+"""Names of those options of `load` that are fields of `LoadOptions`."""
 
 
 def load(

@@ -84,7 +84,10 @@ def plot(
 
 
 def check_suffix(file: pathlib.Path, suffixes: tuple[str, ...], noun: str, instead: str = "") -> None:
-    """Raise UsageError if a file has none of these suffixes; `noun` names the picture, `instead` is other advice."""
+    """Raise UsageError unless a file ends in one of these suffixes.
+
+    In the message, `noun` is the name of the picture, and `instead` further advice.
+    """
     if file.suffix not in suffixes:
         raise UsageError(f"{file}: {noun} is written as {' or '.join(suffixes)}; name the output so{instead and ','}{instead}")
 

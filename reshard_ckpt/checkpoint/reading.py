@@ -213,7 +213,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
 
 
 def read_from(source: Source, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:
-    """Read as `read` does, from a source that is open already."""
+    """Read whole tensors and values as `read` does, from a source that is already open."""
     storage, saved = source.storage, source.catalog
     matched = match_names(saved, names)
     matched.refuse_unreadable(saved)

@@ -219,7 +219,10 @@ def _write(
     report: OnProgress,
     dry_run: bool = False,
 ) -> ReshardReport:
-    """Write a planned reshard. `looking` reads the checkpoint that is at the target now; it is None except on rank 0."""
+    """Write a planned reshard to the store `target`; return the report.
+
+    `looking` reads the checkpoint that is at the target now; it is None except on rank 0.
+    """
     groups = divide(groups_of(planned), planned.plan.bytes_by_rank().tolist(), comm.rank, comm.size)
     digests = FileDigests(source.storage, planned.catalog, verify=verify)
     begin(source.storage, lambda: digests.of(sources_of(planned, [rank for group in groups for rank in group])))

@@ -378,7 +378,7 @@ def _begin(
     guarded: Callable[[], GuardedState] = GuardedState,
     choose_target: ChooseTarget | None = None,
 ) -> SaveHandle:
-    """Begin a save, and return its handle: once the state may change, or with lazy staging already before."""
+    """Begin a save and return its handle. By then the state may change, except with lazy staging, which copies it later."""
 
     def launch_and_join(job: SaveJob, session: ExitStack) -> SaveHandle:
         target = None if choose_target is None else choose_target(job)

@@ -94,7 +94,7 @@ def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..
 
 
 def _run_guarded(call: Callable[[], int | None], command: Callable[..., Any], *, as_json: bool) -> int:
-    """Run a command; print its errors and turn them into exit codes."""
+    """Call a command; print an error that it raises, and return its exit code."""
     try:
         code = call() or 0
         sys.stdout.flush()  # at exit it would be too late: a closed pipe could then only cause an error message

@@ -105,7 +105,7 @@ class Columns:
         yield table
 
     def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
-        """Write a row as lines: the cells up to the name, and below them the other cells with their headings."""
+        """Yield the lines of a row that is written as a paragraph: its name first, then each other cell with its heading."""
         first = self._name_column + 1
         parts = (
             cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False)

@@ -97,7 +97,7 @@ def convert(
 
 
 def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
-    """List the names that were left out; if there are many, count them by top-level key."""
+    """Spell the names that a conversion left out; many names are counted by top-level key."""
     if len(names) <= limit:
         return ", ".join(names)
     tops: dict[str, int] = {}

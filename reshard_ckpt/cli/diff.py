@@ -80,7 +80,7 @@ def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
 
 
 def _names(what: str, names: Sequence[str], cells: Sequence[tuple[str, ...]] | None = None) -> list[tuple[str, ...]]:
-    """Make a row for each name, with cells for both sides if they are given; equal layers with equal cells share one."""
+    """Make table rows of names, with both checkpoints' cells if they are given. Equal layers with equal cells share a row."""
     looks = [("", "", "")] * len(names) if cells is None else cells
     return [(what, f"{label}{_count_suffix(leaves)}", *looks[leaves[0]], "", "") for label, leaves in shorten(names, looks)]
 
@@ -110,7 +110,7 @@ def _placement(of: Any) -> str:
 
 
 def _verdict(found: Diff, values: bool) -> str:
-    """Return the summary line of a diff: the checkpoints are equal, or so many names differ in each respect."""
+    """Return the last line of a diff: the checkpoints are equal, or how many names differ in shape, dtype and so on."""
     if found.equal:
         layout = " under different layouts" if found.placement else ""
         if values:

@@ -69,7 +69,7 @@ def spelled(message: str, options: Mapping[str, Typed]) -> str:
 
 
 def _option(option: Typed, value: str | None) -> str:
-    """Spell one option with its value; a switch that is off is spelled ``no --option``."""
+    """Spell one option with its value as on a command line. A switch that is off is spelled ``no --option``."""
     if value in (None, "True", "False", "None"):
         given = value in (None, "False") if option.opposite else value in (None, "True")
         return option.text if given else f"no {option.text}"

@@ -92,7 +92,7 @@ def check_flattens(planner: object) -> None:
 
 
 def group_of(process_group: Any, no_dist: bool) -> Any:
-    """Return the process group of the ranks that take part, or `ALONE`; refuse `no_dist` together with a group."""
+    """Return the process group to use, or `ALONE` with `no_dist`; refuse `no_dist` together with a group."""
     if no_dist and process_group is not None:
         raise UsageError("process_group and no_dist=True: a process on its own has no group; pass one of them")
     return ALONE if no_dist else process_group

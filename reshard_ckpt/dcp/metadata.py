@@ -92,7 +92,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
 
 
 def _value_for_rank(name: str, saved: SavedValue) -> Any:
-    """Return the saved value; for a `PerRank` value, the value of this rank."""
+    """Return a saved value as this rank gets it: its own one of a `PerRank` value. See `UnavailableValue` for errors."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

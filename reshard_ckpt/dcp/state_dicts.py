@@ -94,7 +94,7 @@ def _materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(value: Any, form: Any) -> Any:
-    """Put a loaded form into `value`, the part of the caller's state dict that `loading_form` made the form from.
+    """Put a form that `checkpoint.load` has filled back into `value`, the same part of the caller's state dict.
 
     Dicts and lists are changed in place and returned. Any other value is returned new, for the caller to store.
     """

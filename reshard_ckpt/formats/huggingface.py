@@ -101,7 +101,7 @@ def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
 
 
 def read_index(storage: Storage, key: str) -> WeightFiles:
-    """Read an index: the files that it names, and the names of the tensors in each."""
+    """Read the index of a Hugging Face folder: the files that it names, with the names of the tensors in each."""
     where = f"{storage.url}: {key}"
     try:
         index: Any = json.loads(storage.read(key, limit=MAX_INDEX_BYTES).decode(), object_pairs_hook=unique)

@@ -108,7 +108,7 @@ def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
 
 
 def are_alike(storage: Storage, places: Sequence[tuple[str, int]], num_bytes: int) -> bool:
-    """Tell whether files hold the same bytes in these places, as far as `COMPARED_BYTES` of each show.
+    """Tell whether several places in files hold the same bytes, by comparing up to `COMPARED_BYTES` of each.
 
     Parameters
     ----------

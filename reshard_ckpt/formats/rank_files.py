@@ -108,7 +108,7 @@ def _of_all_ranks(sizes: Mapping[int, Mapping[int, Sequence[str]]], stem: str, w
 
 
 class RankFolder:
-    """The catalog over a folder with a file of ``torch.save`` for each rank and item. Methods take the files in order of rank.
+    """Builds the catalog over a folder with a file of ``torch.save`` for each rank and item. Methods take files in order of rank.
 
     Attributes
     ----------

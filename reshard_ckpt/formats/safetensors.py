@@ -97,7 +97,7 @@ def _parts(header: Header, file: int, names: frozenset[str] | None, sharding: st
 
 
 def _join_parts(builder: CatalogBuilder, storage: Storage, name: str, parts: list[tuple[Member, Part]]) -> None:
-    """Add the parts of one tensor, which lie in several files. Those with the same box are compared, and the first is read."""
+    """Add a tensor that lies in parts in several files. Parts with the same box are compared, and the first one is read."""
     (first, _), *_ = parts
     for member, _ in parts:
         if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):

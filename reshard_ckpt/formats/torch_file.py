@@ -109,7 +109,10 @@ def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
 
 
 def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
-    """Return the loaded state if it has keys at the top; put a flat state dict below ``model``, an optimizer's below its key."""
+    """Return a loaded file as a state: a flat state dict goes below ``model``, one of an optimizer below ``optimizer``.
+
+    A state that already has keys at the top is returned as it is.
+    """
     if _is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
     if not isinstance(loaded, Mapping):

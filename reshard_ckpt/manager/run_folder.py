@@ -50,7 +50,7 @@ class StepInfo(NamedTuple):
 
 
 def read_step_info(path: str, folder: str) -> StepInfo:
-    """Read the `StepInfo` of a step from the catalog at `path`. If that is missing or damaged, return only the folder."""
+    """Read the `StepInfo` of a step from the catalog at `path`; without a readable catalog, it has only the folder."""
     try:
         with open_storage(path) as storage:
             opened = identified_catalog(storage)

@@ -136,7 +136,7 @@ class StoredSteps:
         return [step for step in self.steps() if self._is_current(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
-        """Return the newest committed, not superseded step that is not in `passed`; −1 if there is none."""
+        """Return the newest committed step that is neither superseded nor in `passed`; −1 if there is none."""
         return max({*self.counted()} - {*passed}, default=-1)
 
     def save_id(self, step: int) -> str:

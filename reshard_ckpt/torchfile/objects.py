@@ -164,7 +164,10 @@ class PlainValues:
         self._left, self._bytes_left = num_bytes + _MIN_NODES, _VIEWS * num_bytes
 
     def of(self, value: Any, depth: int = MAX_DEPTH) -> Any:
-        """Convert a stand-in to its value. Any error means that the file is damaged, a `PicklingError` that it is refused."""
+        """Convert a stand-in to a value.
+
+        A `PicklingError` means that the value is refused, any other error that the file is damaged.
+        """
         self._left -= 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
         if self._left < 0:
             raise ValueError("its parts are repeated more often than its bytes can spell")

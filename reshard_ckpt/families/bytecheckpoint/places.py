@@ -107,7 +107,7 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
 
 
 def _within(chunks: Sequence[Chunk], part: FlatPart) -> Sequence[Chunk]:
-    """Select the chunks that may hold elements of a parameter, from the sorted chunks of a vector."""
+    """Select from the sorted chunks of a flat vector the ones that may hold elements of one parameter."""
 
     def begin(chunk: Chunk) -> int:
         return chunk.offsets[0]

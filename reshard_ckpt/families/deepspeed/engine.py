@@ -88,7 +88,7 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cu
 
 
 def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return DeepSpeed's values and the user's, without a config that cannot be encoded, and with the optimizer's own values.
+    """Return the values to save: DeepSpeed's, the user's, and the optimizer's own. A config that cannot be encoded is left out.
 
     Raises
     ------
@@ -199,7 +199,7 @@ class Engine:
         _AT_EXIT.add(self)
 
     def create(self, info: Any) -> None:
-        """Begin a checkpoint: wait for the commit of the last one, and have DeepSpeed call `save` on every rank."""
+        """Begin a checkpoint: wait for the commit of the last one, and make DeepSpeed call `save` on every rank."""
         self._set_back()
         if self.old is not None:
             info = self.old.info or info
@@ -219,7 +219,7 @@ class Engine:
         )
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Receive the content of one file. The call for the last file of a rank begins the save of the whole state."""
+        """Receive the content of one file from DeepSpeed. The last file of a rank begins the save of the whole state."""
         folder, name = os.path.split(path)
         # Not a file of the checkpoint that was begun, such as one of ``save_16bit_model``: DeepSpeed's own engine writes it.
         if self._info is None or os.path.abspath(folder) != os.path.abspath(self._path()):

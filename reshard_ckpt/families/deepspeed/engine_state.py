@@ -180,7 +180,7 @@ class EngineState:
         return model, state
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield this rank's part of each tensor and value of the optimizer's state: its parameter, its key, and the part."""
+        """Yield this rank's optimizer state: of each tensor or value, the FQN of its parameter, its key, and the part here."""
         if self._optimizer is None:
             return
         flat = self.optimizer_state
@@ -211,7 +211,7 @@ class EngineState:
                 yield fqn, key, self._parallel.whole(fqn, value) if is_part else value
 
     def _apart(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield a list for each group, if parameters are not in flat tensors: pairs of a parameter and its owner.
+        """Yield for each group a list of pairs, if the optimizer does not flatten parameters: a parameter and its owner.
 
         The owner is the tensor that torch's optimizer updates: the parameter itself, or its master weights.
         """
@@ -278,7 +278,7 @@ class EngineState:
                     )
 
     def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
-        """Yield each parameter of torch's optimizer (flat or not), with the names of the parameters that it holds."""
+        """Yield each tensor that torch's optimizer updates, after the names of the parameters that lie in it."""
         if self._flat is not None:
             owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
             yield from zip((params.names for params in self._flat), owners, strict=True)

@@ -33,7 +33,7 @@ Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def kinds_of_state(saved: Catalog) -> Kinds:
-    """Return for each parameter and key of the saved state whether it has the parameter's shape, and its dtype."""
+    """Return, by parameter and key of the saved optimizer state, whether the state has the parameter's shape, and its dtype."""
     found: Kinds = {}
     for name, link in saved.links().items():
         if link.optimizer != OPTIMIZER:
@@ -180,7 +180,7 @@ def _around(engine: Any, method: str) -> None:
 def _wanted(
     saved: Catalog, held: EngineState, kinds: Kinds, *, with_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Return the tensors to load, and the names of the numbers to read, each with its parameter and key.
+    """Return the tensors to load into, and the saved numbers to read: by name, the parameter and the key of each.
 
     A flat group has one number, such as the step, for all of its parameters; the checkpoint has one for each parameter, as a
     tensor or as a value.
@@ -261,7 +261,7 @@ def _set_shared(chosen: Iterable[Shared]) -> None:
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Give the optimizer DeepSpeed's own values. A loss scaler of another class than the saved one keeps its numbers."""
+    """Restore the optimizer's values other than tensors, such as its loss scaler. A scaler of another class stays as it is."""
     scaler, saved = getattr(optimizer, "loss_scaler", None), values.get("loss_scaler")
     if scaler is not None and isinstance(saved, Mapping) and vars(scaler).keys() == saved.keys():
         vars(scaler).update({key: value for key, value in saved.items() if key != "dtype"})

@@ -208,7 +208,7 @@ class ModelParallelParts:
         ]
 
     def tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
-        """Return the part of a parameter that a tensor-parallel rank holds; not `readable` if the division is unknown."""
+        """Return the part of a parameter that one tensor-parallel rank holds; not `readable` if its division is unknown."""
         assert self.parallel is not None
         shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
         try:
@@ -247,7 +247,7 @@ class Parallel:
             self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", own_shapes, process_group=group)
 
     def saves(self, fqn: str) -> bool:
-        """Tell whether this rank saves its part of a parameter. For tied modules of a pipeline, the first stage does."""
+        """Tell whether this rank saves its part of a parameter. It does not if an earlier stage of the pipeline has it too."""
         return fqn not in self._elsewhere
 
     def shard(self, fqn: str, local: Ints) -> Shard:

@@ -131,7 +131,7 @@ class NebulaRun:
         return saved_at(other[-1]) if other else None
 
     def _to_begin_from(self) -> dict[str, str]:
-        """Map tags to the checkpoints of ``nebula_load_path``, in order, if that is another run. Nothing changes there."""
+        """Map tags to the paths of the checkpoints in ``nebula_load_path``, in order, if that is another run; it is only read."""
         path = self._block.load_path
         if path is None or os.path.realpath(path) == os.path.realpath(self._block.path):
             return {}

@@ -180,7 +180,7 @@ class _Tag:
         return self._builder.finish(links_from_names=False)
 
     def _add_zero(self, mp: int, model: TorchFile) -> None:
-        """Add the optimizer state of all data-parallel ranks of one model-parallel rank."""
+        """Add the optimizer state in the files of one model-parallel rank, of all its data-parallel ranks, to the catalog."""
         params = self._params(mp, model)
         kept: dict[tuple[int, int], list[Shard]] = {}  # by number of the group, and `expert_rank`
         names: KnownNames = {}
@@ -225,7 +225,7 @@ class _Tag:
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
     def _candidates(self, model: TorchFile) -> list[FileTensor]:
-        """List the tensors that may be parameters. In a pipeline, tensors that no earlier stage has had come first."""
+        """List the tensors in files of model states that may be parameters. Tensors that no earlier stage has come first."""
         if self._layers:
             found = sorted(self._layers.values(), key=lambda tensor: self._parts.has_home(tensor.fqn))
         else:
@@ -236,7 +236,7 @@ class _Tag:
         return [tensor for tensor in found if tensor.fqn not in skipped]
 
     def _add_layers(self) -> None:
-        """Add the tensors of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
+        """Add the tensors in the files of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
         missing = next((name for name in sorted(self._buffers) if self._layers and name not in self._layers), None)
         if missing is not None and not missing.startswith(TIED):
             raise CorruptError(
@@ -265,7 +265,7 @@ class _Tag:
             self._state.refuse(f"{self._where}: {self._files.experts[0]}")
 
     def _add_module(self, mp: int, model: TorchFile) -> None:
-        """Add the module's tensors that have no master weights: buffers, frozen parameters, or all; and its other values."""
+        """Add the module's tensors that have no master weights (buffers, frozen parameters, or all), and its other values."""
         module = model.content["module"]
         if not isinstance(module, dict):
             return

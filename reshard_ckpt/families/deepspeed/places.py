@@ -236,7 +236,7 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
 
 
 def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
-    """Divide the state of a flat group into flat tensors and other values.
+    """Make the `FlatGroup` of a parameter group: divide its state into flat tensors and other values.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Map
 
 
 def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
-    """Refuse a list that has another length than the number of flat groups."""
+    """Refuse lists in an optimizer's state dict that do not have one entry for each flat group."""
     for key, value in found.items():
         if len(value) != num:
             raise CorruptError(f"{where}: its optimizer has {num} flat groups, and {key} {len(value)}; use another copy")
@@ -318,7 +318,7 @@ def placed_groups(num_ranks: Sequence[int], num_dp: int, dp: int) -> tuple[Group
 
 
 def named_globally(groups: Sequence[Params], places: Sequence[GroupPlace]) -> list[Params]:
-    """Return the groups of a rank under the names that their parameters have in the whole model."""
+    """Return a rank's parameter groups with the names that the parameters have in the whole model."""
     if not any(place.expert_rank for place in places):
         return list(groups)
     num_local = num_local_experts(name for group in groups for name in group.names)
@@ -347,7 +347,7 @@ def local_shapes(model: TorchFile) -> dict[str, Ints]:
 
 
 def shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
-    """Return a mapping of names to shapes, after checking that it is one; empty if it is None."""
+    """Check that an object of a file maps names to shapes, and return it as a dict; None becomes an empty dict."""
     if shapes is None:
         return {}
     if not isinstance(shapes, dict) or not all(

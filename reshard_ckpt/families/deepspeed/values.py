@@ -180,13 +180,13 @@ class StateAdder:
         self._known: set[str] = set()
 
     def shared(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
-        """Add the values that all parameters of a group share, such as the step, for each of them."""
+        """Add the values that all parameters of a flat group share, such as the step: one for each parameter."""
         for fqn, shard in zip(group.params.names, shards, strict=True):
             for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
                 self.entry(file, state_link(fqn, key), value)
 
     def entry(self, file: TorchFile, link: StateLink, value: Any) -> None:
-        """Add an entry of a parameter's state outside of the flat tensors, unless another rank's file had it."""
+        """Add a tensor or value of one parameter's state that is not in flat tensors, unless another rank's file had it."""
         if link.name in self._known:
             return
         self._known.add(link.name)
@@ -196,12 +196,12 @@ class StateAdder:
             self.builder.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(file, value), link=link)
 
     def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Collect the groups of a file, with the names of their parameters; `merged_groups` adds them."""
+        """Collect the parameter groups of one file, with the names of their parameters; `merged_groups` adds them all."""
         found = [{key: value if key == "params" else plain(file, value) for key, value in group.items()} for group in groups]
         self._groups.append((file.key, found))
 
     def merged_groups(self) -> None:
-        """Add the groups of all files as one value."""
+        """Add the collected parameter groups of all files to the catalog, as one value."""
         if self._groups:
             groups = merge(self._groups, name=f"{OPTIMIZER}.{GROUPS}")
             self.builder.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
@@ -216,7 +216,7 @@ class StateAdder:
             self.builder.unreadable(f"{OPTIMIZER}.{name}", error)
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
-        """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
+        """Add the tensors and values of nested dicts to the catalog; each one that cannot be read becomes unreadable."""
         for at, leaf in flatten(value, _children, path, max_depth=MAX_DEPTH):
             name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
             with self.builder.reading(name):

@@ -153,7 +153,10 @@ def _is_cast(tensor: FileTensor, file: TorchFile, master: PickledTensor, at: int
 
 
 def apart(masters: Sequence[Sequence[PickledTensor]], file: TorchFile, module: Sequence[FileTensor]) -> list[list[str]] | None:
-    """Find the names of master weights that are one tensor for each parameter; return None if the bytes do not prove them."""
+    """Find the names of master weights that are one tensor for each parameter, by the module's tensors.
+
+    Return None if the bytes do not prove the names.
+    """
     unused = list(module)
     found = []
     for group in masters:

@@ -88,7 +88,7 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
             checkpoint.save(path, state, **options)
 
     def _left_out(self, given: Mapping[str, Any]) -> list[str]:
-        """Return the names of tensors that hooks have removed from the state of the model."""
+        """Return the names of the model's tensors that a hook has removed from the state dict, to leave them out."""
         changed = [name for name, value in given.items() if value is not self._given.get(name)]
         if changed:
             raise UsageError(
@@ -147,7 +147,7 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
         """Do nothing: `load_checkpoint` has loaded the optimizers."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that ``fit`` failed: the error of a save must not hide this one."""
+        """Remember that ``fit`` failed, so that the error of a save does not hide the one of ``fit``."""
         self._has_failed = True
         super().on_exception(exception)
 

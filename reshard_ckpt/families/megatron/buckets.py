@@ -105,7 +105,7 @@ def _search(
     found: _Found,
     may_hold: MayHold,
 ) -> None:
-    """Search the master weights of one bucket for every chunk of the model that it may hold; add the proved ones to `found`."""
+    """Search the master weights of one bucket for every chunk of the model that may lie in it; add proved places to `found`."""
     if sum(part.num_elements for part in master.parts) != prod(master.shape):
         raise CorruptError(
             f"{storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
@@ -142,7 +142,7 @@ def _settle(
     prefix: str,
     weights: torch.Tensor,
 ) -> None:
-    """Decide where the chunks of one size lie; all larger chunks have been decided before."""
+    """Decide which chunks of one size are proved to lie in a bucket, and where; larger chunks have been decided before."""
     free = [(claim, [at for at in places if not taken[at : at + size].any()]) for claim, places in fits]
     # wanted[e]: how many candidate places, of all chunks of this size, cover element e
     wanted = np.zeros(len(taken), np.int64)
@@ -185,7 +185,7 @@ def _bytes(storage: Storage, builder: CatalogBuilder, part: Part, tensor: Foreig
 def _moved(
     parameter: ForeignTensor, buckets: Mapping[str, Mapping[str, ForeignTensor]], homes: Sequence[tuple[str, int]], key: str
 ) -> Iterator[Part]:
-    """Yield the parts of the state `key` of a parameter: the parts of the parameter, moved to where they lie in the bucket.
+    """Yield the parts of one key of a parameter's state: the boxes of the parameter, at their places in the bucket's files.
 
     Parameters
     ----------

@@ -156,7 +156,7 @@ def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
 
 
 def object_name(sharded: Any) -> str:
-    """Return the name of an object: its key, its offsets among the objects of that key, and the shape of their grid."""
+    """Return the name of a `ShardedObject`: its key, its place among the objects of that key, and the shape of their grid."""
     offset, shape = (".".join(map(str, numbers)) for numbers in (sharded.global_offset, sharded.global_shape))
     return f"{sharded.key}/shard_{offset}_{shape}"
 
@@ -186,7 +186,7 @@ def replica_name(name: str) -> str:
 def check_objects(names: Iterable[str], claims: Iterable[str]) -> None:
     """Check that every object has a main replica, which is the one that is saved.
 
-    The names give the number of objects of each key; that many must have been offered.
+    A name has the shape of the grid of its key's objects, and so their number; as many must have been offered.
 
     Raises
     ------

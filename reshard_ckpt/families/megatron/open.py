@@ -148,7 +148,7 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
 
 
 def read_folder(storage: Storage, *, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
-    """Build the catalog of a folder, and list its values with their places in the files."""
+    """Build the catalog of a folder of ``torch_dist``, and list its values as they lie in the files."""
     builder = CatalogBuilder(NAME, storage.url)
     folder = _Folder(storage, read_metadata(storage), builder)
     folder.add_tensors()

@@ -113,7 +113,7 @@ class WholeLeaf(TreeLeaf):
 
 @dataclass(frozen=True)
 class DistributedLeaf(Leaf):
-    """A distributed optimizer, and the tree's `ShardedTensor` or factory of each parameter, by the parameter's `id`."""
+    """A distributed optimizer in a tree. `parameters` has the `ShardedTensor` or factory of each parameter, by its `id`."""
 
     optimizer: Any
     parameters: Mapping[int, Any]
@@ -186,7 +186,7 @@ class DistributedLeaf(Leaf):
 
 @dataclass(frozen=True)
 class ChainLeaf(Leaf):
-    """A chain of distributed optimizers: Megatron makes one where experts are parallel, or a chain of one."""
+    """A chain of distributed optimizers in a tree. Megatron makes one if experts are parallel, and else a chain of one."""
 
     parts: tuple[DistributedLeaf, ...]
 
@@ -206,7 +206,7 @@ class ChainLeaf(Leaf):
 
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:
-    """Return the common state of each saved optimizer of a chain, or of a single one; empty if any lacks its groups."""
+    """Return the saved common state of each optimizer of a chain, or of the only one; empty if any of them lacks its groups."""
     parts = [common] if isinstance(common, dict) and "optimizer" in common else []
     if isinstance(common, list):
         parts = common
@@ -261,7 +261,7 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
-    """Describe saved state that a distributed optimizer has no tensor for, a line each.
+    """Return a line for each kind of saved state (such as ``exp_avg``) that a distributed optimizer has no tensor for.
 
     Only parameters whose master weight this optimizer holds are looked at.
     """

@@ -179,7 +179,7 @@ def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> F
 
 
 def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
-    """Return each `ShardedTensor` that a factory builds for a parameter's state, with its first element in the parameter."""
+    """Have a factory build the `ShardedTensor` objects of a parameter's state; return each with its corner in the parameter."""
     key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
     built = list(_sharded_tensors(built_by(factory, key, parameter.detach())))
     if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):

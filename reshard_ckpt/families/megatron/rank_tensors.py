@@ -242,7 +242,7 @@ class RankTensors:
         return 2 if rows == 2 * columns else 1
 
     def _prove(self, by_rank: Sequence[Sequence[Held]], replicas: Sequence[Sequence[Held]], cut: Cut) -> None:
-        """Check that replicas have the same bytes, and that the shards of a cut tensor differ.
+        """Check a rule for a tensor by bytes: replicas must be equal, and the shards of a cut tensor must differ.
 
         Raises
         ------

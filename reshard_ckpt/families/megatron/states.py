@@ -260,7 +260,7 @@ class WantedTree:
 
 
 def is_common(name: str) -> bool:
-    """Tell whether the value of this name is common state, rather than an object."""
+    """Tell by its name whether a value belongs to the common state; if not, it is an object."""
     return name == COMMON_OBJECT or key_of_object(name) is None
 
 

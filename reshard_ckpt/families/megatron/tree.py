@@ -141,7 +141,7 @@ class TreeLeaf(Leaf):
 
 @dataclass(frozen=True)
 class FactoryLeaf(TreeLeaf):
-    """A factory and the lowered tree that it built; after a load, it merges that tree again."""
+    """The leaf of a factory: the lowered tree that the factory built. After a load, the factory merges the loaded tree."""
 
     factory: Any
 
@@ -201,7 +201,7 @@ def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the children of a dict or list, with their keys; None for a leaf of Megatron's trees, lowered or not."""
+    """Return the items of a dict, or the numbered items of a list; None for a leaf of one of Megatron's trees."""
     if isinstance(node, dict):
         return node.items()
     return enumerate(node) if isinstance(node, list) else None
@@ -260,7 +260,7 @@ def child_of(common: Any, key: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A loaded value that replaces the common state at its place, instead of being merged into it."""
+    """Wraps a loaded value that replaces the common state at its place; other values are merged into it."""
 
     value: Any
 

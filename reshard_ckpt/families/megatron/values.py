@@ -158,7 +158,7 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
-    """Build the common state from its values by name. A checkpoint that keeps it as one object has it whole."""
+    """Build Megatron's common state from the values of a checkpoint. Some checkpoints have it as one value already."""
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
     paths = {name: path for name, path in paths_of_values(catalog).items() if name in values}

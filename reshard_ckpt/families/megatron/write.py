@@ -147,7 +147,10 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
 
 
 def _mark_reshardable(common: dict[Any, Any]) -> None:
-    """Mark the optimizer's state as whole tensors, under keys without the number of a chain; Megatron's training reads that."""
+    """Mark in the common state that the optimizer is saved in whole tensors, under keys without the number of a chain.
+
+    Megatron's training program reads these marks.
+    """
     optimizer = common.get(OPTIMIZER, {})
     about = common.get(CONTENT_METADATA)
     content = dict(about) if isinstance(about, dict) else {}

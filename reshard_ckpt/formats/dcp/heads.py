@@ -120,7 +120,10 @@ def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
 
 
 def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
-    """Return the name of the member at `at`, where its bytes begin, and its size; the size is None if the header has none."""
+    """Parse the header of a zip member at byte `at`: return its name, where its bytes begin, and its size.
+
+    The size is None if the header has none.
+    """
     if len(data) < at + _LOCAL.size:
         raise HeadTooShort
     magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)

@@ -23,7 +23,7 @@ VERSION = "1.0.0"
 def metadata_bytes(
     tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath], *, where: str
 ) -> bytes:
-    """Return the bytes of ``.metadata``.
+    """Encode the file ``.metadata`` of a DCP folder.
 
     Parameters
     ----------

@@ -37,10 +37,10 @@ from .names import KeyPath, key_path, state_path, taken_apart
 from .values import torch_saved
 
 CHUNK_BYTES = 256 << 20
-"""The most bytes of a chunk, unless one element is larger: DCP has a whole chunk in memory."""
+"""The most bytes of a chunk that is written, unless one element is larger: DCP reads a whole chunk into memory."""
 
 FILE_BYTES = 4 << 30
-"""A file of at least this size is followed by another one."""
+"""The size in bytes from which on a file of the folder gets no further parts; the next part begins another file."""
 
 OPTIMIZER_FORMS = ("nested", "flat")
 
@@ -177,7 +177,7 @@ def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dic
 
 
 def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
-    """Cut a tensor into boxes that are contiguous in it, each of at most `CHUNK_BYTES` if one element is not larger."""
+    """Yield boxes that are contiguous in a tensor and together make it; each has at most `CHUNK_BYTES`, or one element."""
     shape, whole = catalog.shape(index), whole_run(catalog, index)
     each = TORCH_DTYPES[catalog.dtype(index)].itemsize
     if prod(shape) * each <= CHUNK_BYTES:
