@@ -1,13 +1,13 @@
-"""A time limit for calls that may block in another library: `bounded`, and the replies of a key-value store.
+"""A time limit for calls that may block in another library: `bounded` for any call, `BoundedStore` for a key-value store.
 
-1. `bounded` makes the call in another thread. When the time is over, its caller goes on, and the thread keeps the call for
-   itself. The threads are daemons, so a stuck one does not keep the process from ending. They wait for the next call, because
+1. `bounded` makes the call in another thread. When the time is over, the caller goes on, and the thread stays with the stuck
+   call. Threads are daemons, so a stuck one does not keep the process from ending. A free thread waits for the next call, because
    starting a thread takes longer than the reply of a store.
 2. After a missed reply a `StoreConnection` is lost: every `BoundedStore` on it fails at once, so nobody waits for that store a
-   second time. The next `open` connects anew.
-3. A wait for a key blocks in the store's server (`BoundedStore.begin_get`), and would block its client for all other calls. So a
-   `StoreConnection` has more clients, one for each wait at a time, and keeps them. Where that is impossible, `PollingWait` asks
-   again and again.
+   second time. The next `StoreConnection.open` connects anew.
+3. Waiting for a key (`BoundedStore.begin_get`) blocks in the store's server, and would block the same client for all other calls.
+   So a `StoreConnection` keeps further clients, one for each wait under way. Where no further client can be made, `PollingWait`
+   asks the store for the key again and again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ _KEPT_S = 2.0
 """Seconds that a thread waits for its next call before it ends, so that no thread stays after a save or a load."""
 
 _INTERRUPT_S = 5.0
-"""Seconds that an interrupt waits for the call under way, so that its handler runs after the call."""
+"""Seconds that an interrupted wait gives the call under way to end, before the exception of the signal handler goes on."""
 
 _LEAST_S, _LAST_S = 1.0, 4.0
-"""Seconds for a store to answer when the time is over already, because a rank that gives up still tells the others: `timeout_s`,
-but at least the first and at most the second of these. So a rank gives up within `timeout_s` and 5 s, also if the store hangs."""
+"""The least and the most seconds that a store gets to answer after the deadline, when a rank that gives up still tells the other
+ranks: `timeout_s`, but within these two bounds. So a rank gives up after at most `timeout_s` and 5 s, also if the store hangs."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
-"""Seconds between two questions for a key, in a small job; a server answers some 50,000 a second."""
+"""The shortest and the longest pause, in seconds, before a small job asks again for a key; a server answers some 50,000 requests
+a second."""
 
 _LATER_S = 60.0
-"""Seconds by which a wait in the server outlasts the wait of its caller."""
+"""Seconds that a wait in the store's server lasts longer than its caller waits."""
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class _Call(Generic[T]):
-    """A call that a thread makes; it has its outcome once `done` can be acquired."""
+    """A function call that another thread makes; the lock `done` is released once the result or the error is there."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -66,7 +67,7 @@ class _Call(Generic[T]):
             self._error = error
 
     def ends(self, within_s: float) -> bool:
-        """Wait for the end of the call, at most this long; return whether it has ended. Used by one thread."""
+        """Wait at most `within_s` for the call to end; return whether it has ended. Only one thread may wait."""
         self._ended = self._ended or self.done.acquire(timeout=max(within_s, 0.0))
         return self._ended
 
@@ -81,16 +82,16 @@ class _Call(Generic[T]):
 
 
 class PollingWait:
-    """A wait that polls `done` in the thread that waits. The pause between two polls is a tenth of the time waited so far.
+    """A wait that calls `done` again and again in the waiting thread. Each pause is a tenth of the time waited so far.
 
     Parameters
     ----------
     done
         Returns whether the wait is over; not called again after it has returned True.
     first_s, last_s
-        The shortest and the longest pause between two polls.
+        The shortest and the longest pause between two calls of `done`.
     outcome
-        Called after the wait; returns its result.
+        Called after the wait; returns the result, such as the value of a key.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class PollingWait:
         self._began = self._ask_at = time.monotonic()
 
     def ends(self, within_s: float) -> bool:
-        """Wait at most this long; return whether the wait has ended."""
+        """Wait at most `within_s` seconds; return whether `done` has returned True."""
         until = time.monotonic() + within_s
         while True:
             if (now := time.monotonic()) >= self._ask_at:
@@ -119,7 +120,7 @@ class PollingWait:
 
 
 class _Worker:
-    """A thread that makes calls, one at a time."""
+    """A daemon thread that makes the calls handed to it, one at a time, and ends if no call comes for a while."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
@@ -150,12 +151,12 @@ os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callable[[], None] | None = None) -> T:
-    """Make a call that may block, and wait for it at most `timeout_s`.
+    """Make a call that may block, and wait at most `timeout_s` for its result, which is returned.
 
     Parameters
     ----------
     what
-        The first part of the error's sentence: "the ranks did not meet".
+        The beginning of the error message, such as "the ranks did not meet".
     look
         Called about twice a second while the call is under way. It may raise, for example if the call can never return.
 
@@ -179,7 +180,7 @@ def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callabl
 
 
 def _begin(call: Callable[[], T]) -> _Call[T] | None:
-    """Begin a call in another thread. Return None if the interpreter is about to end, and starts no thread any more."""
+    """Begin a call in another thread. Return None if the interpreter is about to end and can start no thread."""
     try:
         worker = _IDLE.pop() if _IDLE else _Worker()
     except IndexError:  # another thread was faster
@@ -201,12 +202,12 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
 
 @contextmanager
 def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
-    """Hold a lock. Another thread may hold it while that thread waits for other ranks.
+    """Hold a lock during the ``with`` block. Another thread may hold it for long, while that thread waits for other ranks.
 
     Raises
     ------
     PeerError
-        The time is over.
+        The lock was not free within `timeout_s`.
     """
     if not lock.acquire(timeout=timeout_s):
         raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
@@ -218,12 +219,12 @@ def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]
 
 @contextmanager
 def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
-    """Turn torch's errors (a rank that does not come, a store that does not answer) into a `PeerError`.
+    """Turn torch's errors in the ``with`` block (a rank is absent, a store does not answer) into a `PeerError` about `ranks`.
 
     Raises
     ------
     PeerError
-        Torch raised an error, which does not say which rank is at fault.
+        Torch raised an error. Torch does not say which rank is at fault.
     """
     try:
         yield
@@ -236,22 +237,22 @@ def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
 
 
 Waiting = _Call[bytes] | PollingWait
-"""A wait for a key: ``ends(within_s)`` says whether it is there, and `outcome` returns its value."""
+"""A wait for a key under way: ``ends(within_s)`` waits and tells whether the key is there, `outcome` returns the key's value."""
 
 
 class StoreLost(DistError):
-    """A store did not reply in time, now or in an earlier call on this connection."""
+    """Error: a store did not reply in time, now or in an earlier call on this connection."""
 
 
 class StoreConnection:
-    """A connection to a store; `open` connects anew after it was lost.
+    """A connection to a key-value store; after it is lost, the next `open` connects anew.
 
     Parameters
     ----------
     connect
-        Takes the seconds that it may need, and returns a client. May raise the errors of `open`.
+        Takes the seconds that it may need, and returns a client of the store. May raise the errors of `open`.
     client
-        The first connection, if there is one already.
+        The first client, if there is one already.
     """
 
     def __init__(self, connect: Callable[[float], Any], client: Any = None) -> None:
@@ -261,7 +262,7 @@ class StoreConnection:
         self.free: list[Any] = []
 
     def open(self, timeout_s: float) -> BoundedStore:
-        """Return the store. Each reply may take `timeout_s`.
+        """Return the store with a limit of `timeout_s` seconds for each reply; connect first if there is no connection.
 
         Raises
         ------
@@ -276,16 +277,19 @@ class StoreConnection:
             return BoundedStore(self._client, self, _Limit(timeout_s))
 
     def mark_lost(self, client: Any) -> None:
-        """Mark a client as lost, because it did not answer."""
+        """Drop a client that did not answer in time, and all spare clients, so that the next `open` connects anew."""
         if self._client is client:
             self._client, self.free = None, []
 
     def has(self, client: Any) -> bool:
-        """Whether this is still the client of this connection."""
+        """Tell whether this client is still in use, or was dropped because it did not answer."""
         return self._client is client
 
     def free_client(self, client: Any, timeout_s: float) -> Any:
-        """Return a connection that no other call uses, to be put into the list `free`; None if the store has no more."""
+        """Return a client of the store that no other call uses: from the list `free`, or a new one. None if no more can be made.
+
+        The caller puts it into `free` afterwards.
+        """
         with suppress(IndexError):
             return self.free.pop()
         if self._can_wait and hasattr(client, "clone"):
@@ -297,19 +301,22 @@ class StoreConnection:
 
 
 class _Limit:
-    """The time limit of a store's replies: `timeout_s` for each, and `ends` (seconds of `time.monotonic`) for all."""
+    """The time limits for replies of a store: `timeout_s` for each reply, and a deadline `ends` (`time.monotonic`) for all."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.ends = timeout_s, float("inf")
 
     def left(self) -> float:
-        """Return the seconds left for a reply, but at least 1 to 4, depending on `timeout_s`: a living store answers in those."""
+        """Return the seconds that the next reply may take.
+
+        At least 1 to 4 s, by `timeout_s`: a store that is alive answers within that.
+        """
         least = min(max(self.timeout_s, _LEAST_S), _LAST_S)
         return max(min(self.ends - time.monotonic(), self.timeout_s), least)
 
 
 class BoundedStore:
-    """A `KeyValueStore` on a connection. Every call raises `DistError` if no reply comes in time."""
+    """A key-value store whose calls raise `DistError` if a reply does not come in time; it uses a shared `StoreConnection`."""
 
     def __init__(self, client: Any, connection: StoreConnection, limit: _Limit, prefix: str = "") -> None:
         self._client, self._connection, self._limit, self._prefix = client, connection, limit, prefix
@@ -320,7 +327,7 @@ class BoundedStore:
 
     @classmethod
     def of(cls, store: Any, timeout_s: float) -> BoundedStore:
-        """Return `store` with a limit of `timeout_s` for each reply; the same object if it has that limit already."""
+        """Return `store` with a limit of `timeout_s` seconds for each reply; the same object if it has that limit already."""
         if not isinstance(store, BoundedStore):
             return StoreConnection(lambda _: store).open(timeout_s)
         if store._limit.timeout_s == timeout_s:
@@ -328,15 +335,21 @@ class BoundedStore:
         return cls(store._client, store._connection, _Limit(timeout_s), store._prefix)
 
     def below(self, name: str) -> BoundedStore:
-        """Return the part of the store below a name, with the same time limit."""
+        """Return a view of the store that puts ``name/`` before all keys, with the same time limit."""
         return BoundedStore(self._client, self._connection, self._limit, f"{self._prefix}/{name}" if self._prefix else name)
 
     def allow(self, seconds: float) -> None:
-        """Limit all replies from now on to `seconds` in all; `_Limit.left` is the least that one reply may take."""
+        """Limit all replies from now on to `seconds` in total.
+
+        Even after that, `_Limit.left` gives the next reply a few seconds.
+        """
         self._limit.ends = time.monotonic() + seconds
 
     def clone(self, timeout_s: float) -> Any:
-        """Return a new connection as a store of torch; before torch 2.8, the same connection. Call it in `bounded`."""
+        """Return a new connection as a store of torch; before torch 2.8, the same connection.
+
+        It may block: call it through `bounded`.
+        """
         if not hasattr(self._store, "clone"):
             return self._store
         client = self._store.clone()
@@ -344,10 +357,13 @@ class BoundedStore:
         return client
 
     def begin_get(self, key: str, timeout_s: float, num_asking: int = 1) -> Waiting:
-        """Begin to wait for a key; the outcome is its value. A caller that gives up must write the key.
+        """Begin to wait for a key, and return the wait, whose outcome is the value of the key.
 
-        It waits in the server, on another connection. Without one (before torch 2.8, or if too many files are open), and while
-        the interpreter ends, it asks again and again. `num_asking` ranks that do so at a time leave the server most of its time.
+        To give up, write the key yourself.
+
+        The wait blocks in the store's server, on a client of its own. If there is no further client (before torch 2.8, or with
+        too many open files) or the interpreter is ending, the wait asks the store again and again. `num_asking` is the number of
+        ranks that may do so at once: the more ranks, the longer the pauses, so that the server has time for other requests.
         """
         if not self._connection.has(self._client):
             raise StoreLost("it has not replied before")
@@ -396,8 +412,9 @@ class BoundedStore:
         return self.on_worker(lambda store: getattr(store, method)(*args))
 
     def on_worker(self, requests: Callable[[Any], T]) -> T:
-        """Call ``requests(store)`` with torch's store on a worker thread, and return its result. The function may make several
-        requests: the caller waits for the thread once, which costs more than a request.
+        """Call ``requests(store)`` with torch's store on a worker thread, and return its result.
+
+        Put several requests into one function: handing over to the thread costs more than a request.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The call behind a session, which ranks compare, and the refusals if ranks make different calls or do not come in time."""
+"""The call for which ranks open a session, encoded to be compared; and the errors if calls differ or ranks are late or gone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .wire import Refusal, name_ranks
 
 
 def call_of(kind: str, subject: str) -> bytes:
-    """Encode the operation and the object of a session; ranks compare these bytes."""
+    """Encode a call, such as "save" of "/ckpt/step_100", as bytes: ranks compare them to see that all make the same call."""
     return json.dumps([kind, subject]).encode()
 
 
 def different_calls_refusal(calls: Sequence[bytes]) -> Refusal:
-    """Make the refusal of different calls. It says which ranks made which call, and blames the ranks in the minority."""
+    """Make the refusal (the error for all ranks) of different calls. It lists the ranks by call, and blames the minority."""
     count = Counter(calls)
     usual = max(count, key=lambda call: (count[call], call == calls[0]))
     by_call = {call: [rank for rank, made in enumerate(calls) if made == call] for call in dict.fromkeys(calls)}
@@ -25,7 +25,7 @@ def different_calls_refusal(calls: Sequence[bytes]) -> Refusal:
 
 
 def late_refusal(call: bytes, rank: int) -> Refusal:
-    """Make the refusal of a rank that has come too late for a call twice in a row."""
+    """Make the refusal (the error for all ranks) for a rank that came too late for the same call twice in a row."""
     kind, subject = json.loads(call)
     message = (
         f"rank {rank} came too late for {kind} {subject!r} twice in a row, so it has probably left one out; "
@@ -35,7 +35,10 @@ def late_refusal(call: bytes, rank: int) -> Refusal:
 
 
 def expired_refusal(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
-    """Make the refusal of a step whose time is over. It blames the absent ranks, or rank 0 if no rank is known to be absent."""
+    """Make the refusal (the error for all ranks) after the deadline.
+
+    It blames the absent ranks, or rank 0 if no rank is absent.
+    """
     if absent:
         return Refusal("PeerError", f"{title}: {did_not_arrive(absent, timeout_s)}", absent, absent=absent)
     why = "it hangs, or is slow: its own log says why, and timeout_s= allows it more time"
@@ -44,13 +47,13 @@ def expired_refusal(title: str, absent: tuple[int, ...], timeout_s: float) -> Re
 
 
 def ended_refusal(title: str, ranks: tuple[int, ...]) -> Refusal:
-    """Make the refusal of a step that needs ranks whose processes have ended."""
+    """Make the refusal (the error for all ranks) when the processes of these ranks have ended."""
     what = f"the {'process' if len(ranks) == 1 else 'processes'} of {name_ranks(ranks)} ended"
     return Refusal("PeerError", f"{title}: {what} before this was done; their own logs say why", ranks, absent=ranks)
 
 
 def did_not_arrive(ranks: Sequence[int], timeout_s: float) -> str:
-    """Return a sentence: these ranks did not come to a call, and the possible reasons."""
+    """Return the sentence of an error message that says which ranks did not arrive, and the likely reasons."""
     return (
         f"{name_ranks(ranks)} did not arrive within {timeout_s:g} s. Did every rank make this call? Else they are slow "
         "(timeout_s= allows more time), hang, or have failed: their own logs say why"

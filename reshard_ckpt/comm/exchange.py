@@ -28,21 +28,22 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 
 _HOST_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
-"""The gloo groups beside each process group, by ranks: of some of its ranks, or of all if it has no backend for host memory."""
+"""For each process group, the gloo groups made beside it, by the tuple of their ranks: for exchanges among some ranks only, or
+because the group has no backend for host memory."""
 
 
 _LOOK_S = 1.0
 
 
 class Exchange:
-    """Exchanges among the ranks of a process group; a rank is its number within the group.
+    """All-to-all exchanges of bytes among the ranks of a process group; ranks are numbered within the group.
 
     Parameters
     ----------
     group
-        Its backend for `device` carries the bytes.
+        The process group. Its backend for `device` carries the bytes.
     device
-        Where all buffers lie.
+        The device of all buffers.
 
     Attributes
     ----------
@@ -135,17 +136,17 @@ def _failed(error: RuntimeError) -> PeerError:
 def open_exchange(
     process_group: ProcessGroup | None, *, timeout_s: float, device: torch.device = HOST, members: Sequence[int] | None = None
 ) -> Exchange | None:
-    """Open the exchange among the ranks of a session; None where this process is on its own.
+    """Open the exchange among all ranks of a process group, or among `members`; None if this process is on its own.
 
-    Collective the first time for host memory where the group has no backend for it, or where only some ranks take part: then a
-    gloo group of these ranks is made, in the caller's thread, and kept as long as the group.
+    Collective in the first call for host memory, if the group has no backend for it or only some ranks take part: then a gloo
+    group of these ranks is made, in the caller's thread, and kept as long as the group.
 
     Parameters
     ----------
     members
-        The ranks that take part, by their numbers in the session, in order; by default all. Only for host memory.
+        The ranks that take part, numbered within the process group, in order; by default all. Only for host memory.
     device
-        Where the buffers will lie: host memory, or the accelerator that the group has a backend for (`carries`).
+        The device of the buffers: host memory, or the accelerator that the group has a backend for (`carries`).
     """
     if (group := group_of(process_group)) is None:
         return None
@@ -164,9 +165,10 @@ def open_exchange(
 
 
 def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
-    """Tell whether a group moves memory of this type of device by a backend that was made for it.
+    """Tell whether a process group has a backend made for memory of this device type, such as ``"cpu"`` or ``"cuda"``.
 
-    gloo takes memory of accelerators too, but through the host, which packing does as well.
+    gloo also takes memory of accelerators, but copies it through the host, which the caller does by itself. So it counts for CPUs
+    only.
     """
     if (group := group_of(process_group)) is None:
         return False
@@ -177,13 +179,13 @@ def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
 
 
 def group_of(process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the process group of a session; None if this process is on its own."""
+    """Return a process group, the default group for None; return None if this process is on its own."""
     if current_group(process_group) is None:
         return None
     return dist.group.WORLD if process_group is None else process_group
 
 
 def node_name() -> bytes:
-    """Name the machine that this process is on, alike for all its processes."""
+    """Return a name of this machine, the same for all processes on it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {socket.gethostname()}".encode()

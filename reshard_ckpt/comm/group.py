@@ -41,7 +41,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, StoreConnection | None] = WeakKeyDictionary()
 
 _INHERITED: list[Any] = []
-"""In a forked child: the parent's process group, and the stores of its groups."""
+"""In a forked child: the parent's process group and stores, kept alive here because freeing them would hang."""
 
 
 def _after_fork() -> None:
@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Missed(NamedTuple):
-    """A session that a rank gave up before it could tell the others: its number, its call and the reason."""
+    """A session that a rank gave up while it could not reach the other ranks: its number, its call and the reason."""
 
     number: int
     call: bytes
@@ -67,7 +67,7 @@ class Missed(NamedTuple):
 
 
 class SessionCounter:
-    """Counter of this rank's sessions: its own calls so far, and the sessions of other ranks that it skipped."""
+    """The number of this rank's next session: the calls it has made, plus the sessions of other ranks that it skipped."""
 
     def __init__(self) -> None:
         self._calls = count()
@@ -81,22 +81,22 @@ class SessionCounter:
         """Sessions that this rank gave up before the store existed. Rank 0 is told once it exists."""
 
     def take(self) -> int:
-        """Return the number of a new call. The calls of all threads are numbered in one order."""
+        """Return the number of a new call of this rank. Calls of all threads are numbered in one order."""
         return next(self._calls)
 
     def number(self, turn: int) -> int:
-        """Return the session of a call: its number, plus the sessions skipped so far."""
+        """Return the session that this rank's call number `turn` belongs to: `turn` plus the sessions skipped so far."""
         return turn + self._skipped
 
     def skip(self) -> None:
-        """Skip a session of the other ranks: all calls of this rank meet one session later."""
+        """Skip a session of the other ranks, so that each later call of this rank belongs to a session one number higher."""
         with self._lock:
             self._skipped += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group, with its home of sessions and the job's own store."""
+    """A process group as this package uses it: rank, size, the job's own store, and the store for its sessions (`home`)."""
 
     rank: int
     size: int
@@ -107,7 +107,7 @@ class Group:
     sessions: SessionCounter = field(default_factory=SessionCounter)
 
     def named(self, name: str, timeout_s: float) -> BoundedStore:
-        """Return the part of the job's store below `name`, which no earlier attempt may have used.
+        """Return the part of the job's store below `name`. No earlier attempt of the job may have used this name.
 
         Raises
         ------
@@ -119,7 +119,7 @@ class Group:
 
 
 def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
-    """Return the `Group` of a process group that this process is in; make it in the first call.
+    """Return the cached `Group` of a process group; make it in the first call. This process must be a member.
 
     Raises
     ------
@@ -159,13 +159,16 @@ def _usual_host() -> str:
 
 
 def _prefix(group: dist.ProcessGroup) -> str:
-    """Return a prefix of keys for this group alone. It holds the ranks: torch gives split-off groups one name."""
+    """Return a key prefix that no other process group uses.
+
+    It has a hash of the ranks, as torch gives split groups the same name.
+    """
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
 def _shared_connection() -> StoreConnection | None:
-    """Return the `StoreConnection` to the job's own store, one for all groups; None if that store cannot append."""
+    """Return the `StoreConnection` to the job's own store, which all groups share; None if that store has no `append`."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
@@ -186,7 +189,7 @@ def _default_store() -> Any:
 
 
 def _connection(timeout_s: float) -> Any:
-    """Open a connection of our own to the job's store. Not cached: if rank 0 hosts the store, it ends with the job's group."""
+    """Open a new connection to the job's store. It ends with the process group if rank 0 hosts the store, so it is not cached."""
     store = _default_store()
     # A connection has one lock: while another thread of the job waits for a key, no other thread can use it. Before torch 2.8
     # stores have no `clone`, and the job's connection is shared.
@@ -204,7 +207,7 @@ def _connection(timeout_s: float) -> Any:
 
 
 def _own_store(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Start a store that rank 0 of the group hosts, and connect to it. Collective, once in the life of the group."""
+    """Start a store in the process of the group's rank 0, and connect every rank to it. Collective; called once for a group."""
     hosts = dist.get_rank(group) == 0
     timeout = timedelta(seconds=REPLY_S)
     address, store = "", None

@@ -1,8 +1,8 @@
-"""The key-value store of a group's sessions: hosted by rank 0, found by the other ranks, and used by this group alone.
+"""The key-value store for the sessions of one process group: rank 0 hosts it, the other ranks find its address.
 
 1. Rank 0 starts the store, draws a nonce, and writes the store's address and the nonce into the job's store.
-2. The others read the address again and again, until a store answers there that knows the nonce. The address of a dead attempt
-   leads to no store, or to one with another nonce.
+2. The others read the address again and again, until a store that knows the nonce answers there. An address written by an earlier
+   attempt of the job leads to no store, or to a store with another nonce.
 3. The last rank to come removes the address.
 4. Every key begins with the nonce. Each rank also registers its process there, so that ranks on its machine see when it ends.
 """
@@ -27,10 +27,11 @@ from .node import Neighbours, Node
 from .peers import Peers
 
 REPLY_S = 120.0
-"""Torch's own limit for a reply. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
+"""Seconds: the limit for a reply that torch's client gets. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
 
 _PROBE_S = 10.0
-"""Seconds for a store to answer at an address that may be stale; a store that was too slow is asked again."""
+"""Seconds to try a written address, which an earlier attempt of the job may have left. If no store answers, it is tried again
+later."""
 _LEAST_PROBE_S = 1.0
 _LAST_PAUSE_S = 0.25
 
@@ -38,7 +39,7 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class Home:
-    """The place of a group's sessions: a key-value store that rank 0 hosts, and whose address it writes into the job's store.
+    """Finds or hosts the key-value store for a group's sessions. Rank 0 hosts it, and writes its address into the job's store.
 
     Parameters
     ----------
@@ -57,7 +58,7 @@ class Home:
         self._has_met = False
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
-        """Return the store of a session, limited to its own keys, and the ranks of this machine.
+        """Return the part of the store that belongs to the session `name`, and the ranks of this machine.
 
         Raises
         ------
@@ -76,14 +77,14 @@ class Home:
         return self._record.partition(b" ")[0].decode()
 
     def _connect(self, timeout_s: float) -> Any:
-        """Connect again to rank 0's store, after it did not reply."""
+        """Connect to rank 0's store again, after it failed to reply in time."""
         client = self._reach(self._record, timeout_s)
         if client is None:
             raise DistError(f"nobody replies at its address within {timeout_s:g} s")
         return client
 
     def _meet(self, title: str, timeout_s: float) -> None:
-        """Connect to rank 0's store, which rank 0 starts here, and register with it. After a failure it may be called again."""
+        """Find rank 0's store (on rank 0: start it), connect, and register this process there. After a failure, call it again."""
         meeting = self._meeting.open(timeout_s)
         meeting.allow(timeout_s)
         if self._rank == 0:
@@ -102,7 +103,7 @@ class Home:
             meeting.delete_key(self._key)
 
     def _start(self) -> tuple[Any, bytes]:
-        """Start the store, once in the life of this home: others may have read its address even if rank 0 missed a reply."""
+        """Start rank 0's store, or return the one that was started before: other ranks may have read its address already."""
         if self._started is None:
             host, nonce = own_address(self._host), uuid.uuid4().hex
             server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
@@ -113,7 +114,10 @@ class Home:
         return self._started
 
     def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
-        """Wait for the address of the living rank 0, and connect to its store."""
+        """Wait until rank 0 has written its address, and connect to its store.
+
+        Return the client and the record of the address.
+        """
         began, tried, tried_at = time.monotonic(), b"", 0.0
         found: list[tuple[Any, bytes]] = []
 
@@ -134,7 +138,7 @@ class Home:
         return found[0]
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
-        """Connect to the store at a written address; None if no store answers there, or one with another nonce."""
+        """Connect to the store at an address that was read. Return None if no store answers there, or another job's store."""
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
             nonce, port, host = record.decode().split(" ")
@@ -145,7 +149,7 @@ class Home:
 
 
 def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
-    """Connect to a store that knows the nonce; None if the store there does not."""
+    """Connect to the store at this address. Return None if it lacks the nonce: it then belongs to another job or attempt."""
     # A plain connection first: the client of a store would try a closed port again and again.
     socket.create_connection((host, port), probe_s).close()
     limit = timedelta(seconds=probe_s)
@@ -157,7 +161,7 @@ def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
 
 
 def own_address(towards: str) -> str:
-    """Return the address by which a machine on the route to `towards` can reach this one. No packet is sent."""
+    """Return the address of the network interface that leads to the host `towards`. No packet is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,8 @@
-"""Bytes from rank to rank in the background: point to point, over a gloo group of the memory tier's own.
+"""Transfers of bytes between ranks in the background: point to point, over a gloo group that only the memory tier uses.
 
-The group is made over the job's key-value store under a name of its own, without a collective; so the job's groups are not used,
-and a backend without host memory (NCCL) does not matter. Each wait for another rank has a deadline. Once a deadline has passed,
-the group is not used again.
+The group is made over the job's key-value store under a name of its own, without a collective. So the job's groups are not used,
+and their backend need not support host memory (NCCL does not). Each wait for another rank has a deadline. Once a deadline has
+passed, the group is not used again.
 
 `Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
 """
@@ -27,11 +27,10 @@ from .peers import Ended
 from .wire import name_ranks
 
 CHUNK_BYTES = 2 << 20
-"""Bytes of a chunk of a swap: small enough that the receiver copies it out of a socket while it is still in the processor's
-cache."""
+"""Size in bytes of the chunks that `Links.swap` sends: a chunk fits in the processor's cache while the receiver copies it."""
 
 AHEAD = 32
-"""Chunks of one buffer that are under way at once."""
+"""The number of chunks of one buffer that are sent or received at once."""
 
 _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
@@ -41,18 +40,18 @@ _FAREWELL_S = 5.0
 
 
 class Links:
-    """A gloo group of some ranks.
+    """Point-to-point transfers among some ranks, over a gloo group made for them.
 
     Parameters
     ----------
     store, ended
         As `shared_store` returns them.
     rank, size
-        The number of this process among these ranks, and how many they are.
+        The number of this process among these ranks, and the number of ranks.
     timeout_s
-        Seconds after which meeting, or one message, has failed.
+        Seconds for the ranks to meet, and for each message.
     members
-        Their ranks in the job, for errors; by default the same.
+        The number in the job of each of these ranks, for error messages; by default 0 to ``size - 1``.
 
     Raises
     ------
@@ -90,12 +89,14 @@ class Links:
             raise PeerError(f"{what}: {name_ranks(gone)} ended; their own logs say why", gone)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], ends: float) -> None:
-        """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.
+        """Send a buffer to each rank of `outgoing` and fill a buffer from each rank of `incoming`, all at once, in chunks.
 
         Parameters
         ----------
+        outgoing, incoming
+            1-D uint8 buffers in host memory, by rank.
         ends
-            When all of it must be done, by `time.monotonic`.
+            The deadline for all of it, by `time.monotonic`.
 
         Raises
         ------
@@ -127,27 +128,30 @@ class Links:
         return named_failure(f"copying to or from the memory of rank {member}'s node failed", (member,))
 
     def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
-        """Send a buffer, and wait until it is out."""
+        """Send a buffer to a rank as one message, and wait until it is sent."""
         self._group.send([data], rank, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer from a rank, which sends all of it at once."""
+        """Fill a buffer with one message of a rank; wait for it."""
         self._group.recv([data], rank, tag).wait(self._timeout)
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer from whichever rank sends first, whenever that is: others may have nothing to ask for long."""
+        """Fill a buffer with the next message of any rank.
+
+        There is no deadline: other ranks may ask for nothing for a long time.
+        """
         # A deadline that passes would end the whole group, and with it the requests of this rank to others.
         self._group.recv_anysource([data], tag).wait(_NO_DEADLINE)
 
 
 class Serving:
-    """Reads files of other ranks, and answers their reads, until all ranks are done.
+    """Reads files in the memory of other ranks, and answers their reads of this rank's files, until all ranks are done.
 
     Parameters
     ----------
     lend
-        Takes a key, a first byte and a number of bytes. Returns a context with these bytes of a file of this rank, which raises a
-        `CorruptError` where the file has none, or where they have changed when the context ends.
+        Takes a key, an offset and a number of bytes. Returns a context manager that gives these bytes of a file of this rank. It
+        raises `CorruptError` if the file lacks the bytes, or if they have changed when the context ends.
     keys
         The keys of all files, in the same order on all ranks.
     """
@@ -162,14 +166,14 @@ class Serving:
         self._thread.start()
 
     def read(self, rank: int, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill flat buffers from a byte of a file of another rank on; any thread may call it.
+        """Fill `buffers`, one after the other, with bytes of another rank's file, from byte `offset` on. Any thread may call it.
 
         Raises
         ------
         StorageError
-            That rank could not read it.
+            That rank could not read the file.
         PeerError
-            It did not answer.
+            That rank did not answer.
         """
         with self._lock:
             self._tag += 2
@@ -195,7 +199,7 @@ class Serving:
             at += len(buffer)
 
     def finish(self, wait_s: float) -> None:
-        """Tell all ranks that this one reads no more, and answer until all have said so, or the time for that is over."""
+        """Tell all ranks that this one reads no more, and answer reads until all have said so, at most `wait_s` seconds."""
         ends = time.monotonic() + wait_s
         for rank in range(self._links.size):
             if rank != self._links.rank:
@@ -221,9 +225,9 @@ class Serving:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
     def _answer(self, rank: int, number: int, offset: int, length: int, tag: int) -> None:
-        """Send bytes of a file from where they lie.
+        """Send a range of a file of this rank to the rank that asked for it, without a copy.
 
-        One more byte follows: whether the file had these bytes, and they did not change while they were sent.
+        A second message of one byte follows. It tells whether the file lacked the bytes, or they changed while they were sent.
         """
         failed, timeout_s, is_sent = torch.zeros(1, dtype=torch.uint8, device="cpu"), self._links.timeout_s, not length
         try:
@@ -247,7 +251,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def serving(
     links: Links, keys: Sequence[str], lend: Callable[[str, int, int], AbstractContextManager[memoryview]]
 ) -> Iterator[Serving]:
-    """Serve this rank's files to others while the ``with`` block lasts, and a while longer if they still read."""
+    """Serve this rank's files to other ranks during the ``with`` block, and after it until the others have read theirs."""
     server = Serving(links, keys, lend)
     try:
         yield server

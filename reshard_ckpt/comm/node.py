@@ -1,17 +1,19 @@
-"""Node leaders: the first rank of each machine speaks with rank 0's store for all ranks of the machine.
+"""Node leaders: the first rank of each machine sends messages to rank 0, and receives from it, for all ranks of the machine.
 
-So that store serves one rank a machine. Each leader hosts a store for its machine. The steps stay those of `StoreComm`, with
-three differences on a machine of several ranks that does not have rank 0:
+So rank 0's key-value store serves one rank a machine. Each leader hosts another store for its machine. A session has the same
+steps as in `StoreComm`, with three differences on a machine that has several ranks but not rank 0:
 
-1. *To rank 0*: a rank leaves its message in the machine's store. Once all of the machine are there, the leader appends them
-   together to the step's inbox.
-2. *Decision*: the leader waits for it and copies it into the machine's store, where the others wait.
-3. *From rank 0*: beforehand the leader copies the payload for all ranks, or moves that of its machine, into the machine's store.
+1. *To rank 0*: a rank leaves its message in the machine's store. Once the messages of all its ranks are there, the leader appends
+   them together to the step's inbox.
+2. *Decision* (rank 0's word that the step passes, or a refusal): the leader waits for it and copies it into the machine's store,
+   where the others wait.
+3. *From rank 0*: before that, the leader copies rank 0's payload for all ranks, or moves the payload for its machine, into the
+   machine's store.
 
-Failures go the direct way. Each rank writes refusals into rank 0's store itself. A rank whose message the leader leaves lying for
-long appends it to the inbox itself, and waits for the decision there; a claim in the machine's store keeps a message from being
-sent twice. So an error names the absent ranks alone, and not all ranks of their machine. If the leader's process ends, its store
-does not answer any more; then the others refuse the step and name the leader.
+Failures go the direct way. Each rank writes refusals into rank 0's store itself. If the leader leaves a rank's message lying for
+long, that rank appends it to the inbox itself, and waits for the decision there; a claim in the machine's store keeps a message
+from being sent twice. So an error names the absent ranks alone, and not all ranks of their machine. If the leader's process ends,
+its store does not answer any more; then the others refuse the step and name the leader.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 _REPLY_S = 120.0
 _MEETING_S = 2.0
-"""Seconds that a rank leaves its message to its leader in the first step of a session, in which ranks may call other things; in
-other steps it is half of the time limit."""
+"""Seconds that a rank waits for its leader to send its message in the first step of a session; later steps allow half of the time
+limit. The first step is short because ranks may have made different calls."""
 
 _DIRECT, _LED = 1 << 20, 1 << 40
-"""Added to the counter of the ranks of a machine that have left: by a rank that has counted itself in rank 0's store too, and by
-the leader."""
+"""Amounts added to the count of ranks of a machine that have left the session: `_DIRECT` by a rank that has also counted itself
+in rank 0's store, `_LED` by the leader."""
 
 
 @dataclass(slots=True)
 class Node:
-    """This rank's machine: its ranks, and the connection to its store once this rank has joined it."""
+    """The machine of this rank: its ranks, and the connection to the machine's store once this rank has joined it."""
 
     peers: Peers
     connection: StoreConnection | None = None
@@ -55,17 +57,17 @@ class Node:
 
 
 class Neighbours(NamedTuple):
-    """The ranks of this machine, over one connection to the group's keys in rank 0's store."""
+    """The ranks on this machine, seen through one connection to rank 0's store."""
 
     node: Node
     store: BoundedStore
 
     def ended(self) -> frozenset[int]:
-        """Return the ranks whose processes are known to have ended."""
+        """Return the ranks of this machine whose processes are known to have ended."""
         return self.node.peers.ended(self.store)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks of this machine, ascending. They must have met in a session before."""
+        """Return all ranks of this machine, ascending. All ranks of the job must have met in a session before."""
         return self.node.peers.ranks(self.store)
 
 
@@ -82,13 +84,13 @@ def _lost(timeout_s: float) -> Any:
 
 
 class NodeComm(StoreComm):
-    """The `Comm` of one session on one rank.
+    """The `Comm` (messages of one session) that speaks through the leader of its machine; a `StoreComm` without one.
 
     Parameters
     ----------
     near
-        The machine of this rank; without it, ranks speak with rank 0's store alone. If this rank has joined the machine's store
-        before, the session uses that from the first step on, else from the second.
+        The ranks of this machine; without it, this rank speaks with rank 0's store alone. If this rank has joined the machine's
+        store before, the session uses that store from the first step on, else from the second.
     name
         The session's name, which no other session of the group may have.
     """
@@ -119,7 +121,10 @@ class NodeComm(StoreComm):
         return True
 
     def _join(self, node: Node, root: BoundedStore) -> None:
-        """Start the store of this machine or connect to it, if the machine has several ranks but not rank 0."""
+        """Start the store of this machine on its first rank, and connect the others.
+
+        Does nothing on rank 0's machine, or for one rank.
+        """
         first, *others = self._ranks_near()
         if first and others and hasattr(_STORES.TCPStore, "clone"):
             key = f"node/{first}"
@@ -142,7 +147,7 @@ class NodeComm(StoreComm):
 
     @contextmanager
     def _leader_answers(self) -> Iterator[None]:
-        """If the store of this machine is lost inside the ``with`` block, refuse the step, unless it is decided already."""
+        """If the machine's store stops answering inside the ``with`` block, refuse the step, unless it is decided already."""
         try:
             yield
         except DistError as error:
@@ -176,7 +181,7 @@ class NodeComm(StoreComm):
             self._near.on_worker(arrive)
 
     def _send_for(self, frames: Sequence[Frame]) -> None:
-        """Send messages of this machine that no rank has sent yet."""
+        """Send to rank 0 the messages that no rank of this machine has sent yet."""
         if self._near is None:
             return
 
@@ -198,9 +203,10 @@ class NodeComm(StoreComm):
         return decision or self._store.get(self._key("decision"))
 
     def _decision_near(self, call: str) -> bytes:
-        """Wait for the decision in the machine's store. The leader first waits for the messages of its machine.
+        """Wait for the step's decision in the machine's store. The leader first sends the messages of its machine to rank 0.
 
-        If the leader does not take a rank's message in time, that rank sends it to rank 0, and waits for rank 0 from then on.
+        If the leader does not take a rank's message in time, that rank sends it to rank 0, and waits for rank 0's decision
+        directly.
         """
         assert self._near is not None
         near, key, began = self._near, self._key("decision"), time.monotonic()
@@ -235,15 +241,18 @@ class NodeComm(StoreComm):
         return decision
 
     def _is_not_led(self, decided: Waiting, key: str) -> bool:
-        """Wait for a decision of the protocol. Return True if rank 0 has made it, but the leader did not pass it on in time."""
+        """Wait for a decision in the machine's store.
+
+        Return True if rank 0 has decided, but the leader did not copy it in time.
+        """
         in_time = self._ends(decided, self._timeout_s * 3 / 4, self._refuse_without_ended)
         return not in_time and self._store.check([key]) and not self._ends(decided, self._timeout_s / 16, lambda: False)
 
     def _pass_on(self, decision: bytes, call: str = "") -> None:
-        """Copy a decision into the machine's store, for the other ranks of this machine.
+        """Copy rank 0's decision into the machine's store, for the other ranks of this machine.
 
-        The leader passes the name of the call that is under way (`call`). Then the payload that its machine gets in that call is
-        copied first, because the others look for it once they see the decision.
+        The leader passes `call`, "broadcast" or "scatter" if that is the call under way. Then it first copies the payload for its
+        machine, because the other ranks look for the payload once they see the decision.
         """
         if self._near is None:
             return  # it is lost, but rank 0 had let the step pass
@@ -316,7 +325,7 @@ class NodeComm(StoreComm):
             return 1
 
     def _delete_near(self, store: KeyValueStore) -> None:
-        """Delete the session's keys in the machine's store, once no rank uses them any more."""
+        """Delete the session's keys from the machine's store. No rank may use them any more."""
         payloads = Payloads(store)
         for step in range(self._step + 1):
             payloads.drop(f"{step}/all")

@@ -1,4 +1,4 @@
-"""Payloads of any size in a key-value store, in chunks: ``<key>/0`` begins with the length of the whole payload."""
+"""Payloads of any size as keys of a key-value store, in chunks ``<key>/0``, ``<key>/1``, …; the first has the total length."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 2 << 20
 
 _SAVED_AT_ONCE = 64 << 10
-"""Bytes that are written in one request, unless one chunk is larger. While a request arrives, the server reads it again and again
-from its beginning, so 2,000 keys in one request cost it ten times as much as in requests of 60 keys."""
+"""The most bytes in one write request, unless one chunk is larger. The server parses a growing request again from its beginning
+each time that bytes arrive, so one request of 2,000 keys costs ten times as much as requests of 60 keys."""
 
 
 class KeyValueStore(Protocol):
-    """The methods of `torch.distributed.Store` that are used here; its type stubs lack some of them."""
+    """The methods of `torch.distributed.Store` that this package calls; torch's type stubs lack some of them."""
 
     def append(self, key: str, value: bytes, /) -> None: ...
     def add(self, key: str, amount: int, /) -> int: ...
@@ -30,7 +30,7 @@ class KeyValueStore(Protocol):
 
 
 class Payloads:
-    """The payloads in one store."""
+    """Reads and writes payloads of any size in one key-value store."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
@@ -73,7 +73,7 @@ class Payloads:
             self._store.delete_key(f"{key}/{i}")
 
     def take(self, key: str) -> bytes:
-        """Return a payload, and delete it."""
+        """Return a payload, and delete it from the store."""
         payload = self.load(key)
         self._delete(key, len(payload))
         return payload

@@ -16,13 +16,13 @@ from pathlib import Path
 from .payloads import KeyValueStore
 
 Ended = Callable[[], frozenset[int]]
-"""Returns the ranks whose processes are known to have ended."""
+"""A function that returns the ranks whose processes are known to have ended."""
 
 
 class Peers:
-    """The ranks of a group that run on this machine.
+    """The ranks of a process group that run on this machine, and whether their processes still live.
 
-    Each method gets the group's keys anew, because the connection may have been replaced since.
+    Each method takes the store with the group's keys, because the connection may have been replaced since the last call.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,7 +32,10 @@ class Peers:
         self._processes: list[list[str]] = []
 
     def arrive(self, store: KeyValueStore) -> int:
-        """Register this rank's process; return the number of ranks that have registered. It may be called again if it failed."""
+        """Register this rank's process in the store; return how many ranks of all machines have registered.
+
+        Call it again if it failed.
+        """
         pid = os.getpid()
         store.append(self._key, f"{self._rank}:{pid}:{_began(pid)} ".encode())
         # Counted once, as a call whose reply was lost may have counted. One rank too few does less harm than one too many.
@@ -40,7 +43,10 @@ class Peers:
         return store.add("here", amount)
 
     def ranks(self, store: KeyValueStore) -> tuple[int, ...]:
-        """Return the ranks of this machine that have registered, ascending; all of them once the ranks have met in a session."""
+        """Return the registered ranks of this machine, ascending.
+
+        They are complete once the job's ranks have met in a session.
+        """
         self._look(store)
         return tuple(sorted({int(rank) for rank, _, _ in self._processes}))
 
@@ -56,7 +62,7 @@ class Peers:
 
 
 def _machine() -> str:
-    """Return a name that processes share if they can see each other's process numbers; a unique one if that is not known."""
+    """Return a name for the processes that can see each other's process numbers. If that is unknown, the name is unique."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -64,7 +70,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the boot; "" if it has ended. A reused process number has another beginning."""
+    """Return the start time of a process, in ticks since the boot; "" if it has ended. It tells a reused process number apart."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The protocol of control messages: short messages from all ranks to rank 0, and from rank 0 to all."""
+"""The interface for messages between ranks (`Comm`): short messages from all ranks to rank 0, and from rank 0 to all."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgpack
 
 
 class _Alone:
-    """The class of `ALONE`."""
+    """The type of the constant `ALONE`."""
 
     def __repr__(self) -> str:
         return "ALONE"
 
 
 ALONE: Final = _Alone()
-"""Stands for a process group of this process alone, also within a job of several ranks."""
+"""Pass it as `process_group` to let this process act alone, even in a job of several ranks."""
 
 
 class Comm(Protocol):
-    """One session of several ranks. All ranks make the same calls in the same order, each from one thread at a time.
+    """The messages of one session of several ranks. All ranks make the same calls in the same order, one thread at a time.
 
     If a rank of the session raises an error, every call on every rank raises it soon.
     """
@@ -34,10 +34,13 @@ class Comm(Protocol):
         """The number of ranks in the group."""
 
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """Send a payload to rank 0. Rank 0 gets all payloads, by rank; the others get None, once all payloads have arrived."""
+        """Send a payload to rank 0. Rank 0 returns the payloads of all ranks, by rank.
+
+        The others return None once all have arrived.
+        """
 
     def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called at the end of the session if the next call, a gather, has certainly failed on all ranks.
+        """Register `undo`, to be called when the session ends if the next call, a gather, is sure to have failed on all ranks.
 
         A process that is alone never calls it.
         """
@@ -46,16 +49,19 @@ class Comm(Protocol):
         """Send rank 0's payload to every rank, and return it. The argument of other ranks is ignored."""
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        """Send ``payloads[r]`` of rank 0 to rank r, and return this rank's. The argument of other ranks is ignored."""
+        """Send ``payloads[r]`` from rank 0 to each rank r, and return this rank's payload. Ranks other than 0 pass None."""
 
     def count(self, amount: int) -> int:
-        """Add to a number that all ranks of the session share, and return it. Not collective; call it in one thread at a time."""
+        """Add `amount` to a counter that all ranks of the session share, and return its new value.
+
+        Not collective; one thread at a time.
+        """
 
     def neighbours(self) -> Sequence[int]:
         """Return the ranks on this machine, ascending. They can open each other's shared memory."""
 
     def broadcast_near(self, payload: bytes | None) -> bytes:
-        """Send a short payload of the first of `neighbours` to the others, and return it. The argument of others is ignored.
+        """Send a short payload from the first rank of this machine to the others on it, and return it. The others pass None.
 
         Collective among the ranks of one machine; the ranks of other machines need not call it.
         """
@@ -101,15 +107,15 @@ class SoloComm:
 
 
 def merge_of_all(comm: Comm, value: Any, merge: Callable[[list[Any]], Any] = list) -> Any:
-    """Merge a plain value of each rank on rank 0, and return the result on every rank. Collective: a gather and a broadcast.
+    """Gather a plain value of each rank, merge them on rank 0, and return the merged value on every rank. Collective.
 
     Parameters
     ----------
     value
         This rank's value, of types that msgpack has; tuples arrive as lists.
     merge
-        Called on rank 0 with the values of all ranks, by rank; by default it returns them as they are. Equal values are one
-        object, which it must not change. All ranks raise its error.
+        Called on rank 0 with the list of all values, by rank; by default it returns that list. Equal values may be one object, so
+        `merge` must not change them. If it raises, all ranks raise its error.
     """
     gathered = comm.gather(msgpack.packb(value))
     if gathered is None:
@@ -119,7 +125,7 @@ def merge_of_all(comm: Comm, value: Any, merge: Callable[[list[Any]], Any] = lis
 
 
 def value_of_first(comm: Comm, make: Callable[[], Any]) -> Any:
-    """Return on every rank a plain value that `make` returns on rank 0; it is called there alone. Collective: a broadcast."""
+    """Call `make` on rank 0 alone, and return its result, a plain value, on every rank. Collective: a broadcast."""
     return _unpacked(comm.broadcast(msgpack.packb(make()) if comm.rank == 0 else None))
 
 

@@ -1,4 +1,4 @@
-"""Sessions, in which the ranks of one save or load exchange messages, and an error of one rank is raised on all."""
+"""Sessions: the ranks of one save or load exchange messages, and an error of one rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .turns import Meeting, Turn
 AnyComm = TypeVar("AnyComm", bound=NodeComm)
 
 MAX_TIMEOUT_S = 100_000_000
-"""Three years. Clocks and locks overflow at some hundred years."""
+"""Seconds, three years: the largest `timeout_s`. Clocks and locks overflow at some hundred years."""
 
 
 def open_session(
@@ -65,9 +65,10 @@ def open_session(
 def open_session_by_name(
     kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> Callable[[str], AbstractContextManager[Comm]]:
-    """Return a function that opens a session by its name, which no other session may have; so the order of calls does not matter.
+    """Return a function that opens a session with a given name. Each name is used once, so ranks may open them in any order.
 
-    For steps that only some saves take. The process group is looked up now; the function may be called later, in any thread.
+    It serves steps that only some saves take. The process group is looked up now; the returned function may be called later, in
+    any thread.
     """
     group = current_group(process_group, timeout_s)
     if group is None:
@@ -78,14 +79,17 @@ def open_session_by_name(
 def values_of_all(
     kind: str, subject: str, own: Any, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> list[Any]:
-    """Return the small values of all ranks, by rank, in a session of its own. They travel as msgpack: tuples become lists."""
+    """Return the small values that all ranks pass, by rank; opens and closes a session.
+
+    Values go through msgpack: tuples become lists.
+    """
     with open_session(kind, subject, process_group=process_group, timeout_s=timeout_s) as comm:
         values: list[Any] = merge_of_all(comm, own)
     return values
 
 
 def open_turn(kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
-    """Return a `Turn`: it takes a number among the sessions, as `open_session` does, but its session need not be opened."""
+    """Return a `Turn`: it counts as a session of this rank, as `open_session` does, but ranks open its session only if needed."""
     group = current_group(process_group, timeout_s)
     if group is None:
         return Turn(nullcontext(SoloComm()))
@@ -186,7 +190,7 @@ def _comm_of(
 def shared_store(
     name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> tuple[BoundedStore, Ended] | None:
-    """Return a part of the job's store, below a new name, and a function that returns the ranks whose processes have ended.
+    """Return the part of the job's store below `name`, which must be new, and a function that returns the ranks that have ended.
 
     The ranks must have met in a session before. Return None if this process is on its own.
     """
@@ -221,7 +225,10 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
 
 
 def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
-    """Return the `Comm` of a session. If rank 0 does not join in time, note the session as missed; a later call tells rank 0."""
+    """Return the `Comm` of a session.
+
+    If rank 0 cannot be reached in time, remember that; a later call tells rank 0 of the failure.
+    """
     number = sessions.number(turn)
     try:
         comm = comm_of(number)
@@ -235,11 +242,11 @@ def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn:
 
 
 def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:
-    """Get back in step with the others after this rank came too late for a call that is repeated, such as a save to one path.
+    """Correct this rank's session number after it came too late for a call that is repeated, such as a save to one path.
 
-    Either this rank was slow, and its next call meets the next one of the others. Or it left a call out; then the others will
-    wait for it again. The first lateness counts as slow. After the second one in a row, this rank gives up the next session for
-    all ranks, and is in step.
+    Either this rank was slow, and its next call meets the next call of the others. Or it left a call out; then the others will
+    wait for it again. After a first lateness, assume that the rank was slow. After a second one in a row, this rank refuses the
+    next session for all ranks, and skips it.
     """
     again, sessions.late = sessions.late == call, call
     if not again:

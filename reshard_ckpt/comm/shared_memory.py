@@ -2,8 +2,8 @@
 
 1. `Segment`: anonymous memory, freed with its last user. Another process of the same machine opens it through ``/proc``. A random
    token proves that it is the right one: another container may have equal process and file numbers.
-2. `share_memory`: each rank tries to open the segments of all others, and learns which ranks read its own. Ranks that cannot open
-   a segment, for example on another machine, get their bytes through the process group.
+2. `share_memory`: each rank tries to open the segments of all others, and learns which ranks can read its own segment. Ranks that
+   cannot open a segment, for example on another machine, get their bytes through the process group.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .exchange import Exchange
 _NAME = "reshard_ckpt"
 
 _TOKEN_BYTES = 64
-"""Bytes of the token, padded to a cache line."""
+"""Bytes reserved at the start of a segment for its random token, padded to a cache line."""
 
 
 class Segment:
-    """Memory of this process that other processes can open by `address`; `data` is 1-D uint8."""
+    """Shared memory made by this process: 1-D uint8 `data`, which other processes on the machine can open by `address`."""
 
     def __init__(self, num_bytes: int) -> None:
         size = _TOKEN_BYTES + num_bytes
@@ -43,12 +43,12 @@ class Segment:
         self.address: bytes = msgpack.packb((os.getpid(), self._fd, size, token))
 
     def close(self) -> None:
-        """Close the file, so that no more processes can open it. A process that has mapped it keeps it."""
+        """Close the file behind the memory, so that no more processes can open it. A process that has opened it keeps it."""
         os.close(self._fd)
 
 
 def open_segment(address: bytes) -> torch.Tensor | None:
-    """Open the memory of another process as a 1-D uint8 tensor; None if it is on another machine or may not be opened."""
+    """Open the `Segment` of another process by its address, as a 1-D uint8 tensor; None if it is not accessible from here."""
     process, number, size, token = msgpack.unpackb(address)
     path = f"/proc/{process}/fd/{number}"
     try:

@@ -1,25 +1,26 @@
-"""The `Comm` over a key-value store. Ranks exchange messages in steps; each step has one decision, which all ranks read.
+"""Messages between ranks over a key-value store (`StoreComm`), in steps; each step has one decision, which all ranks read.
 
 The calls of a session are its steps ``0, 1, 2, …``, the same on every rank. The *decision* of a step is a key that is written
-once, by compare-and-set: "go on", written by rank 0, or a refusal, written by the rank that failed. The first writer wins. So
-all ranks go on, or all raise the same error. Ranks wait for decisions, and rank 0 for the bell; for nothing else.
+once, by compare-and-set: "go on", written by rank 0, or a refusal, written by the rank that failed. The first writer wins. So all
+ranks go on, or all raise the same error. Ranks wait only for decisions, and rank 0 for the *bell* of a step.
 
-1. *To rank 0* (gather): each rank appends its message to the step's inbox. The last rank to do so sets a key, the *bell*. Rank 0
+1. *To rank 0* (gather): each rank appends its message to the step's inbox. The last rank to do so sets a key, the bell. Rank 0
    waits for the bell, not for each rank: one wait and one read for any number of ranks. Then it writes the decision.
-2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision. In a scatter the payloads of all ranks
-   whose messages one rank has sent, as the leader of a machine does, are one payload.
+2. *From rank 0* (broadcast, scatter): rank 0 writes the payload, and then the decision. If one rank has sent the messages of
+   several, as the leader of a machine does, a scatter packs the payloads for these ranks into one.
 3. *Failure*: a rank that raises writes its refusal into the first undecided step, and rings the bell of that step, because rank 0
    may wait there. A session begins and ends with a gather, so every failure inside it is seen.
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
    It does so at once if an absent rank is known to have ended.
 5. *On one machine* (broadcast_near): its first rank writes a key that the others wait for. A rank that gives up writes it too.
-6. *Leaving*: each rank counts itself out. Rank 0 is the last, because its process may host the store. The rank whose count
-   completes the number deletes the session's keys: usually rank 0, or a rank that the others had given up.
+6. *Leaving*: each rank adds itself to a count. Rank 0 leaves last, because its process may host the store. The rank that
+   completes the count deletes the session's keys: usually rank 0, or a rank that the others had given up.
 
 A rank waits in the store's server, in another thread and on a connection of its own; before torch 2.8 it asks again and again
-(`BoundedStore.begin_get`). So it can be interrupted, and it looks meanwhile whether a rank has ended. A rank that gives up
-refuses the step. That writes both keys that ranks wait for, so each wait ends with its key, also that of the rank which gives up
-(`_wait_for`). If the store does not reply because its process hangs, it is waited for no longer than a rank (`comm.bounded`).
+(`BoundedStore.begin_get`). So it can be interrupted, and meanwhile checks whether a rank has ended. A rank that gives up refuses
+the step. That writes both keys that ranks wait for, so each wait ends with its key, also that of the rank which gives up
+(`_wait_for`). If the store does not reply because its process hangs, ranks wait for it no longer than for a rank
+(`comm.bounded`).
 """
 
 from __future__ import annotations
@@ -42,24 +43,25 @@ from .wire import Frame, Refusal, decode_frames, encode_frames, refusal_of
 _PASSED = (b"gather", b"broadcast", b"scatter")
 
 INLINE = b"\0"
-"""Between a decision and its payload; JSON, the form of a refusal, does not contain it."""
+"""The separator between a step's decision and a payload in the same value; a refusal, which is JSON, does not contain it."""
 _INLINE_BYTES = 64 << 10
 _GIVEN_UP = b"refused"
-"""In place of a message to the ranks of one machine, which begins with `INLINE`. Also the value of a bell after a refusal."""
+"""Written in place of a message when its step was refused: as the value of the step's bell, or for the ranks of one machine.
+(Real messages to them begin with `INLINE`.)"""
 
 _SLICE_S = 0.05
-"""Seconds that a rank waits before it looks whether it should stop waiting."""
+"""Seconds that a rank waits for a key before it checks again whether to give up."""
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""Seconds that rank 0 waits for the others to leave if its process hosts the store: without it, their save would fail."""
+"""Seconds that rank 0 waits for the others to leave a session if its process hosts the store, which they still need."""
 
 _given_up = 0
 """Number of times that this process has given up all its sessions."""
 
 
 class StoreComm:
-    """The `Comm` of one session, which alone uses the keys of `store`.
+    """The `Comm` (messages of one session) over a key-value store; no other session may use the keys of `store`.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ class StoreComm:
             return value.removeprefix(INLINE)
 
     def _value_near(self, payload: bytes | None) -> bytes:
-        """Write the next message to the ranks of this machine, or wait for it."""
+        """Write the next `broadcast_near` message if this rank is the first of its machine, else wait for it; return it."""
         first, *others = self._ranks_near()
         key, store = _near_key(first, self._num_near), self._shared_store()
         if first != self.rank:
@@ -175,11 +177,11 @@ class StoreComm:
         return store.compare_set(key, b"", value) if others else value
 
     def _shared_store(self) -> BoundedStore:
-        """Return the store for messages among the ranks of this machine."""
+        """Return the store that carries messages between the ranks of this machine."""
         return self._store
 
     def _get_from(self, rank: int, key: str, store: BoundedStore) -> bytes:
-        """Wait for a key that another rank writes."""
+        """Wait for a key that `rank` writes, and return its value. If that rank is late or has ended, refuse the step."""
         # Other machines wait for this rank in the next step: it must name the late rank before they name this one.
         patience_s = self._timeout_s * 3 / 4
 
@@ -199,20 +201,20 @@ class StoreComm:
     # --- opening and leaving a session ---
 
     def open(self, call: bytes, *, before: bytes = b"") -> bool:
-        """Take the first step: check that all ranks have come, and for the same call.
+        """Take the first step of a session: wait for all ranks, and check that all have made the same call.
 
         Parameters
         ----------
         call
-            The `call_of` of this session.
+            This rank's call, encoded by `call_of`.
         before
-            The `call_of` of this rank's previous session, if that did not open.
+            The call of this rank's previous session, if that session did not open.
 
         Returns
         -------
         bool
-            False if this session belongs to another call, so that this rank must try the next one. Either the others gave up this
-            rank in a call that it left out, or they have come only now for the call that this rank made before.
+            False if this session belongs to another call, so that this rank must try the next session. Either this rank left out
+            a call, and the others gave it up there; or the others have come only now for the call that this rank made before.
         """
         with self._reachable():
             try:
@@ -238,7 +240,7 @@ class StoreComm:
 
     @property
     def came_late(self) -> bool:
-        """Whether the others had given up this rank before it came to the session."""
+        """Whether the other ranks had refused the session, because this rank was absent, before it came."""
         return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
 
     def _is_for_another(self, call: bytes, before: bytes) -> bool:
@@ -251,13 +253,19 @@ class StoreComm:
         return self.came_late or calls == {before}
 
     def is_for_others(self, call: bytes) -> bool:
-        """Whether another rank has refused the session, or opened it for another call. Used before this rank opens it."""
+        """Tell whether another rank has refused this session, or opened it for another call.
+
+        For a rank that has not opened it yet.
+        """
         with self._reachable():
             arrived = self._inbox_of(0)
             return self._store.check(["0/decision"]) or any(frame.payload != call for frame in arrived)
 
     def decline(self, call: bytes) -> bool:
-        """Refuse a session that this rank, being late, will not join. Return False if another refusal was there before."""
+        """Refuse a session that this rank will not join, because it is late.
+
+        Return False if another rank had refused it before.
+        """
         own = late_refusal(call, self.rank)
         with self._reachable():
             counts = self._refuse(own)
@@ -265,7 +273,10 @@ class StoreComm:
         return counts == own
 
     def abort(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this rank, unless the error came from them."""
+        """Refuse the session because of an error of this rank, so that all ranks raise it.
+
+        Does nothing if the error came from another rank.
+        """
         if self._refusal is not None:
             return
         self._store.allow(self._farewell())
@@ -275,7 +286,10 @@ class StoreComm:
             self._refuse_undecided(refusal_of(error, self.rank))
 
     def leave(self, *, waits: bool = True) -> None:
-        """Count this rank out; the last rank deletes all keys. Raises nothing if the store is gone."""
+        """Leave the session: add this rank to the count of ranks that have left. The last one deletes all keys.
+
+        Never raises `DistError`.
+        """
         self._store.allow(self._farewell())
         with suppress(DistError):
             self._leave_near()
@@ -292,11 +306,14 @@ class StoreComm:
                 self._store.set("gone", b"")
 
     def _num_leaving(self) -> int:
-        """Return the number of ranks that this rank counts out: itself, and those of its machine that it speaks for."""
+        """Return how many ranks this one adds to the count of leavers: itself, and ranks of its machine for which it speaks."""
         return 1
 
     def _leave_near(self) -> None:
-        """Delete the messages to the ranks of this machine. After a refusal some may be unread: list them for the last rank."""
+        """Delete the keys of `broadcast_near` messages.
+
+        After a refusal some may be unread, so list the keys for the rank that leaves last.
+        """
         failed = self._refusal is not None
         if not self._step or not (self._num_near or failed) or len(near := self._ranks_near()) == 1:
             return
@@ -312,21 +329,24 @@ class StoreComm:
         return min(self._farewell_s, self._timeout_s)
 
     def _have_ended(self, num_others: int) -> bool:
-        """Whether all of so many ranks have left the session, or have ended."""
+        """Tell whether at least `num_others` ranks have left the session or ended.
+
+        Checks only twice a second; False in between.
+        """
         if not self._may_look():
             return False
         absent = self._refused().absent
         return self._store.add("left", 0) + len(self._ended() - {*absent}) >= num_others
 
     def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
-        """Give up a session to which this rank came before the store existed; tell the others so."""
+        """Refuse a session that this rank could not reach in time because the store did not exist; tell the others why."""
         with self._reachable():
             self._store.append(self._key("in"), encode_frames([Frame(self.rank, self.rank, False, call)]))
             self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
         self.leave(waits=False)
 
     def undo(self) -> None:
-        """Call the `undo` of a gather that failed on all ranks: its step, or an earlier one, was refused."""
+        """Call the function registered by `undo_unless_gathered` if its gather, or an earlier step, was refused on all ranks."""
         if self._refusal is not None and self._undo is not None and self._step <= self._undo[0]:
             self._undo[1]()
 
@@ -346,11 +366,11 @@ class StoreComm:
         self._post(Frame(self.rank, self.rank, separate, b"" if is_empty else bytes(payload)))
 
     def _post(self, frame: Frame) -> None:
-        """Send this rank's message of a step on its way to rank 0."""
+        """Hand this rank's message of a step over to be sent to rank 0."""
         self._send(frame)
 
     def _send(self, *frames: Frame) -> None:
-        """Send messages to rank 0: that of this rank, or of several ranks of its machine."""
+        """Append messages to rank 0's inbox: the message of this rank, or of several ranks of its machine."""
         self._sender = self.rank
 
         def arrive(store: KeyValueStore) -> None:
@@ -361,7 +381,7 @@ class StoreComm:
         self._store.on_worker(arrive)
 
     def _collect(self, own: bytes) -> list[bytes]:
-        """Wait on rank 0 for all messages of this step, and return them by rank."""
+        """Wait on rank 0 until the messages of all ranks have arrived in this step; return their payloads by rank."""
         if self._wait_for(self._key("bell"), self._timeout_s, self._expire, self._refuse_without_ended) == _GIVEN_UP:
             self._apply(self._store.get(self._key("decision")), "gather")
         self._inbox = self._store.get(self._key("in"))
@@ -373,30 +393,30 @@ class StoreComm:
         return messages
 
     def _decide(self, call: str, inline: bytes | None = None) -> None:
-        """Let the step pass, unless a rank has refused it. Called on rank 0. A small payload travels with the decision."""
+        """Decide on rank 0 that the step passes, unless a rank has refused it. A small payload may be part of the decision."""
         decision = call.encode() if inline is None else b"".join((call.encode(), INLINE, inline))
         self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 
     def _await_decision(self, call: str) -> bytes | None:
-        """Wait for rank 0's decision on this step of the protocol. Return its payload, or None; raise if it is a refusal."""
+        """Wait for rank 0's decision on this step. Return the payload in the decision, or None; raise if the step is refused."""
         decision = self._decision(call)
         self._apply(decision, call)
         _, has_payload, payload = decision.partition(INLINE)
         return payload if has_payload else None
 
     def _decision(self, call: str) -> bytes:
-        """Wait for the step's decision, and return it."""
+        """Wait until this step is decided, and return the encoded decision."""
         return self._wait_for(self._key("decision"), self._timeout_s, self._expire, self._refuse_without_ended)
 
     def _payload_of_all(self, key: str) -> bytes:
         return self._payloads.load(key)
 
     def _payload_of_sender(self, key: str) -> bytes:
-        """Return the payloads of a scatter for all ranks whose messages of the last gather `_sender` has sent."""
+        """Return the encoded payloads of a scatter for `_sender`: its own, and those for the ranks whose messages it sends."""
         return self._payloads.take(key)
 
     def _apply(self, decision: bytes, call: str) -> None:
-        """Go on to the next step, or raise the error if the decision is a refusal."""
+        """Go on to the next step if the decision lets this one pass; raise the error if it is a refusal."""
         name = call_let_pass(decision)
         if not name:
             self._refusal = Refusal.decode(decision)
@@ -417,7 +437,10 @@ class StoreComm:
         return self._refusal
 
     def _refuse(self, refusal: Refusal) -> Refusal | None:
-        """Refuse this step. Return the refusal that was first, perhaps another rank's; None if rank 0 has let the step pass."""
+        """Try to refuse this step.
+
+        Return the refusal that counts, perhaps another rank's; None if rank 0 has let the step pass.
+        """
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
         if not call_let_pass(decision):
             self._store.set(self._key("bell"), _GIVEN_UP)
@@ -428,19 +451,19 @@ class StoreComm:
         return self._refusal
 
     def _wake_near(self, decision: bytes) -> None:
-        """Wake the ranks of this machine that wait for another one of it, if the step is refused."""
+        """If the step is refused, wake the ranks of this machine that wait for a `broadcast_near` message."""
         if self._step and not call_let_pass(decision):  # at step 0 the ranks of this machine may not be known
             first, *others = self._ranks_near()
             if others:
                 self._shared_store().compare_set(_near_key(first, self._num_near), b"", _GIVEN_UP)
 
     def _refuse_undecided(self, refusal: Refusal) -> None:
-        """Refuse the first step that is not decided yet: rank 0 may have let this one pass."""
+        """Refuse the first step that is not decided yet, which may be a later one: rank 0 may have let this step pass."""
         while self._refuse(refusal) is None:
             self._skip_step()
 
     def _skip_step(self) -> None:
-        """Go past a step that rank 0 has let pass, and in which this rank will not take its message any more."""
+        """Move on from a step that rank 0 has let pass, without rank 0's payload for this rank, which is deleted."""
         self._payloads.drop(self._key("to", self.rank))
         self._step += 1
 
@@ -453,21 +476,21 @@ class StoreComm:
         *,
         store: BoundedStore | None = None,
     ) -> bytes:
-        """Wait for a key, and return its value. `look` and `over` are as for `_ended_by`."""
+        """Wait for a key, and return its value; see `_ended_by` for `over` and `look`."""
         began = time.monotonic()
         waiting = (store or self._store).begin_get(key, timeout_s, self.size)
         # If the store hangs, no connection to it could be made meanwhile: that time counts.
         return self._ended_by(waiting, timeout_s - (time.monotonic() - began), over, look)
 
     def _ended_by(self, waiting: Waiting, timeout_s: float, over: Callable[[], object], look: Callable[[], bool]) -> bytes:
-        """Return the outcome of a wait.
+        """Finish a wait for a key, and return the key's value.
 
         Parameters
         ----------
         over
             Called when the time is over, when this process gives up, or when `look` returns True. It writes the key, or raises.
         look
-            Called again and again meanwhile. It may write the key, or raise.
+            Called again and again during the wait. It may write the key, or raise.
         """
         if not self._ends(waiting, timeout_s, look):
             over()
@@ -476,7 +499,10 @@ class StoreComm:
         return waiting.outcome()
 
     def _ends(self, waiting: Waiting, timeout_s: float, look: Callable[[], bool]) -> bool:
-        """Wait; return whether the wait has ended by itself, in time, and before `look` returned True."""
+        """Wait for a key.
+
+        Return False if the time is over, this process gives up, or `look` returns True before the key is there.
+        """
         until = time.monotonic() + timeout_s
         while not waiting.ends(min(_SLICE_S, timeout_s)):
             if self._given_up_before != _given_up or look() or time.monotonic() >= until:
@@ -490,7 +516,7 @@ class StoreComm:
             )
 
     def _refuse_without_ended(self) -> bool:
-        """Refuse the step if a rank that it still needs has ended. Return True once the step is decided."""
+        """Refuse the step if it still needs a rank that has ended. Return True once the step is decided."""
         if not self._may_look() or not (gone := self._ended()):
             return False
         arrived = self._arrived()
@@ -503,7 +529,7 @@ class StoreComm:
         return True
 
     def _may_look(self) -> bool:
-        """Whether half a second has passed since the last check for ended ranks."""
+        """Tell whether to check for ended ranks now: at most every half second."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -519,7 +545,10 @@ class StoreComm:
         return list(decode_frames(self._store.get(inbox))) if self._store.check([inbox]) else []
 
     def _expire(self) -> None:
-        """Refuse the step because its time is over, and name the absent ranks. If all have just come, ring the bell instead."""
+        """Refuse the step because its time is over, and name the absent ranks.
+
+        If all have just arrived, rank 0 rings the bell instead.
+        """
         self._stop_if_given_up()
         arrived = self._arrived()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else ()
@@ -560,7 +589,7 @@ class StoreComm:
 
 
 def _near_key(first: int, number: int) -> str:
-    """Return the key of a message of the first rank of a machine to the others there."""
+    """Return the key of message `number` from `first`, the first rank of a machine, to the other ranks there."""
     return f"near/{first}/{number}"
 
 
@@ -574,6 +603,6 @@ def give_up_sessions() -> None:
 
 
 def call_let_pass(decision: bytes) -> str:
-    """Return the call that a decision lets pass, or "" if the decision is a refusal."""
+    """Return the name of the call ("gather", "broadcast", "scatter") that a decision lets pass, or "" if it is a refusal."""
     name = decision.partition(INLINE)[0]
     return name.decode() if name in _PASSED else ""

@@ -1,8 +1,8 @@
-"""A turn: a place among the sessions whose session is opened only if it is needed. Ranks meet by one counter instead.
+"""Turns: sessions that ranks open only if needed; usually they only meet, by adding to one shared counter.
 
 1. A turn takes a number among the sessions of all ranks, opened or not. So a rank that makes another call instead opens the
-   session with this number. A waiting rank looks for that about twice a second, and then opens the session too, which raises the
-   error of different calls on all ranks.
+   session with this number. A waiting rank checks for that about twice a second, and then opens the session too. That raises the
+   error about different calls on all ranks.
 2. To meet, each rank adds 1 and its flags to one counter. The last rank writes the verdict: the flags of all. A rank that has
    waited too long, or sees that a missing rank has ended, writes a refusal. The first writer wins.
 """
@@ -22,18 +22,18 @@ from .protocol import Comm
 from .wire import Refusal, name_ranks, refusal_of
 
 FAILED, CHANGED = 1, 2
-"""Flags with which a rank comes to `Meeting.meet`."""
+"""Flags that a rank passes to `Meeting.meet`; every rank gets the flags of all ranks, or-ed."""
 
 _BITS = 20
 _LIMIT = 1 << _BITS
-"""The counter is three numbers of `_BITS` bits: the ranks that have come, and those of them with each flag."""
+"""Bound of each number packed in a meeting's counter: the ranks that have come, and how many of them came with each flag."""
 
 
 class Meeting(NodeComm):
-    """The step in which ranks meet before, or instead of, opening the session."""
+    """Lets the ranks of a turn meet over one counter, so that they need not open the session."""
 
     def meet(self, flags: int, look: Callable[[], None]) -> int:
-        """Wait until all ranks have come, and return the flags of all, or-ed. `look` is called about twice a second.
+        """Wait until all ranks have come, and return the flags of all ranks, or-ed. `look` is called about twice a second.
 
         Raises
         ------
@@ -62,12 +62,12 @@ class Meeting(NodeComm):
         return int(verdict)
 
     def forget(self) -> None:
-        """Delete the keys of this step, once all ranks have come to a later turn."""
+        """Delete the keys of this meeting. Call it once all ranks have come to a later turn."""
         with suppress(PeerError), self._reachable():
             self._store.on_worker(_forget)
 
     def _delete_all(self, store: KeyValueStore) -> None:
-        """Delete every key of the session and of this step; after a refusal, no later turn may come that would `forget` it."""
+        """Delete every key of the session and of the meeting: after a refusal, no later turn may come to `forget` them."""
         super()._delete_all(store)
         _forget(store)
 
@@ -94,16 +94,16 @@ class Meeting(NodeComm):
 
 
 class Turn:
-    """One turn on one rank.
+    """One turn of this rank: a place in the order of sessions at which ranks meet, and may open a session.
 
     Parameters
     ----------
     session
         The session of this turn, not yet entered.
     comm
-        Makes its `Meeting`; None if this process is on its own.
+        Makes the turn's `Meeting`; None if this process is on its own.
     call
-        The `call_of` of the session.
+        The call of the session, encoded by `call_of`.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Turn:
         self._meeting: Meeting | None = None
 
     def meet(self, flags: int, before: Turn | None) -> int:
-        """Wait until all ranks have come to this turn, and return the flags of all, or-ed. Collective.
+        """Wait until all ranks have come to this turn, and return the flags of all ranks, or-ed. Collective.
 
         Parameters
         ----------
         before
-            An earlier turn, whose keys are deleted: all ranks have left it once they have come here.
+            An earlier turn, whose keys rank 0 deletes: once all ranks have come here, none uses them.
 
         Raises
         ------
@@ -135,12 +135,12 @@ class Turn:
         return joined
 
     def opened(self) -> AbstractContextManager[Comm]:
-        """Return the session, to be entered by all ranks, once."""
+        """Return the session of this turn. If one rank enters it, all ranks must, once."""
         self._is_opened = True
         return self._session
 
     def look(self) -> None:
-        """Raise the error of another rank that does not come to this turn, if there is one.
+        """Check whether another rank has failed or made another call instead of coming to this turn, and raise its error.
 
         Raises
         ------
@@ -152,7 +152,10 @@ class Turn:
                 pass
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this rank, which will not open the session any more."""
+        """Tell the other ranks of an error of this rank, which will not open the session.
+
+        Does nothing if it was opened before.
+        """
         if self._comm is None or self._is_opened:
             return
         with suppress(PeerError):  # the store is gone, and `error` says more

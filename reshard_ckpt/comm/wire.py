@@ -1,4 +1,4 @@
-"""Encodings of errors and small messages between ranks: errors as JSON, messages as frames; never a pickle."""
+"""Encodings of errors and short messages between ranks: errors as JSON, messages as binary frames; never a pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_NAMED = 16
 
 
 class Frame(NamedTuple):
-    """One rank's message in an inbox, and the rank that sent it: itself, or the one that speaks for the ranks of its machine.
+    """One rank's message to rank 0, and the `sender` that delivered it: the rank itself, or the leader of its machine.
 
     If `separate`, the payload has a key of its own, and `payload` here is empty.
     """
@@ -32,12 +32,12 @@ class Frame(NamedTuple):
 
 
 def encode_frames(frames: Iterable[Frame]) -> bytes:
-    """Encode frames that are sent together."""
+    """Encode several messages as bytes, end to end."""
     return b"".join([_FRAME.pack(f.rank, f.sender, f.separate, len(f.payload)) + f.payload for f in frames])
 
 
 def decode_frames(inbox: bytes) -> Iterator[Frame]:
-    """Yield the frames of an inbox, in order of arrival."""
+    """Yield the messages in an inbox, in the order in which they arrived."""
     position = 0
     while position < len(inbox):
         if position + _FRAME.size > len(inbox):
@@ -51,7 +51,7 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
 
 
 class Refusal(NamedTuple):
-    """The reason why a session ended early: the error that every other rank raises, and the ranks that never arrived."""
+    """A refusal: the error that every other rank raises because one rank ended the session, and the ranks that never arrived."""
 
     kind: str
     message: str
@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
 
 
 def _foreign_message(data: bytes) -> PeerError:
-    """Make the error of a message that this library did not send."""
+    """Return the error for a message in the store that this library did not send."""
     return PeerError(
         f"the key-value store holds a message that is not of this session ({data[:40]!r}); another program writes to keys "
         "below 'reshard_ckpt', or ranks run different versions of this library"
@@ -88,7 +88,10 @@ def _foreign_message(data: bytes) -> PeerError:
 
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:
-    """Make the refusal from an error of this rank. The other ranks raise the same class if it is one of this package."""
+    """Convert an error of this rank to a refusal.
+
+    The other ranks raise the same class if it belongs to this package, else `PeerError`.
+    """
     if not isinstance(error, CheckpointError):
         # Not `str(error)`, which may itself raise for a class that is not ours.
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -109,7 +112,7 @@ def _at_most(lines: Iterable[str], max_chars: int) -> Iterator[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a message: ranges joined, the first ones if there are many.
+    """Spell a list of ranks for a message: consecutive ranks as ranges; of many ranges only the first ones.
 
     >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')
