@@ -1,1 +1,1 @@
-"""The catalog of a checkpoint: its columns, and functions of these alone, such as selections, summaries, names and links."""
+"""The catalog of a checkpoint (tensors, values and files, as columns), and functions on names, placements and groups."""

@@ -1,4 +1,4 @@
-"""The catalog: the contents of a checkpoint and the place of each, as columns; and the selection of some of them.
+"""The catalog: all tensors and values of a checkpoint and where their bytes lie, as columns; and the selection of a part of it.
 
 Everything that grows with the number of shards is a numpy column, so that a million shards cost milliseconds:
 
@@ -28,13 +28,13 @@ from .specs import CODES, ITEM_BYTES, Ints, Mesh, Placement, StateLink, ValueKin
 
 
 class TensorKind:
-    """The role of an entry of the tensor table."""
+    """The kind of an entry of the tensor table: a tensor, the bytes of a value, or a tensor that loads skip."""
 
     TENSOR = 0
     BLOB = 1
-    """The encoded bytes of a large or per-rank value, kept like a tensor of dtype U8."""
+    """The encoded bytes of a value that is large or differs by rank, kept like a tensor of dtype U8."""
     IGNORED = 2
-    """A tensor that loads skip; it lies in no file."""
+    """A tensor without bytes in any file, which loads skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,35 @@ class FileEntry:
     size: int
     digests_key: str
     digest: bytes
-    """XXH3-128 of the digests file."""
+    """XXH3-128 digest of the file at `digests_key`."""
     save_id: str
     rank: int
     checkpoint: str = ""
     packed: tuple[PackedRows, ...] = ()
-    """Parts of the file whose elements have fewer bits in the store; `size` and the rows count bytes of the plain file."""
+    """Rows of the file that are stored in 8 or 4 bits an element; `size`, and offsets of rows, count their bytes before that."""
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the file in the store, in bytes."""
+        """The size of the file as stored, in bytes: less than `size` if it has packed rows."""
         return packed_size(self.size, self.packed)
 
     @property
     def keys(self) -> tuple[str, str]:
-        """The keys of the file and of its digests."""
+        """The paths of the shard file and of its digests file, relative to the checkpoint's folder."""
         return self.key, self.digests_key
 
     @property
     def folder(self) -> str:
-        """The folder with which the keys of a file of another checkpoint begin, with a slash; "" for a file of this one."""
+        """The folder of the other checkpoint that the file belongs to, with a slash at its end; "" for a file of this one."""
         return f"{self.checkpoint.rstrip('/')}/" if self.checkpoint else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A value. Its encoded bytes are in `data`, or in `blobs`: indices into the tensor table, one for each rank if per rank."""
+    """A value: a part of the state that is not a tensor. Its encoded bytes are `data`, or lie in the tensors that `blobs` lists.
+
+    ``blobs`` are indices into the tensor table: one, or one for each rank if the value differs by rank.
+    """
 
     name: str
     path: bytes
@@ -86,11 +89,11 @@ class ValueEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescriptions:
-    """Columns with an entry for each tensor.
+    """Columns with one entry for each tensor: name, dtype, shape, alias, and the parameter whose optimizer state it is.
 
-    `shape` is (T, D), padded on the left. `alias` is the index of the tensor that holds the bytes, or -1. If a tensor is state of
-    an optimizer, `optimizer` and `key` are the numbers of dotted parts of its name that are the optimizer and the state's key
-    (see `links`), and `parameter` is the index of the parameter's tensor, or -1. Otherwise `key` is 0.
+    `shape` is (T, D), padded on the left. `alias` is the index of the tensor that holds the bytes, or -1. The name of optimizer
+    state is ``<optimizer>.state.<FQN>.<key>``: `optimizer` and `key` are the numbers of dotted parts in the first and the last of
+    these, and `parameter` is the index of the parameter's tensor, or -1. For any other tensor, `key` is 0.
     """
 
     names: tuple[str, ...]
@@ -111,7 +114,10 @@ class TensorDescriptions:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable(TensorDescriptions):
-    """The tensors of a catalog, with the index of each one's placement, or -1, and of its first row."""
+    """The tensors of a catalog.
+
+    `placement` has the index of each tensor's placement, or -1; `row_start` the index of its first row.
+    """
 
     placement: I64
     row_start: I64
@@ -119,7 +125,7 @@ class TensorTable(TensorDescriptions):
 
 @dataclass(frozen=True, slots=True)
 class BoxTable(ColumnTable):
-    """Distinct boxes, (B, D), padded on the left."""
+    """The distinct boxes (parts of tensors) that rows refer to: offsets and lengths, each (B, D), padded on the left."""
 
     offsets: I64
     lengths: I64
@@ -127,7 +133,10 @@ class BoxTable(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class RowTable(ColumnTable):
-    """Columns with an entry for each row: `start` and `count` in elements of the box, `offset` in bytes of the file."""
+    """Columns of the rows, which are runs of a box that are contiguous in a file.
+
+    Row i is elements ``start[i] : start[i] + count[i]`` of box ``box[i]``, at byte ``offset[i]`` of file ``file[i]``.
+    """
 
     box: I64
     start: I64
@@ -138,14 +147,14 @@ class RowTable(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """One row of a tensor: a run of a box, and the place of its bytes.
+    """One contiguous part of a tensor in a file: a run of elements of a box, and the file and bytes that hold it.
 
     Attributes
     ----------
     offsets, lengths
         The box in the global tensor.
     start, count
-        The run, in elements of the box in row-major order: 0 and all of them for a plain shard.
+        The run, in elements of the box in row-major order. For a plain shard it is the whole box, and `start` is 0.
     file, offset, num_bytes
         The file, and the bytes in it.
     """
@@ -161,7 +170,7 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor as plain Python values, with its rows; `Catalog.tensor` makes it.
+    """One tensor of a catalog as plain Python values, with its parts in files; `Catalog.tensor` makes it.
 
     Attributes
     ----------
@@ -174,7 +183,7 @@ class TensorView:
     alias_of
         The name of the tensor whose bytes this one shares; None if it has bytes of its own.
     shards
-        A `ShardView` for each row.
+        A `ShardView` for each contiguous part in a file.
     """
 
     name: str
@@ -192,12 +201,14 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The global metadata of one checkpoint. It is immutable, and has no tensor data. ``name in catalog`` asks for a tensor.
+    """The metadata of one checkpoint: its tensors, values and files.
+
+    Immutable, without tensor data; ``name in catalog`` finds a tensor.
 
     Attributes
     ----------
     save_id, created_s
-        The id of the save that wrote it, and its time in seconds since 1970.
+        The id of the save that wrote the checkpoint, and its time in seconds since 1970.
     mesh
         The job's mesh, with ``axes`` and ``sizes``; None if it is not known.
     metadata
@@ -205,11 +216,11 @@ class Catalog:
     files
         The shard files, each with ``key``, ``size`` and ``rank``.
     unreadable
-        Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason.
+        Names of tensors and values of a foreign checkpoint that cannot be read, each with the error that says why.
     lossy
-        For each tensor with rows that are older than the save, or rounded to fewer bits, a text that says so.
+        By name, a text for each tensor that is not saved exactly: parts of it are older than the save, or rounded to fewer bits.
     compacted_from
-        The id of the save before the checkpoint was first compacted, which gave it the present `save_id`; empty if never.
+        The `save_id` that the checkpoint had before it was first compacted; empty if it never was.
     tensors_table, rows, boxes, placements, values_table
         The columns behind the views; docs/format.md describes them.
     """
@@ -242,12 +253,12 @@ class Catalog:
         return name in self._index
 
     def index(self, name: str) -> int:
-        """Return the index of a tensor in the table; raises KeyError if no tensor has this name."""
+        """Return the index of a tensor in the table; raise KeyError if no tensor has this name."""
         return self._index[name]
 
     @property
     def indices(self) -> Mapping[str, int]:
-        """The index of each tensor in the table, by name."""
+        """Map the name of each tensor to its index in the tensor table."""
         return self._index
 
     @property
@@ -257,7 +268,7 @@ class Catalog:
 
     @property
     def lineage_id(self) -> str:
-        """The id by which the lineage of a run and its exports know this checkpoint: `compact` does not change it."""
+        """The id of this checkpoint that `compact` does not change; exports and later checkpoints of the run refer to it."""
         return self.compacted_from or self.save_id
 
     @property
@@ -274,7 +285,7 @@ class Catalog:
         return self.tensors_table.shape_of(index)
 
     def found(self, names: Sequence[str]) -> list[tuple[int, str, Ints] | None]:
-        """Return the index, the dtype and the global shape of each of these tensors; None for a name that no tensor has."""
+        """Return the index, dtype and global shape of the tensor of each name; None for a name that no tensor has."""
         table, index_of = self.tensors_table, self._index
         if not index_of:
             return [None] * len(names)
@@ -289,22 +300,22 @@ class Catalog:
         ]
 
     def sources(self, indices: I64) -> I64:
-        """Return for each of these tensors the index of the one that holds its bytes: its own, unless it is an alias."""
+        """Return, for each tensor index, the index of the tensor that holds the bytes: the same one, unless it is an alias."""
         alias = self.tensors_table.alias[indices]
         return np.where(alias < 0, indices, alias)
 
     def source(self, index: int) -> int:
-        """Return the index of the tensor that holds the bytes of this one: its own, unless it is an alias."""
+        """Return the index of the tensor that holds the bytes of this tensor: the same index, unless it is an alias."""
         alias = int(self.tensors_table.alias[index])
         return index if alias < 0 else alias
 
     def placement(self, index: int) -> Placement | None:
-        """Return the placement of a tensor; None if it is not known."""
+        """Return the placement of a tensor by its index; None if the placement is not known."""
         number = int(self.tensors_table.placement[index])
         return None if number < 0 else self.placements[number]
 
     def links(self) -> dict[str, StateLink]:
-        """Return the links of all tensors and values that are state of an optimizer, by name."""
+        """Map the name of each tensor and value of optimizer state to its `StateLink` (optimizer, parameter and key)."""
         table = self.tensors_table
         names, state = table.names, np.flatnonzero((table.key > 0) & (table.kind == TensorKind.TENSOR))
         columns = (column[state].tolist() for column in (table.optimizer, table.key, table.parameter))
@@ -321,16 +332,16 @@ class Catalog:
 
     @property
     def row_tensors(self) -> I64:
-        """The index of each row's tensor."""
+        """For each row, the index of the tensor that it belongs to, (R,)."""
         return np.repeat(np.arange(len(self.tensors_table.names)), np.diff(self.tensors_table.row_start))
 
     @property
     def row_bytes(self) -> I64:
-        """The number of bytes of each row."""
+        """The size of each row in bytes, (R,)."""
         return self.rows.count * item_bytes_of(self.tensors_table.dtype)[self.row_tensors]
 
     def rows_of(self, index: int) -> slice:
-        """Return the rows of a tensor that has bytes of its own."""
+        """Return the slice of the row table that belongs to a tensor; the tensor must not be an alias."""
         return slice(*self.tensors_table.row_start[index : index + 2].tolist())
 
     def tensor(self, name: str) -> TensorView:
@@ -366,7 +377,7 @@ class Catalog:
         return (self.tensor(name) for name in self._index)
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers for a first look: tensors, values, rows, files, bytes, mesh and aliases."""
+        """Return counts for a first look: tensors, values, rows, files, bytes and aliases; also the save's id and the mesh."""
         table = self.tensors_table
         return {
             "save_id": self.save_id,
@@ -381,14 +392,14 @@ class Catalog:
 
 
 _UNCHANGED = ("dtype", "kind", "ndim", "shape", "placement", "optimizer", "key")
-"""Columns of the tensors that refer to no other tensor or row."""
+"""The columns of the tensor table that can be selected row by row: their entries do not refer to other tensors or rows."""
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
-    """Return the catalog with only these tensors, sorted by name even if names were changed, and with these values.
+    """Return the catalog with only the tensors and values of these names.
 
-    If a selected tensor is an alias of one that is not selected, it takes over the rows, and other selected aliases of the same
-    bytes become its aliases.
+    Entries of the result are sorted by name, even if names in `catalog` were changed and are not. If a selected tensor is an
+    alias of one that is not selected, it takes over the rows, and other selected aliases of the same bytes become its aliases.
     """
     table, chosen = catalog.tensors_table, frozenset(values)
     kept = [value for value in catalog.values_table if value.name in chosen]
@@ -425,9 +436,9 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
 
 
 def retyped(catalog: Catalog, dtypes: Mapping[str, str]) -> Catalog:
-    """Return the catalog as it will be once these tensors are converted; tensors that then differ in dtype share no bytes.
+    """Return the catalog with other dtypes for some tensors, as it will be once they are converted; `dtypes` is by name.
 
-    Its rows are still those of the bytes before: it describes the result, and cannot be read from.
+    Tensors that now differ in dtype share no bytes. The rows still describe the old bytes, so the result cannot be read from.
     """
     table = catalog.tensors_table
     dtype = table.dtype.copy()

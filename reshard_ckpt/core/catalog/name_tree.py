@@ -1,7 +1,7 @@
-"""A tree over the dots of names, in which equal layers are folded into one line: a hundred thousand names fit on a page.
+"""A tree of dotted names in which equal layers are folded into one line, so that a hundred thousand names fit on a page.
 
 1. Split names at their dots into a tree. Each leaf is a tensor or a value, and has a *look*: the text shown beside it.
-2. From the leaves up, give each subtree a number for its look: equal subtrees have equal numbers.
+2. From the leaves up, number the looks of subtrees: subtrees that look the same get the same number.
 3. Fold siblings that are numbered (``layers.0``, ``layers.1``, …) and look the same into one node, whose label lists the numbers.
 4. Join a node that is not a leaf and has one child with that child: ``attn`` → ``attn.weight``.
 """
@@ -12,17 +12,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 60
-"""The most dots at which a name is split; the rest of a longer, hostile name stays in one piece."""
+"""The most dots at which a name is split. Only hostile names have more; the rest of such a name stays in one piece."""
 
 _MAX_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One line of the tree, which may stand for several equal places of it.
+    """One line of a tree of names. It stands for several places in the tree if they are equal, such as the layers of a model.
 
     `label` is the text to show, such as ``layers.0-31``, and `name` the name of the first place. `leaves` are the indices of the
-    tensors and values at these places themselves, without the ones below. `count` is the number of places.
+    tensors and values whose names end at these places. `count` is the number of places.
     """
 
     label: str
@@ -39,14 +39,14 @@ class _Branch:
 
 
 def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
-    """Fold names into a tree.
+    """Fold dotted names into a tree in which numbered siblings that look the same are one node.
 
     Parameters
     ----------
     names
         The names, all different.
     looks
-        The look of each name. Numbered siblings are folded if everything below them looks the same.
+        For each name the text shown beside it. Numbered siblings are folded if everything below them has equal names and looks.
 
     Examples
     --------
@@ -64,14 +64,14 @@ def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
 
 
 class _Folder:
-    """One call of `fold`: the numbers of the looks that it has met."""
+    """The state of one call of `fold`: it gives subtrees that look the same the same number."""
 
     def __init__(self, names: Sequence[str], looks: Sequence[Hashable]) -> None:
         self._names, self._looks = names, looks
         self._numbers: dict[Hashable, int] = {}
 
     def children(self, branch: _Branch, prefix: str) -> list[tuple[Node, int]]:
-        """Return the nodes below a branch, equal ones folded, each with the number of its look."""
+        """Return the child nodes of a branch, folded where they look the same, each with the number of its look."""
         if len(branch.below) <= 1:  # most branches have no child or one: nothing to sort or fold
             alone = [self._node(part, below, prefix) for part, below in branch.below.items()]
             return [(_join(node), look) for node, look in alone]
@@ -90,7 +90,7 @@ class _Folder:
         return merged
 
     def _node(self, part: str, branch: _Branch, prefix: str) -> tuple[Node, int]:
-        """Return the node of a branch with everything below it, and the number of its look."""
+        """Return the node for a branch, with all nodes below it, and the number of its look."""
         name = f"{prefix}{part}"
         below = self.children(branch, f"{name}.")
         own = None if branch.leaf < 0 else self._looks[branch.leaf]
@@ -107,7 +107,10 @@ def _is_number(part: str) -> bool:
 
 
 def _merge(nodes: Sequence[Node], label: str) -> Node:
-    """Merge nodes that look the same, and so have the same children in the same order, into one; a single one stays as it is."""
+    """Merge nodes that look the same, and so have the same children in the same order, into one node with this label.
+
+    A single node is returned as it is.
+    """
     first = nodes[0]
     if len(nodes) == 1:
         return first
@@ -118,7 +121,7 @@ def _merge(nodes: Sequence[Node], label: str) -> Node:
 
 
 def _join(node: Node) -> Node:
-    """Join a node with its child, if it has exactly one and is not a leaf itself."""
+    """Join a node with its only child, as in ``attn.weight``. A leaf, or a node with several children, stays as it is."""
     if node.leaves or len(node.children) != 1:
         return node
     child = node.children[0]
@@ -127,7 +130,7 @@ def _join(node: Node) -> Node:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Spell ascending numbers, with runs of consecutive ones as first and last.
+    """Spell ascending numbers as text, with runs of consecutive numbers as ``first-last``.
 
     >>> spans([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
@@ -142,7 +145,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def walk(nodes: Sequence[Node], lead: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield each node in order, after the lines that connect it with its parent in a drawn tree."""
+    """Yield the nodes of a tree from top to bottom, each with the box-drawing lines to print before its label."""
     for i, node in enumerate(nodes):
         last = i == len(nodes) - 1
         yield f"{lead}{'└─ ' if last else '├─ '}", node
@@ -150,7 +153,7 @@ def walk(nodes: Sequence[Node], lead: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def shorten(names: Sequence[str], looks: Sequence[Hashable]) -> list[tuple[str, tuple[int, ...]]]:
-    """Fold names into few lines; returns each line with the indices of its names.
+    """Fold dotted names into few lines; return each line with the indices of the names that it stands for.
 
     >>> shorten(["layers.0.w", "layers.1.w", "norm"], ["", "", ""])
     [('layers.0-1.w', (0, 1)), ('norm', (2,))]

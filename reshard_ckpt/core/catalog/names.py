@@ -1,9 +1,13 @@
-"""The meaning of names of tensors: the steps that wrappers of torch add, and links from optimizer state to its parameters.
+"""Names of tensors: parts that torch's wrapper modules add, and links from optimizer state to its parameters.
 
 Wrappers:
 
 1. ``torch.compile``, activation checkpointing and FSDP1 store the wrapped module under attribute names that nobody else uses.
-   These steps are dropped wherever they stand.
+   These parts of a name are dropped wherever they stand.
+2. DDP, ``DataParallel`` and ``AveragedModel`` store it as ``module``, a name that users choose too. In a dict of tensors, the
+   only evidence of such a wrapper is that *every* key begins with it, except ``n_averaged``, the counter of an ``AveragedModel``.
+   Then the first part of each key is dropped, once. If a tensor was saved with this part and is wanted without it, or the other
+   way round, a load finds it, provided that only one saved name fits (`core.planning.match`).
 2. DDP, ``DataParallel`` and ``AveragedModel`` store it as ``module``, a name that users choose too. In a dict of tensors, the
    only evidence of such a wrapper is that *every* key begins with it, except ``n_averaged``, the counter of an ``AveragedModel``.
    Then the first step is dropped, once. If a tensor was saved under the other of the two names, a load finds it, provided that
@@ -26,16 +30,16 @@ from .specs import StateLink
 
 STATE, GROUPS = "state", "param_groups"
 MAX_PARTS = 256
-"""Names with more parts are not searched, because a hostile name would make a reader try too many ways to divide it."""
+"""The most dotted parts of a name that is searched for links: a hostile name with more could be divided in too many ways."""
 
 _ROUNDS = 8
-"""How many times links without groups are checked again. Hostile names could need a round each; they stay unlinked."""
+"""The most passes over links whose optimizer has no saved groups. Hostile names could need more; they stay without a link."""
 
 _BETWEEN = f".{STATE}."
 
 
 def is_below(name: str, prefixes: Sequence[str]) -> bool:
-    """Return whether a name is one of these, or that of something below one of these.
+    """Tell whether a dotted name equals one of the prefixes, or lies below one.
 
     >>> is_below("model.w", ["model"]), is_below("models.w", ["model"])
     (True, False)
@@ -44,7 +48,7 @@ def is_below(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def groups_name(optimizer: str) -> str:
-    """Return the name of an optimizer's groups.
+    """Return the name under which the parameter groups of an optimizer are saved.
 
     >>> groups_name("optimizer"), groups_name("")
     ('optimizer.param_groups', 'param_groups')
@@ -53,7 +57,7 @@ def groups_name(optimizer: str) -> str:
 
 
 def state_name(optimizer: str, fqn: str = "") -> str:
-    """Return the prefix of the names of a parameter's state; without an FQN, the prefix of all state of the optimizer.
+    """Return the prefix of the names of one parameter's optimizer state; without an FQN, of all state of the optimizer.
 
     >>> state_name("optimizer", "w"), state_name("optimizer")
     ('optimizer.state.w', 'optimizer.state.')
@@ -62,7 +66,7 @@ def state_name(optimizer: str, fqn: str = "") -> str:
 
 
 def optimizer_of(groups: str) -> str | None:
-    """Return the optimizer whose groups have this name; None if it is not a name of groups.
+    """Return the optimizer whose parameter groups are saved under this name; None if the name does not end in ``param_groups``.
 
     >>> optimizer_of("optimizer.param_groups"), optimizer_of("param_groups"), optimizer_of("extra.lr")
     ('optimizer', '', None)
@@ -72,12 +76,12 @@ def optimizer_of(groups: str) -> str | None:
 
 
 def num_parts(text: str) -> int:
-    """Count the dotted parts of a name; an empty name has 0."""
+    """Count the parts of a dotted name; an empty name has 0."""
     return text.count(".") + 1 if text else 0
 
 
 def divided(name: str, optimizer: int, key: int, parameter: str | None) -> StateLink:
-    """Divide a name into a link: its first `optimizer` parts are the optimizer, and its last `key` parts are the key.
+    """Divide the name of optimizer state into optimizer, FQN and key, given how many dotted parts the first and the last have.
 
     >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1, None).fqn
     'state.x.exp_avg'
@@ -88,17 +92,17 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None) -> State
 
 
 def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, Any]:
-    """Encode links as the columns `optimizer`, `key` and `parameter` of `TensorDescriptions`.
+    """Encode the links of tensors to parameters as the columns `optimizer`, `key` and `parameter` of `TensorDescriptions`.
 
-    A link says that a tensor is the state of a parameter in an optimizer, under a key. The name that follows from it
-    (`StateLink.name`) must be the tensor's name; other links are left out.
+    A link says that a tensor is the state of a parameter in an optimizer, under a key. It is left out if the name that follows
+    from it (`StateLink.name`) is not the tensor's name.
 
     Parameters
     ----------
     names, links
         The name of each tensor, and its link, or None.
     tensors
-        The index of each tensor by name; a parameter that is missing here was not saved too, and gets -1.
+        The index of each tensor by name. A parameter that was not saved is missing here, and gets -1.
     """
     columns = np.zeros((len(names), 3), np.int64)
     columns[:, 2] = -1
@@ -110,7 +114,7 @@ def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensor
 
 
 def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) -> dict[str, StateLink]:
-    """Find the names that are state of a parameter; a name that can be divided in several ways is left out.
+    """Find the names that are optimizer state, and the parameter of each; leave out a name that can be divided in several ways.
 
     If an optimizer has groups, a name is state of it if some way to divide the name gives a parameter of these groups. Keys
     without dots win over others, because torch's optimizers use only such keys. If the groups do not list the parameter, the last
@@ -154,7 +158,7 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
 
 
 def _divisions(text: str, at: str) -> Iterator[tuple[str, str]]:
-    """Yield each way to divide a text where `at` stands in it: the part before it, and the part behind it."""
+    """Yield the two parts of a text around each occurrence of `at`."""
     place = text.find(at)
     while place >= 0:
         yield text[:place], text[place + len(at) :]
@@ -162,7 +166,7 @@ def _divisions(text: str, at: str) -> Iterator[tuple[str, str]]:
 
 
 def _only(ways: Sequence[StateLink]) -> StateLink | None:
-    """Return the link if `ways` has exactly one; None if it has none or several."""
+    """Return the only link in `ways`; None if there are none or several."""
     return ways[0] if len(ways) == 1 else None
 
 
@@ -172,7 +176,7 @@ def _without_groups(
     others: Mapping[str, Sequence[StateLink]],
     listed: Mapping[str, frozenset[str]],
 ) -> dict[str, StateLink]:
-    """Find the links of names whose optimizer has no groups in the checkpoint."""
+    """Find the links of names of optimizer state, for optimizers whose parameter groups were not saved."""
     if not others:
         return {}
     # trained: names that the groups of some optimizer list are parameters, whatever they are called.
@@ -201,10 +205,11 @@ def _without_groups(
 
 
 def find_parameters(fqns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Find the name of each parameter: the name closest to the root that ends in its FQN.
+    """Map each FQN to the full name of its parameter: the name with the fewest parts before the FQN.
 
-    So ``norm.weight`` is ``model.norm.weight``, not the norm of a layer. If several names are equally close, the one that is the
-    FQN below ``model`` is taken, or none. A number is not an FQN here: optimizers made without names number their parameters.
+    So ``norm.weight`` is ``model.norm.weight``, not the norm of a layer. If several names are equally close, ``model.<FQN>`` is
+    taken, or none. An FQN that is a number is ignored: optimizers made without names number their parameters.
+
     >>> find_parameters(["w", "v"], ["a.w", "model.w", "a.v", "b.v", "model.layer.w"])
     {'w': 'model.w'}
     """
@@ -226,14 +231,15 @@ def find_parameters(fqns: Iterable[str], names: Iterable[str]) -> dict[str, str]
 
 
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""The attributes in which torch's wrappers store the wrapped module; nobody else uses these names."""
+"""The attribute names under which torch's wrappers (compile, checkpointing, FSDP1) store the wrapped module; nobody else uses
+them."""
 
 MODULE = "module"
 COUNT = "n_averaged"
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without the steps that only wrappers use.
+    """Return a name without the parts that only wrappers use, such as ``_orig_mod``.
 
     >>> unwrapped("layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -242,7 +248,7 @@ def unwrapped(name: str) -> str:
 
 
 def unwrapped_keys(keys: Sequence[str]) -> list[str]:
-    """Return the keys of one dict without the steps that wrappers added.
+    """Return the keys of one state dict without the parts that wrappers added. ``module`` is dropped if all keys begin with it.
 
     >>> unwrapped_keys(["module._orig_mod.0.weight", "module._orig_mod.0.bias", "n_averaged"])
     ['0.weight', '0.bias', 'n_averaged']
@@ -257,7 +263,7 @@ def unwrapped_keys(keys: Sequence[str]) -> list[str]:
 
 
 def bare(name: str) -> str:
-    """Return a name without any step that a wrapper may have added.
+    """Return a name without any part that a wrapper may have added, including every ``module``.
 
     >>> bare("ema.module.layers.0._orig_mod.weight")
     'ema.layers.0.weight'

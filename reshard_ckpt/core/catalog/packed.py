@@ -1,8 +1,8 @@
-"""Rows of floats in 8 or 4 bits: each row has a minimum, a scale, and an integer code for each element.
+"""Packed rows: rows of floats in 8 or 4 bits an element. A row has a minimum, a scale, and an integer code for each element.
 
-A file with packed rows *stands for* a plain shard file. The catalog, the planners and the digests use the bytes of the plain
-file; only its reader and its writer know the packed bytes. Decoding has one result everywhere: a float32 product, a float32 sum,
-and a cast.
+A file with packed rows *stands for* a plain shard file. The catalog, the planners and the digests count bytes of the plain file;
+only the reader and the writer of the file know the packed bytes. Decoding gives the same bytes everywhere: a float32 product, a
+float32 sum, and a cast.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from .specs import ITEM_BYTES
 
 BITS = (8, 4)
-"""The sizes of a code."""
+"""The allowed numbers of bits of an element in a packed row."""
 
 PACKABLE = ("F32", "F16", "BF16")
-"""The dtypes of rows that may be packed."""
+"""The dtypes whose rows may be packed."""
 
 _NUMPY = {"F32": "<f4", "F16": "<f2"}
 """The numpy dtype of each packable dtype; numpy has none for BF16."""
 
 _HEAD = np.dtype([("low", "<f4"), ("scale", "<f4")])
-"""The minimum and the scale, which precede the codes of each row."""
+"""The head of a packed row: its minimum and its scale, before the codes of its elements."""
 
 
 class PackedRows(NamedTuple):
-    """Rows of one dtype and width, end to end: the byte of the plain file at which they begin, and the bits of an element."""
+    """A block of `num` packed rows of one dtype and `width`, at byte `begin` of the plain file, with `bits` bits an element."""
 
     begin: int
     num: int
@@ -39,42 +39,42 @@ class PackedRows(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the plain file."""
+        """Size in bytes of one row in the plain file."""
         return self.width * ITEM_BYTES[self.dtype]
 
     @property
     def packed_row_bytes(self) -> int:
-        """Bytes of a packed row."""
+        """Size in bytes of one row as stored, with its head."""
         return _HEAD.itemsize + -(-self.width * self.bits // 8)
 
     @property
     def end(self) -> int:
-        """The byte of the plain file at which the rows end."""
+        """The byte of the plain file behind the last row."""
         return self.begin + self.num * self.row_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """The number of bytes by which packing makes the file shorter."""
+        """The number of bytes by which packing these rows makes the file shorter."""
         return self.num * (self.row_bytes - self.packed_row_bytes)
 
     def is_sound(self) -> bool:
-        """Whether these are numbers that a writer can have written; for tables that come from a file."""
+        """Tell whether the fields have values that a writer could have written; call it on fields read from a file."""
         is_packable = self.dtype in PACKABLE and self.bits in BITS
         return is_packable and self.begin >= 0 and self.num > 0 and self.width > 0 and self.packed_row_bytes < self.row_bytes
 
 
 def packed_size(size: int, packed: Sequence[PackedRows]) -> int:
-    """Return the bytes of a file with packed rows, from the `size` of the plain file that it stands for."""
+    """Return the stored size in bytes of a file with packed rows, from the `size` of the plain file."""
     return size - sum(rows.saved_bytes for rows in packed)
 
 
 def pack(rows: PackedRows, plain: bytes | memoryview) -> tuple[bytes, bytes]:
-    """Pack the bytes of whole rows.
+    """Pack the plain bytes of whole rows, rounding each element to `bits` bits.
 
     Returns
     -------
     tuple
-        The packed bytes, and the plain bytes that `unpack` makes of them.
+        The packed bytes, and the rounded plain bytes that `unpack` makes of them.
     """
     # values (N, width): the numbers of each row; low, scale (N,): its minimum, and the step between two codes.
     values = _to_float(rows.dtype, plain).reshape(-1, rows.width)
@@ -92,7 +92,7 @@ def pack(rows: PackedRows, plain: bytes | memoryview) -> tuple[bytes, bytes]:
 
 
 def unpack(rows: PackedRows, packed: bytes | memoryview) -> bytes:
-    """Return the plain bytes of whole packed rows."""
+    """Decode packed rows to the bytes of plain rows. They must be whole rows."""
     table = np.frombuffer(packed, _row(rows))
     codes = table["codes"]
     if rows.bits == 4:
@@ -108,7 +108,7 @@ def _row(rows: PackedRows) -> np.dtype[Any]:
 
 
 def _joined(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Put two codes of 4 bits into a byte, the first into the lower half."""
+    """Pack codes (N, width) of 4 bits two to a byte, the first into the lower half; codes of 8 bits stay as they are."""
     if bits == 8:
         return codes
     even: NDArray[np.uint8] = codes[:, ::2].copy()

@@ -1,13 +1,13 @@
 """The parameter groups of optimizers: the hyperparameters of each parameter, independent of the order of groups and of ranks.
 
-A group is ``{hyperparameter: value, ..., "params": [FQN, ...]}``. Groups have no names, and pipeline stages hold different parts
-of one group, so groups are matched by FQN:
+A group is ``{hyperparameter: value, ..., "params": [FQN, ...]}``. Groups have no names, and pipeline stages hold different
+parameters of one group, so groups are matched by the FQNs of their parameters:
 
 1. *Saving*: among the groups of one rank with equal hyperparameters, number k is the same group as number k with the same
    hyperparameters on another rank; their parameters are united. A parameter with different hyperparameters on two ranks is an
    error.
-2. *Loading*: a target group takes the hyperparameters of the saved groups that hold its parameters. If those differ, no answer is
-   right, and a problem is reported.
+2. *Loading*: a group of the loading optimizer takes the hyperparameters of the saved groups that hold its parameters. If those
+   differ, no answer is right, and a problem is reported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from ...errors import LayoutError
 Group = Mapping[str, Any]
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Hyperparameters that choose an implementation, not a result. They suit the running job: a target keeps its own, and differences
-do not matter."""
+"""Hyperparameters that choose an implementation and do not change results. A load leaves them as they are in the running job."""
 
 NOT_SAVED = frozenset({"params", "param_names"})
-"""Keys of a torch group that name its parameters; FQNs take their place."""
+"""Keys of a torch parameter group that name its parameters. They are not saved as hyperparameters; FQNs are saved instead."""
 
 
 def are_groups(value: Any) -> bool:
-    """Tell whether something is a list of groups, whose parameters may be names or numbers."""
+    """Tell whether a value is a list of parameter groups; their parameters may be names or numbers."""
     return isinstance(value, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in value
     )
@@ -36,11 +35,11 @@ def are_groups(value: Any) -> bool:
 
 OTHER_KIND = "saved by another kind of optimizer"
 NO_GROUP = "no saved group holds parameter "
-"""The beginning of the line about a parameter whose hyperparameters the checkpoint does not have."""
+"""The beginning of the message about a parameter that is in no saved group, so that its hyperparameters are not known."""
 
 
 class Selection(NamedTuple):
-    """The hyperparameters for one target group, and the problems that were found.
+    """The saved hyperparameters for one group of the loading optimizer, and messages about problems.
 
     The dict is empty for a group without parameters, and if saved groups disagree.
     """
@@ -50,13 +49,13 @@ class Selection(NamedTuple):
 
 
 def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> list[dict[str, Any]]:
-    """Merge the groups of all ranks into those of the job.
+    """Merge the parameter groups of all ranks into the groups of the whole job.
 
     Parameters
     ----------
     groups_of
-        Pairs of a holder's name for messages, such as ``"rank 3"``, and its groups. Ranks with the same groups need be given only
-        once.
+        Pairs of a text for messages that says where groups come from, such as ``"rank 3"``, and the groups. List ranks with the
+        same groups only once, if you like.
     name
         The name of the groups in messages.
 
@@ -100,7 +99,7 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
 
 
 class Groups:
-    """Saved groups, indexed by FQN, for many target groups of many parameters.
+    """The parameter groups of a checkpoint, indexed by FQN, to find hyperparameters for groups of the loading optimizer.
 
     Parameters
     ----------
@@ -124,10 +123,10 @@ class Groups:
         return fqn in self._home
 
     def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
-        """Choose the hyperparameters for a target group that holds the parameters `fqns`; messages call it `name`.
+        """Find the hyperparameters for a group of the loading optimizer with the parameters `fqns`; messages call it `name`.
 
-        With `target`, the target group itself, also check that it is from the same kind of optimizer, and leave out its own
-        `SWITCHES`.
+        With `target`, the group itself, also check that it is from the same kind of optimizer, and leave out the `SWITCHES` that
+        it has.
         """
         # sources: each saved group that holds a wanted parameter, with the first such parameter.
         sources: dict[int, str] = {}
@@ -158,7 +157,7 @@ class Groups:
 
 
 def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group]:
-    """Return the groups in `older` that have none of the parameters of `groups`.
+    """Return the groups of `older` that share no parameter with any group of `groups`.
 
     >>> groups_beyond([{"lr": 1, "params": ["a"]}], [{"lr": 2, "params": ["a", "b"]}, {"lr": 3, "params": ["c"]}])
     [{'lr': 3, 'params': ['c']}]
@@ -168,7 +167,7 @@ def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group
 
 
 def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
-    """Describe a group of another kind of optimizer: both sides have hyperparameters that the other one lacks.
+    """Return a message if a group was saved by another kind of optimizer: each side has hyperparameters that the other lacks.
 
     If only one side has more, the kind may be the same, because releases of torch and schedulers add hyperparameters.
     """
@@ -183,7 +182,7 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
 
 
 def differences(first: Group, second: Group) -> list[tuple[str, Any, Any]]:
-    """List the hyperparameters that differ, with both values; a missing one counts as ``MISSING``."""
+    """List the hyperparameters in which two groups differ, with both values; a group that lacks one has `MISSING`."""
     first, second = hyperparameters(first), hyperparameters(second)
     keys = [*first, *(key for key in second if key not in first)]
     pairs = ((key, first.get(key, MISSING), second.get(key, MISSING)) for key in keys)
@@ -199,7 +198,7 @@ MISSING = _Missing()
 
 
 def comparable(value: Any) -> Any:
-    """Return a hashable key that is equal for equal values, also for containers, arrays and tensors (anything with ``tolist``).
+    """Return a hashable form of a value such that equal values have equal forms; also of containers, arrays and tensors.
 
     A NaN equals itself, and ``1`` equals ``1.0`` but not ``True``.
 
@@ -234,7 +233,7 @@ def named_group(group: Group, fqns: Iterable[str]) -> dict[str, Any]:
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return a group without the keys that name its parameters."""
+    """Return a parameter group without the keys that list its parameters."""
     return {key: value for key, value in group.items() if key not in NOT_SAVED}
 
 

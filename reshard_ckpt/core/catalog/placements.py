@@ -1,11 +1,11 @@
-"""The kinds of placement on a mesh axis: a table with one entry for each kind.
+"""The kinds of placement of a tensor along a mesh axis (sharded, replicated, flat, …): a table with one entry for each kind.
 
 A rank holds the part of a tensor that is left after each mesh axis has taken its cut:
 
 1. Begin with the whole tensor: one range on each dim.
 2. Apply the axes that cut dims, in the order of their `turn`.
-3. Apply the axes that cut the flattened rest. The rest is a list of boxes in row-major order; laid end to end, the rank holds one
-   flat range of them.
+3. Lay the boxes that remain end to end, each in row-major order, and apply the axes that cut this flat sequence. The rank then
+   holds one range of it.
 
 Everything that depends on the kind of a placement is in its `PlacementKind`, so a new kind is one more entry.
 """
@@ -24,19 +24,20 @@ from .name_tree import spans
 from .specs import AxisPlacement, Ints
 
 Box = tuple[Ints, Ints]
-"""Offsets and lengths of a box."""
+"""The offsets and the lengths of a box, a rectangular part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """The part of a tensor that one rank holds: some boxes, or a run of their elements.
+    """The part of a tensor that one rank holds: one or several boxes, or one run of their elements.
 
     Attributes
     ----------
     ranges
         For each dim the ranges (first index, length) that the rank holds. Each choice of one range per dim is a box.
     flat
-        First element and count of the run, in the row-major order of all boxes end to end; None stands for all elements.
+        The first element and the length of the run, counted over all boxes laid end to end in row-major order; None: all
+        elements.
     """
 
     ranges: tuple[tuple[Range, ...], ...]
@@ -44,16 +45,16 @@ class LocalRegion:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements of all boxes, without regard to the flat range."""
+        """The number of elements in all boxes, as if `flat` were None."""
         return prod(sum(length for _, length in of_dim) for of_dim in self.ranges)
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the boxes, in row-major order of their ranges."""
+        """Yield the boxes as offsets and lengths, in row-major order of their ranges."""
         for chosen in product(*self.ranges):
             yield tuple(first for first, _ in chosen), tuple(length for _, length in chosen)
 
     def runs(self) -> Iterator[tuple[Box, int, int]]:
-        """Yield the part of each box that lies within the flat range: the box, first element and count."""
+        """Yield each box that the flat range touches, with the first element and the number of elements in the range."""
         first, length = self.flat or (0, self.num_elements)
         position = 0
         for box in self.boxes():
@@ -66,14 +67,14 @@ class LocalRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementKind:
-    """One kind of placement, as functions that each depend on nothing else.
+    """One kind of placement on a mesh axis, as functions without state.
 
     Parameters
     ----------
     name
-        The word for it in catalogs and in rules.
+        The word for this kind in catalogs and in users' rules.
     form
-        The way to write it in a rule: ``shard(dim)``.
+        The syntax of this kind in a rule, for messages: ``shard(dim)``.
     cut
         Returns the part of a region that coordinate `index` of `num` keeps, from ``(region, placement, num, index)``; None if it
         holds nothing, not even an empty tensor.
@@ -83,13 +84,13 @@ class PlacementKind:
     spell
         Returns the placement in words, as in ``shard(0)``.
     flattens
-        Whether it cuts the flattened region, and so comes after all placements that cut dims.
+        Whether this kind cuts the flattened region, and so applies after all placements that cut dims.
     recognize
         Returns the placement for a DTensor's placement object, from ``(axis, placement, shape)``; None if the object is of
         another kind.
     resize
-        Returns the placement on an axis of `num` coordinates for one that was saved on an axis of `saved`, from
-        ``(placement, saved, num)``; None if nothing is equivalent. Kinds without this function stay unchanged.
+        Returns the placement on an axis of `num` coordinates for one that was saved on an axis of `saved`, from ``(placement,
+        saved, num)``; None if nothing is equivalent. Kinds without this function stay unchanged.
     """
 
     name: str
@@ -126,12 +127,18 @@ def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where:
 
 
 def cut_order(axes: Sequence[AxisPlacement]) -> list[int]:
-    """Return the indices of the axes in the order in which they cut; without turns, inner ones cut first, as in FSDP2 over tp."""
+    """Return the indices of the axes in the order in which they cut the tensor.
+
+    Without turns, inner axes cut first (FSDP2 over tp).
+    """
     return sorted(range(len(axes)), key=lambda i: (KINDS[axes[i].kind].flattens, axes[i].turn or 0, -i))
 
 
 def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) -> tuple[Range, ...]:
-    """Cut the ranges of a dim, end to end, as ``torch.chunk`` does: all at once, or each section on its own.
+    """Return the part of a dim that coordinate `index` of `num` keeps, cut as ``torch.chunk`` does.
+
+    `ranges` are the ranges of the dim that are left so far; they are cut end to end as one. With `sections`, each section is cut
+    on its own.
 
     >>> cut_ranges([(0, 12)], (6, 3, 3), 3, 0)
     ((0, 2), (6, 1), (9, 1))
@@ -143,7 +150,7 @@ def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) ->
 
 
 def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
-    """Tell whether two placements are the same. The order in which axes cut a dim is compared only if both record it."""
+    """Tell whether two placements are the same. The order in which axes cut a dim is compared only if both have recorded it."""
     if a is None or b is None or len(a) != len(b):
         return a == b
     unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]
@@ -154,7 +161,7 @@ def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement]
 
 
 def spell_axis(placement: AxisPlacement) -> str:
-    """Spell a placement on one axis in words; an unknown kind is spelled as its name."""
+    """Spell a placement on one mesh axis for a message, such as ``tp=shard(0)``; of an unknown kind only the name."""
     kind = KINDS.get(placement.kind)
     return f"{placement.axis}={placement.kind if kind is None else kind.spell(placement)}"
 
@@ -163,7 +170,7 @@ def spell_axis(placement: AxisPlacement) -> str:
 
 
 def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
-    """Keep this coordinate's part of one dim."""
+    """Return the region with only the part of one dim that belongs to coordinate `index` of `num` on this mesh axis."""
     dim = placement.dim
     assert dim is not None, placement
     ranges = cut_ranges(region.ranges[dim], placement.sections, num, index)
@@ -171,13 +178,13 @@ def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int
 
 
 def _cut_flat(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
-    """Keep this coordinate's part of the flattened region, in chunks of equal size."""
+    """Return the region with only the flat range of coordinate `index`: one of `num` chunks of equal size."""
     kept = chunk([region.flat or (0, region.num_elements)], num, index)
     return replace(region, flat=kept[0] if kept else (0, 0))
 
 
 def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
-    """Keep this coordinate's part of the flattened region, in proportion to its units."""
+    """Return the region with only the flat range of coordinate `index`; ranges are in proportion to the coordinates' units."""
     units = placement.coords
     if len(units) != num or not any(units):
         raise LayoutError(
@@ -189,7 +196,10 @@ def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: 
 
 
 def _resize_ragged(placement: AxisPlacement, saved: int, num: int) -> AxisPlacement | None:
-    """Spread the same units evenly over another number of coordinates, so that no unit is cut."""
+    """Spread the units of a ragged placement evenly over `num` coordinates, without cutting a unit; None if it cannot be done.
+
+    A tensor that is whole on one coordinate becomes resident there.
+    """
     units = placement.coords
     if len(units) != saved or not any(units):
         return None
@@ -213,7 +223,7 @@ def _spell_ragged(placement: AxisPlacement) -> str:
 
 
 def _parse_word(kind: str) -> Callable[[str, Ints, int], AxisPlacement]:
-    """Return a parser for a kind that takes no numbers."""
+    """Return a parser of rules for a placement kind that takes no numbers in parentheses."""
 
     def parse(axis: str, numbers: Ints, num: int) -> AxisPlacement:
         if numbers:
@@ -271,11 +281,11 @@ _KINDS = (
 )
 
 KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
-"""Every known kind by its name. Another package adds its own kinds before it saves or loads."""
+"""The placement kinds by name. Another package that has its own kinds adds them before it saves or loads."""
 
 
 def add_kind(kind: PlacementKind) -> None:
-    """Add a kind of another package; adding an equal one again changes nothing.
+    """Add a placement kind to the table; adding an equal one again changes nothing.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Specs: plain data that describe one rank's tensors as pieces of global boxes, also as columns, and its values.
+"""Specs: descriptions of one rank's tensors, as pieces of global boxes, and of its values. Plain data, also as columns.
 
-One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
-row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box. A fused
-QKV shard is several pieces. A flat range is one piece (or one for each box that it crosses) that begins and ends inside its box.
+One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the row-major
+order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box. A fused QKV shard is
+several pieces. A flat range is one piece, or one for each box that it crosses, and may begin and end inside a box.
 
 The position of a piece in memory is affine: the element at global coordinates ``x`` is element ``base + sum((x - offsets) *
 strides)`` of the local storage. This holds for a flat range too, with the strides of its whole box.
@@ -29,30 +29,35 @@ _ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
 
 
 class Replication(IntEnum):
-    """A rank's declaration about pieces that other ranks hold too."""
+    """How ranks treat a piece that several of them hold: which of them write it, and how to treat a difference."""
 
     PLAIN = 0
-    """Nothing is declared: one rank writes it whole, and a difference between ranks is an error."""
+    """The state declares nothing: one rank writes the whole piece, and a difference between ranks is an error."""
     DECLARED = 1
-    """A DTensor, DDP, `LocalShard` or `FlatShard` places it: replicas share the writing."""
+    """The pieces are declared replicas (DTensor, DDP, `LocalShard`, `FlatShard`): ranks share the writing of them."""
     BUFFER = 2
-    """A module buffer under DDP or FSDP: the lowest rank's value counts, a difference is a warning."""
+    """A buffer of a module under DDP or FSDP: the lowest rank writes its values, and a difference between ranks is a warning."""
 
 
 class ValueKind(IntEnum):
-    """The way in which ranks agree on a value, a part of the state that is not a tensor."""
+    """How the values of all ranks under one name relate. A value is a part of the state that is not a tensor."""
 
     PLAIN = 0
-    """The value is the same on every rank that has it."""
+    """All ranks that have the value have the same one."""
     PER_RANK = 1
-    """Each rank has its own value."""
+    """Each rank has a value of its own."""
     PARAM_GROUPS = 2
-    """An optimizer's groups: ``[{hyperparameter: value, ..., "params": [FQN, ...]}, ...]``, merged over ranks by FQN."""
+    """An optimizer's parameter groups ``[{hyperparameter: value, ..., "params": [FQN, ...]}, ...]``; those of all ranks are
+    merged by FQN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a box of the global tensor, and where it lies in local memory; all counts are elements."""
+    """A run of elements of a box of the global tensor, and its place in local memory. All counts are elements.
+
+    Elements ``start : start + count`` of the box ``offsets, lengths``, in row-major order; the box's first element is element
+    `base` of the memory, whose strides are `strides`.
+    """
 
     offsets: Ints
     lengths: Ints
@@ -62,13 +67,13 @@ class Piece:
     strides: Ints
 
     def boxes(self) -> list[Piece]:
-        """Cut the piece into pieces that are whole boxes, in the order of its run."""
+        """Cut the piece into pieces that are whole boxes, in row-major order."""
         cut = decompose(np.array([self.lengths], np.int64), np.array([self.start]), np.array([self.count]))
         boxes = zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True)
         return [self.inner(inner, tuple(lengths)) for inner, lengths in boxes]
 
     def inner(self, inner: Sequence[int], lengths: Ints) -> Piece:
-        """Return the box that begins at the offsets `inner` within the box of this piece."""
+        """Return a box inside this piece's box as a piece; `inner` is where it begins within the piece's box."""
         offsets = tuple(a + b for a, b in zip(self.offsets, inner, strict=True))
         return box_piece(offsets, lengths, self.base + sum(a * b for a, b in zip(inner, self.strides, strict=True)), self.strides)
 
@@ -85,13 +90,15 @@ class AxisPlacement:
     axis: str
     kind: str
     dim: int | None = None
-    """The dim that is cut. For ``"ragged"``, the last of the leading dims that are cut into units; None if all is one unit."""
+    """The dim that is cut. For ``"ragged"``, the last of the leading dims that are cut into units; None if the whole tensor is
+    one unit."""
     coords: Ints = ()
-    """For ``"resident"`` the coordinates that hold the tensor, for ``"ragged"`` the units of each coordinate."""
+    """For ``"resident"``, the coordinates that hold the tensor; for ``"ragged"``, the number of units of each coordinate."""
     turn: int | None = None
-    """The number of axes that cut the same dim before this one; None if nobody recorded it."""
+    """The number of axes that cut the same dim before this one; None if that was not recorded."""
     sections: Ints = ()
-    """Sizes of the sections that this axis cuts each on its own (fused QKV); if empty, it cuts its range as a whole."""
+    """Sizes of the sections of the dim that this axis cuts each on its own (as in fused QKV). If empty, the dim is cut as a
+    whole."""
 
 
 Placement = tuple[AxisPlacement, ...]
@@ -99,29 +106,29 @@ Placement = tuple[AxisPlacement, ...]
 
 
 class StateLink(NamedTuple):
-    """The optimizer, parameter and key that an entry of an optimizer's state belongs to."""
+    """A link from a tensor or value of optimizer state to its optimizer, its parameter, and its key in the parameter's state."""
 
     optimizer: str
-    """The name of the optimizer in the state that was saved, such as ``"optimizer"``; "" if the optimizer is the whole state."""
+    """The name of the optimizer in the state, such as ``"optimizer"``; "" if the optimizer's state dict is the whole state."""
     fqn: str
-    """The parameter, as the optimizer's groups list it."""
+    """The parameter's FQN, as in the optimizer's groups."""
     key: str
-    """The key of the state, such as ``"exp_avg"``; keys of nested dicts are joined by dots."""
+    """The key in the parameter's state, such as ``"exp_avg"``; keys of nested dicts are joined by dots."""
     parameter: str | None = None
-    """The name of the parameter's tensor in the same checkpoint; None if it was not saved too."""
+    """The name of the parameter's own tensor in the same checkpoint; None if the parameter was not saved."""
 
     @property
     def name(self) -> str:
-        """The name of the entry of the state."""
+        """The name under which this optimizer state is saved: ``<optimizer>.state.<FQN>.<key>``."""
         return f"{self.optimizer}.state.{self.fqn}.{self.key}" if self.optimizer else f"state.{self.fqn}.{self.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor; ``pieces`` are the parts of it that a rank holds (saving) or wants (loading), possibly none.
+    """The description of one tensor on one rank; ``pieces`` are the parts that the rank holds (saving) or wants (loading).
 
-    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``placement`` is the placement that the state itself
-    declares, axis by axis; the planner derives the rest from the pieces of all ranks.
+    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``placement`` has the mesh axes whose placement the
+    state declares; the planner derives those of the other axes from the pieces of all ranks.
     """
 
     name: str
@@ -131,18 +138,18 @@ class TensorSpec:
     replication: Replication = Replication.PLAIN
     placement: tuple[AxisPlacement, ...] = ()
     alias_of: str | None = None
-    """An earlier name on the same rank that has exactly the same memory (tied weights)."""
+    """The name of an earlier tensor on the same rank with exactly the same memory (tied weights), or None."""
     link: StateLink | None = None
 
     @property
     def first_name(self) -> str:
-        """The name under which its memory occurred first: its own, unless it is an alias. A name may be empty."""
+        """The name of the first tensor on this rank with the same memory: `alias_of`, or the tensor's own name."""
         return self.name if self.alias_of is None else self.alias_of
 
 
 @dataclass(frozen=True, slots=True)
 class PieceColumns:
-    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `Piece`)."""
+    """The pieces of several tensors as columns, one row for each piece, with the meaning of the fields of `Piece`."""
 
     tensor: I64
     offsets: I64
@@ -154,12 +161,15 @@ class PieceColumns:
 
 
 def width_of(specs: Sequence[TensorSpec]) -> int:
-    """Return the number of dims of the widest tensor, at least 1."""
+    """Return the largest number of dims of any of these tensors, at least 1."""
     return max([len(shape) for shape in {spec.shape for spec in specs}], default=1) or 1
 
 
 def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
-    """Put the pieces of all specs into columns, padded to the dims of the widest tensor; ``tensor`` is the index of the spec."""
+    """Put the pieces of all specs into columns.
+
+    ``tensor`` is the index of the spec; shapes are padded on the left to the most dims.
+    """
     width = width_of(specs)
     # Equal tensors share one tuple of pieces, as the layers of a model do: `distinct` has each tuple once, by its id.
     distinct = {id(spec.pieces): spec.pieces for spec in specs}
@@ -183,10 +193,10 @@ def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """One encoded value, a part of the state that is not a tensor; ``path`` is its encoded key path in the state.
+    """The description of one encoded value, a part of the state that is not a tensor; ``path`` has its encoded keys in the state.
 
-    ``data`` is None if the bytes are a blob among the tensors. Opaque bytes are made by another program: they become a blob that
-    no value of the catalog refers to.
+    ``data`` is None if the bytes are kept as a blob (a tensor of bytes). If ``is_opaque``, another program made the bytes: they
+    become a blob that no value of the catalog refers to.
     """
 
     name: str
@@ -198,7 +208,7 @@ class ValueSpec:
 
 
 def escape(name: str) -> str:
-    """Escape the characters of a name that have a meaning in names made from it; `urllib.parse.unquote` undoes it.
+    """Percent-encode ``%``, ``@`` and control characters of a name, for use in a longer name; `urllib.parse.unquote` undoes it.
 
     >>> escape("a@b%")
     'a%40b%25'
@@ -207,7 +217,7 @@ def escape(name: str) -> str:
 
 
 def blob_name(value_name: str, rank: int | None) -> str:
-    """Name the tensor that holds the bytes of a value; `rank` is given if each rank has its own.
+    """Return the name of the tensor that holds the encoded bytes of a value; pass `rank` if each rank has its own value.
 
     >>> blob_name("extra.rng", 3)
     'extra.rng@[value,3]'
@@ -217,7 +227,7 @@ def blob_name(value_name: str, rank: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks arranged on named axes, outermost first, row-major: rank = Σ coordinate · stride."""
+    """A mesh of ranks with named axes, outermost first, in row-major order: rank = Σ coordinate · stride."""
 
     axes: tuple[str, ...]
     sizes: Ints
@@ -235,7 +245,7 @@ class Mesh:
         return dict(zip(self.axes, self.sizes, strict=True))
 
     def coordinates(self, rank: int) -> Ints:
-        """Return the rank's coordinate on each axis.
+        """Return the coordinate of a rank on each axis.
 
         >>> Mesh(("pp", "tp"), (2, 4)).coordinates(6)
         (1, 2)
@@ -244,7 +254,7 @@ class Mesh:
 
 
 def unravel(index: int, lengths: Ints) -> Ints:
-    """Return the coordinates of an element of a box from its index in row-major order.
+    """Return the coordinates of element `index`, counted in row-major order, of a box with these lengths.
 
     >>> unravel(5, (2, 3))
     (1, 2)
@@ -258,7 +268,7 @@ def unravel(index: int, lengths: Ints) -> Ints:
 
 @lru_cache(maxsize=1 << 12)
 def row_major_strides(lengths: Ints) -> Ints:
-    """Return the element strides of a row-major box.
+    """Return the row-major strides of a box with these lengths, in elements.
 
     >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
@@ -272,7 +282,7 @@ def row_major_strides(lengths: Ints) -> Ints:
 
 @lru_cache(maxsize=1 << 12)
 def is_row_major(lengths: Ints, strides: Ints) -> bool:
-    """Tell whether consecutive elements of a box are consecutive in memory; the stride of a dim of length 1 does not matter.
+    """Tell whether strides are row-major and without gaps; the stride of a dim of length 1 does not matter.
 
     >>> is_row_major((2, 1, 3), (3, 99, 1)), is_row_major((2, 3), (1, 2))
     (True, False)
@@ -282,7 +292,7 @@ def is_row_major(lengths: Ints, strides: Ints) -> bool:
 
 
 def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:
-    """Return the piece that is a whole box."""
+    """Return the piece that holds all elements of a box."""
     return Piece(offsets, lengths, 0, prod(lengths), base, strides)
 
 
@@ -297,6 +307,6 @@ CODES: tuple[str, ...] = tuple(sorted(ITEM_BYTES))
 
 
 def item_bytes_of(dtype: NDArray[np.integer[Any]]) -> I64:
-    """Return the bytes of one element for each dtype code, an index into `CODES`."""
+    """Return the bytes of one element of each dtype in an array; dtypes are given as indices into `CODES`."""
     sizes: I64 = np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]
     return sizes

@@ -1,4 +1,4 @@
-"""A checkpoint in a few numbers, counted over columns, so that a million shards take milliseconds."""
+"""The summary of a checkpoint: numbers of tensors, elements, bytes and files, computed from columns to be fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .specs import CODES, Mesh, item_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Totals of some tensors; elements and bytes are those of the whole tensors, each counted once, without aliases."""
+    """Totals over a set of tensors: elements and bytes of the whole tensors, each counted once, aliases not at all."""
 
     num_tensors: int
     num_elements: int
@@ -23,12 +23,12 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint at a glance.
+    """The main numbers of a checkpoint.
 
     Attributes
     ----------
     save_id, created_s
-        The id of the save that wrote it, and its time, in seconds since 1970.
+        The id of the save that wrote the checkpoint, and its time, in seconds since 1970.
     step
         The training step, if ``metadata["step"]`` or a value called ``step`` tells it.
     mesh
@@ -106,12 +106,12 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
 
 
 def bytes_by_file(catalog: Catalog) -> I64:
-    """Count the bytes that the rows of a catalog have in each of its files, int64."""
+    """Count the bytes that the catalog's rows take in each of its files, (F,) int64."""
     return np.bincount(catalog.rows.file, weights=catalog.row_bytes, minlength=len(catalog.files)).astype(np.int64)
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:
-    """Find the training step: in the user's metadata, else in a value called ``step``, the one with the fewest dots in its name.
+    """Return the training step: from the user's metadata, else from the value named ``step`` with the fewest dots in its name.
 
     >>> step_of(None, [("extra.sampler.step", 3), ("extra.step", 100)])
     100

@@ -1,1 +1,1 @@
-"""Geometry of shards: boxes and runs, overlaps, tiling of a tensor, order, and dtypes."""
+"""Geometry of shards: boxes and runs, their overlaps, proof that they tile a tensor, and sorted tables of numpy columns."""

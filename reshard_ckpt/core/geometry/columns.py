@@ -1,11 +1,11 @@
-"""Tables as columns: frozen dataclasses whose fields are arrays with one entry for each row; their order, and equal rows.
+"""Tables as columns (frozen dataclasses of arrays with an entry for each row), and functions that sort and group rows.
 
 Rows are sorted by several columns as follows.
 
 1. Rows that are sorted already are left as they are, because the steps of a planner often pass on sorted rows.
 2. The columns of a row are packed into one integer, with the row's number in its low bits: numpy sorts plain integers some ten
    times faster than it finds a sorting permutation, and the low bits of the sorted integers are the permutation.
-3. If the columns are too wide for that, values are first replaced by their ranks among the distinct values.
+3. If the columns need more than 63 bits together, values are first replaced by their ranks among the distinct values.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ Table = TypeVar("Table", bound="ColumnTable")
 
 @dataclass(frozen=True, slots=True)
 class ColumnTable:
-    """A table whose rows are chosen or reordered in all columns at once."""
+    """Base class of tables whose fields are numpy columns of equal length."""
 
     def take(self: Table, rows: Any) -> Table:
-        """Return the table with only these rows: indices in the order wanted, a mask, or a slice."""
+        """Return the table with only these rows: an array of indices in the wanted order, a mask, or a slice."""
         return type(self)(*[column[rows] for column in columns_of(self)])
 
     def rows(self) -> Iterator[tuple[int, ...]]:
-        """Yield the rows, as plain numbers."""
+        """Yield each row as a tuple of Python numbers."""
         return zip(*(column.tolist() for column in columns_of(self)), strict=True)
 
     @classmethod
     def empty(cls: type[Table]) -> Table:
-        """Return a table of int64 columns without rows."""
+        """Return a table without rows; all columns are int64."""
         return cls(*[np.zeros(0, np.int64)] * len(fields(cls)))
 
 
 def columns_of(table: ColumnTable) -> list[I64]:
-    """Return the columns in order."""
+    """Return the columns of a table, in the order of its fields."""
     names: tuple[str, ...] = table.__match_args__  # of all fields; `fields` makes a call for each
     return [getattr(table, name) for name in names]
 
 
 def concatenated(tables: Sequence[Table]) -> Table:
-    """Join the rows of at least one table, end to end."""
+    """Join several tables of one class, end to end; at least one."""
     return type(tables[0])(*(np.concatenate(parts) for parts in zip(*map(columns_of, tables), strict=True)))
 
 
 def batches(sizes: I64, limit: int) -> Iterator[slice]:
-    """Yield consecutive slices whose sizes add up to at most the limit; a slice has at least one entry, however large.
+    """Yield consecutive slices of a list of sizes.
+
+    Sizes in one slice add up to at most `limit`, but a slice has at least one entry.
 
     >>> list(batches(np.array([2, 2, 9, 1]), 4))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -71,7 +73,7 @@ _WORD_BITS = 63
 
 
 def lex_order(*columns: I64) -> I64:
-    """Return the stable order that sorts rows by their columns, the first column being the most significant.
+    """Return the indices that sort rows by their columns, stably; the first column is the most significant.
 
     >>> lex_order(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
     [1, 2, 0]
@@ -100,8 +102,7 @@ def lex_order(*columns: I64) -> I64:
 
 
 def group_ids(columns: I64) -> tuple[I64, I64]:
-    """Number the distinct rows of ``(N, K)`` in sorted order; returns the id of each row, and the index of the first row of each
-    id.
+    """Number the distinct rows of ``(N, K)`` in sorted order. Return the id of each row, (N,), and the first row of each id.
 
     >>> [a.tolist() for a in group_ids(np.array([[1, 2], [0, 0], [1, 2]]))]
     [[1, 0, 1], [1, 0]]
@@ -117,7 +118,7 @@ def group_ids(columns: I64) -> tuple[I64, I64]:
 
 
 def is_new(*columns: I64) -> Mask:
-    """Mark each row that differs from the one before it.
+    """Return a mask of the rows that differ in some column from the row before; the first row counts as different.
 
     >>> is_new(np.array([3, 3, 4])).tolist()
     [True, False, True]
@@ -131,7 +132,7 @@ def is_new(*columns: I64) -> Mask:
 
 
 def group_bounds(first: Mask) -> tuple[I64, I64]:
-    """Return where each group of rows begins and where it ends; `first` marks the first row of each group.
+    """Return the index where each group of consecutive rows begins, and where it ends; `first` marks the first row of each group.
 
     >>> [a.tolist() for a in group_bounds(np.array([True, False, True]))]
     [[0, 2], [2, 3]]
@@ -141,7 +142,7 @@ def group_bounds(first: Mask) -> tuple[I64, I64]:
 
 
 def rows_by_id(ids: I64, num: int) -> list[I64]:
-    """Return the rows of each id from 0 to ``num - 1``, ascending.
+    """Return, for each id from 0 to ``num - 1``, the indices of the rows with this id, ascending.
 
     >>> [rows.tolist() for rows in rows_by_id(np.array([1, 0, 1]), 2)]
     [[1], [0, 2]]
@@ -151,7 +152,7 @@ def rows_by_id(ids: I64, num: int) -> list[I64]:
 
 
 def running_max(values: I64, first: Mask) -> I64:
-    """Return the largest value so far within each group; `first` marks the first row of each group. No value is negative.
+    """Return the running maximum of non-negative values within each group; `first` marks the first row of each group.
 
     >>> running_max(np.array([3, 1, 2, 1, 5]), np.array([True, False, True, False, False])).tolist()
     [3, 3, 2, 2, 5]
@@ -163,7 +164,7 @@ def running_max(values: I64, first: Mask) -> I64:
 
 
 def _in_order(columns: Sequence[I64]) -> bool:
-    """Tell whether rows are sorted by their columns."""
+    """Tell whether rows are sorted already by these columns, the first column being the most significant."""
     # tied[i]: row i + 1 equals row i in all columns so far.
     tied = np.ones(max(len(columns[0]) - 1, 0), bool)
     for column in columns:
@@ -175,13 +176,16 @@ def _in_order(columns: Sequence[I64]) -> bool:
 
 
 def _counted_from_zero(column: I64) -> tuple[I64, int]:
-    """Subtract the smallest value from the column; returns the result, and the number of bits of its largest value."""
+    """Subtract the smallest value from a column. Return the result, and the number of bits of its largest value."""
     low = int(column.min())
     return column - low if low else column, (int(column.max()) - low).bit_length()
 
 
 def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
-    """Sort the column; returns the sorted values and the stable order."""
+    """Sort a column of non-negative values of at most `bits` bits.
+
+    Return the sorted values, and the indices that sort it stably.
+    """
     index_bits = (len(key) - 1).bit_length()
     if bits + index_bits > _WORD_BITS:
         order = np.argsort(key, kind="stable")
@@ -194,15 +198,15 @@ def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
 
 
 def _dense_ranks(key: I64, bits: int) -> tuple[I64, int]:
-    """Replace each value by its rank among the distinct values; returns the ranks, and the number of bits of the largest rank."""
+    """Replace each value by its rank among the distinct values. Return the ranks, and the number of bits of the largest rank."""
     ordered, order = _sorted(key, bits)
     return _ranks_in_order(order, is_new(ordered))
 
 
 def _ranks_in_order(order: I64, new: Mask) -> tuple[I64, int]:
-    """Return the rank of each row among the distinct values, and the number of bits of the largest rank.
+    """Return the rank of each row among distinct rows, from their sorted order, and the number of bits of the largest rank.
 
-    ``order[i]`` is the row at place i of the sorted rows; ``new[i]`` says whether it differs from the row before it.
+    ``order[i]`` is the row at place i of the sorted rows; ``new[i]`` says whether it differs from the row before it there.
     """
     # place[i]: the rank of the i-th row in sorted order; dense[i]: the rank of row i.
     place = np.cumsum(new) - 1

@@ -8,9 +8,9 @@ so that questions about runs become questions about boxes.
 Arrays are ``(N, D)`` int64, with one run or box in each row; tensors of fewer dims are padded on the left with offset 0 and
 length 1.
 
-A `Range` is a part of one dim, ``(first, length)``. The ranges of a rank are in the order in which they lie in its local tensor:
-plain shards have one, and there are several if sections of the dim (fused QKV) or groups (strided placements) are cut each on
-their own. `chunk` cuts them as ``torch.chunk`` does, including uneven sizes.
+A `Range` is a part of one dim, ``(first, length)``. The ranges that a rank holds of a dim are in the order in which they lie in
+its local tensor. A plain shard has one; there are several if sections of the dim (fused QKV) or groups (strided placements) are
+cut separately. `chunk` cuts them as ``torch.chunk`` does, including uneven sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .columns import Mask as Mask
 
 
 def pad_left(rows: I64, width: int, fill: int) -> I64:
-    """Widen ``(N, D)`` to ``(N, width)`` with leading columns of ``fill``.
+    """Widen an array ``(N, D)`` to ``(N, width)`` by leading columns of ``fill``.
 
     >>> pad_left(np.array([[5, 6]]), 3, 1).tolist()
     [[1, 5, 6]]
@@ -36,7 +36,7 @@ def pad_left(rows: I64, width: int, fill: int) -> I64:
 
 
 def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
-    """Stack rows of different lengths into ``(N, width)``, with leading entries of ``fill``.
+    """Stack tuples of different lengths into an array ``(N, width)``, with leading entries of ``fill``.
 
     >>> pad_rows([(5, 6), (7,)], 2, 1).tolist()
     [[5, 6], [1, 7]]
@@ -46,7 +46,7 @@ def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
 
 
 def strides_of(lengths: I64) -> I64:
-    """Return the row-major element strides of each box.
+    """Return the row-major strides of each box in elements, (N, D), from the lengths, (N, D).
 
     >>> strides_of(np.array([[2, 3, 4]])).tolist()
     [[12, 4, 1]]
@@ -59,7 +59,7 @@ def strides_of(lengths: I64) -> I64:
 
 
 def volumes(lengths: I64) -> I64:
-    """Return the number of elements of each box."""
+    """Return the number of elements of each box, (N,), from the lengths, (N, D)."""
     total = np.ones(len(lengths), np.int64)
     for column in lengths.T:
         total *= column
@@ -67,7 +67,7 @@ def volumes(lengths: I64) -> I64:
 
 
 def dot(indices: I64, strides: I64) -> I64:
-    """Return the place of each index: the sum over dims of index times stride.
+    """Return the flat position of each index, (N,): the sum over dims of index times stride, both (N, D).
 
     >>> dot(np.array([[1, 2]]), np.array([[10, 1]])).tolist()
     [12]
@@ -77,7 +77,7 @@ def dot(indices: I64, strides: I64) -> I64:
 
 
 def all_less(low: I64, high: I64) -> Mask:
-    """Tell for each row whether `low` is less than `high` in every dim.
+    """Return a mask of the rows, (N,), in which `low` is less than `high` in every dim; both are (N, D).
 
     >>> all_less(np.array([[0, 1], [0, 1]]), np.array([[2, 2], [2, 1]])).tolist()
     [True, False]
@@ -91,7 +91,10 @@ def all_less(low: I64, high: I64) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class Boxes(ColumnTable):
-    """Boxes that runs were cut into, in order of run: ``parent`` is the index of the run, offsets are relative to its box."""
+    """The boxes that runs were cut into, in order of the runs.
+
+    ``parent`` is the index of each box's run; offsets count from the run's box.
+    """
 
     parent: I64
     offsets: I64
@@ -139,14 +142,17 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
 
 
 def _digits(position: I64, strides: I64, lengths: I64) -> I64:
-    """Write positions as mixed-radix digits; at the end of the box, the outermost digit equals its length."""
+    """Write positions, (N,), as mixed-radix digits over the box's lengths, (N, D).
+
+    The position behind the last element has no carry: its outermost digit equals the box's length.
+    """
     digits = position[:, None] // strides
     digits[:, 1:] %= lengths[:, 1:]
     return digits
 
 
 def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
-    """Cut runs into boxes; no run is empty."""
+    """Cut each run into boxes, as `decompose`; no run may be empty."""
     num, dims = lengths.shape
     strides = strides_of(lengths)
     first = _digits(start, strides, lengths)
@@ -160,7 +166,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     boxes: list[Boxes] = []
 
     def emit(mask: Mask, dim: int, digits: I64, low: I64, high: I64) -> None:
-        """Add a box for each masked run: one index on the dims before `dim`, ``low … high`` along it, all of the dims after."""
+        """Add a box for each run in the mask: one index on dims before `dim`, ``low : high`` along it, and all of later dims."""
         rows = np.flatnonzero(mask & (high > low))
         offset = digits[rows].copy()
         offset[:, dim] = low[rows]
@@ -184,12 +190,12 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
 
 
 def as_boxes(lengths: I64, start: I64, count: I64) -> tuple[Mask, I64, I64]:
-    """Tell which runs of boxes are boxes themselves; no run may be empty.
+    """Tell for each run of a box whether the run is itself a box; no run may be empty.
 
     Returns
     -------
     is_box, offsets, lengths
-        For each run whether it is exactly a box, and the offsets of that box in the box of the run, and its lengths.
+        (N,), (N, D) and (N, D): whether the run is exactly a box; if so, its offsets from the run's box, and its lengths.
 
     Examples
     --------
@@ -206,9 +212,12 @@ def as_boxes(lengths: I64, start: I64, count: I64) -> tuple[Mask, I64, I64]:
 
 
 def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
-    """Cut boxes of more bytes than their limit along their outer dims; returns the index of each part's box, offsets and lengths.
+    """Cut each box that has more than `limit` bytes along its outer dims.
 
-    Parts are in row-major order, and each is contiguous in its box.
+    Return the box's index, offsets and lengths of each part.
+
+    Parts are in row-major order, and each is contiguous in its box. A part has at least one element, also if that is more than
+    `limit`.
 
     >>> box, low, size = cut_boxes(np.array([[0, 0]]), np.array([[3, 4]]), np.array([2]), np.array([20]))
     >>> low.tolist(), size.tolist()
@@ -229,7 +238,7 @@ def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[
 
 
 def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
-    """Bound each run by a box: the run's own box, narrowed along its outermost dim that is longer than 1.
+    """Return a box around each run: the run's own box, narrowed along its outermost dim that is longer than 1.
 
     Returns
     -------
@@ -252,7 +261,7 @@ def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64
 
 
 def ranges(lengths: I64) -> tuple[I64, I64]:
-    """Count ``0 … lengths[i] - 1`` for each ``i``, end to end; returns the ``i`` of each number, and the numbers.
+    """Return the pairs ``(i, n)`` with n from 0 to ``lengths[i] - 1`` for each i, as two arrays.
 
     >>> [a.tolist() for a in ranges(np.array([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
@@ -266,7 +275,7 @@ Range = tuple[int, int]
 
 
 def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
-    """Cut the concatenated ranges as ``torch.chunk`` into `num` parts; returns the part of coordinate `index`.
+    """Lay ranges end to end, cut them into `num` parts as ``torch.chunk`` does, and return the ranges of part `index`.
 
     >>> chunk([(0, 5), (10, 5)], 4, 1), chunk([(0, 5)], 4, 3)
     ([(3, 2), (10, 1)], [])
@@ -277,7 +286,7 @@ def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
 
 
 def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
-    """Return elements ``[start, stop)`` of the concatenated ranges."""
+    """Lay ranges end to end, and return the ranges that make up the elements ``[start, stop)`` of the result."""
     out: list[Range] = []
     position = 0
     for first, length in ranges:
@@ -290,7 +299,7 @@ def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:
-    """Merge each range with the one before it if it begins where that one ends.
+    """Merge ranges ``(first, length)`` where one begins exactly at the end of the one before it.
 
     >>> joined([(0, 2), (2, 3), (7, 1)])
     [(0, 5), (7, 1)]

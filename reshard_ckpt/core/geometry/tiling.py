@@ -1,4 +1,4 @@
-"""Boxes of one tensor that share an element, and runs that overlap or do not cover their tensor exactly once.
+"""Overlaps and gaps: pairs of boxes that share an element, and the check that runs cover each tensor exactly once.
 
 Pairs of boxes (`meet`):
 
@@ -6,7 +6,7 @@ Pairs of boxes (`meet`):
 2. A tensor with many more pairs than boxes is *crowded*. Its boxes are sorted along one dim, on which they begin at the most
    places, and a box is compared only with the boxes that it can reach along that dim.
 
-Whether runs tile their tensors, and the place where they do not (`find_faults`):
+Places where runs do not tile their tensor (`find_faults`):
 
 1. Line up the runs of each box: consecutive runs are joined, and an overlap is a fault. A box that its runs fill counts as a box.
 2. Cut the runs of partly filled boxes into boxes (`decompose`).
@@ -15,8 +15,9 @@ Whether runs tile their tensors, and the place where they do not (`find_faults`)
    tensors with the same shape and boxes, as in equal layers, are checked once.
 
 Runs that overlap without being equal are cut wherever any of them begins or ends, so that equal parts become replicas
-(`cut_overlaps`). A flat optimizer over tensor-parallel ranks makes such runs. A weight that all of these ranks replicate lies at
-another place in each rank's buffer if their other shards differ in size, so each rank cuts the weight elsewhere.
+(`cut_overlaps`). A flat optimizer over tensor-parallel ranks makes such runs: a weight replicated on these ranks lies at a
+different place in each rank's flat buffer if the ranks' other shards differ in size, so each rank's buffer cuts the weight
+elsewhere.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ from .columns import ColumnTable, batches, group_bounds, is_new, lex_order, runn
 from .runs import I64, Mask, all_less, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 20
-"""The most pairs compared in one step; bounds memory without changing the result."""
+"""The most pairs of boxes compared in one numpy step; bounds memory without changing the result."""
 
 CROWDED = 8
-"""A tensor is crowded if it has this many times more pairs than boxes: sorting its boxes is then faster than comparing all."""
+"""A tensor is *crowded* if it has this many times more pairs than boxes: then sorting its boxes is faster than comparing all
+pairs."""
 
 MAX_SWEPT = 1 << 29
-"""The most pairs compared in all for one tensor. No layout of a job comes near it: a grid of half a million boxes has fewer. A
-catalog that is made to have more would keep a reader busy for hours."""
+"""The most pairs of boxes compared for one tensor. No layout of a job comes near it (half a million boxes in a grid need fewer),
+but a hostile catalog could keep a reader busy for hours."""
 
 
 class TensorBoxes(NamedTuple):
-    """Boxes of tensors; tensors are numbered from 0 without large gaps."""
+    """Boxes of many tensors: the number of the tensor, (N,), offsets and lengths, (N, D).
+
+    Tensors are numbered from 0 without large gaps.
+    """
 
     tensor: I64
     offsets: I64
@@ -51,7 +56,7 @@ class TensorBoxes(NamedTuple):
 
 
 def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
-    """Find the pairs of boxes of the same tensor that share an element; an empty box is in no pair.
+    """Find all pairs of a box in `one` and a box in `other` that belong to the same tensor and share an element.
 
     Returns
     -------
@@ -100,7 +105,7 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
 
 
 def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: Mask) -> tuple[I64, I64, I64]:
-    """Sort the boxes of crowded tensors along a dim, and narrow the range of candidates of each box of `one`."""
+    """Sort the boxes of crowded tensors along a dim, and narrow the candidates of each box: ``right[first[i] : last[i]]``."""
     # place: positions in right of boxes of crowded tensors; low, high: their bounds along the dim of their tensor.
     place = np.flatnonzero(crowded[other.tensor[right]])
     boxes = right[place]
@@ -135,7 +140,7 @@ def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I
 
 
 def _sweep_dims(boxes: TensorBoxes, chosen: I64, num: int) -> I64:
-    """Choose the dim to sweep for each tensor: the dim on which the chosen boxes begin at the most places."""
+    """Choose one dim for each tensor: the dim on which the chosen boxes begin at the most distinct coordinates."""
     tensor = boxes.tensor[chosen]
     places = np.zeros((num, boxes.offsets.shape[1]), np.int64)
     for dim in range(boxes.offsets.shape[1]):
@@ -149,19 +154,19 @@ def _sweep_dims(boxes: TensorBoxes, chosen: I64, num: int) -> I64:
 
 
 class Fault(NamedTuple):
-    """A place where tiling fails: two runs that overlap (`rows` has their indices in the input), or a region without a run."""
+    """A place where runs do not tile a tensor: a region without a run, or two runs that overlap (their indices are `rows`)."""
 
     tensor: int
     rows: tuple[int, ...]
     low: tuple[int, ...]
     high: tuple[int, ...]
     missing: int
-    """Elements that no run covers; 0 for an overlap."""
+    """The number of elements that no run covers; 0 for an overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs(ColumnTable):
-    """Runs; ``row`` is the index of a run in the input, and for joined runs the index of one of them."""
+    """Runs of boxes, as columns; ``row`` is the index of the run in the input (for a joined run, of one of the runs joined)."""
 
     tensor: I64
     box: I64
@@ -173,7 +178,7 @@ class _Runs(ColumnTable):
 def find_faults(
     shapes: I64, box_offsets: I64, box_lengths: I64, tensor: I64, box: I64, start: I64, count: I64
 ) -> Iterator[Fault]:
-    """Yield the faults of every tensor that its runs do not tile.
+    """Find the tensors that their runs do not tile; yield an overlap or a gap of each.
 
     Parameters
     ----------
@@ -205,7 +210,7 @@ def find_faults(
 
 
 def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
-    """Describe two overlapping runs of a tensor; the region is the overlap of the boxes around them."""
+    """Return the fault for two runs of a tensor that overlap. Its region is the overlap of the boxes around the two runs."""
     # lows, highs (2, D): the box around each of the two runs.
     lows, highs = bounds(boxes[0][pair.box], boxes[1][pair.box], pair.start, pair.count)
     low = lows.max(axis=0)
@@ -214,7 +219,7 @@ def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
 
 
 def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: frozenset[int]) -> Iterator[Fault]:
-    """Yield the faults of all tensors except the reported ones."""
+    """Find overlaps and gaps between the boxes of each tensor, except for tensors in `reported`."""
     cut = decompose(boxes[1][joined.box], joined.start, joined.count)
     # The cut boxes stay in order of tensor: the boxes of tensor t are first[t] : first[t + 1].
     tensor = joined.tensor[cut.parent]
@@ -267,9 +272,9 @@ def _are_slabs(shapes: I64, tensor: I64, low: I64, lengths: I64) -> Mask:
 
 
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
-    """Find two boxes that share an element; returns None if no two do.
+    """Find two boxes that share an element; return their indices, or None if no two do.
 
-    Boxes are swept along the dim on which the fewest pairs meet.
+    Only boxes that meet along one dim are compared: the dim on which the fewest do.
     """
     if len(offsets) < 2:
         return None
@@ -292,7 +297,10 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
 
 
 def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
-    """Sort boxes by their beginning along a dim; returns the order, and how many following boxes begin before each ends."""
+    """Sort boxes by where they begin along a dim.
+
+    Return the order, and for each box how many following ones begin before its end.
+    """
     order = np.argsort(offsets[:, dim], kind="stable")
     begin = offsets[order, dim]
     until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
@@ -300,7 +308,7 @@ def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor again and again.
+    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor until a half is free.
 
     >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
     ((2, 0), (3, 2))
@@ -327,7 +335,7 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """Find the place to halve a region: on the dim with the most coordinates inside where boxes begin or end, the middle one."""
+    """Return a dim and coordinate at which to halve a region: the middle face of boxes, on the dim with the most faces."""
     faces = []
     for dim in range(len(low)):
         first, last = begin[:, dim], end[:, dim]
@@ -340,7 +348,7 @@ def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class CutRuns(ColumnTable):
-    """Runs after cutting: the index of the run that each is a part of, and its elements of the box."""
+    """Runs after cutting. For each part: the run that it comes from (`source`), and its elements ``start, count`` of the box."""
 
     source: I64
     start: I64
@@ -348,7 +356,7 @@ class CutRuns(ColumnTable):
 
 
 def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: Mask) -> CutRuns | None:
-    """Cut runs of one box that overlap without being equal.
+    """Cut runs of a box that overlap without being equal, so that every two parts are equal or disjoint.
 
     Parameters
     ----------
@@ -399,7 +407,7 @@ def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: Mask) -
 
 
 def _cut_at_bounds(rows: I64, group: I64, start: I64, end: I64) -> tuple[I64, I64, I64]:
-    """Cut each row at all bounds of its group that lie inside it; returns the row, start and end of each part."""
+    """Cut each run at all starts and ends of the other runs in its group. Return the input row, start and end of each part."""
     # All groups are laid on one axis, one behind the other, so that one sorted array has the bounds of all.
     base = (np.cumsum(is_new(group)) - 1) * (int(end.max()) + 1)
     bounds = np.unique(np.concatenate([base + start, base + end]))
