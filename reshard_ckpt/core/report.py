@@ -1,8 +1,8 @@
-"""Reports and messages: reports of saves and loads, lists of problems, and words for both.
+"""Reports of saves and loads, and helpers for messages: lists of problems, plurals, durations, checks of options.
 
-The words are articles, numbers with nouns, shortened lists, durations, and the known name that a wrong one probably meant
-(`nearest`), found in one pass over a hundred thousand names. Two names are near if they differ in one step between dots and these
-two steps are alike, or if one has one step more than the other. Numbers are never alike, because another layer is not meant.
+`nearest` finds the known name that a wrong one probably meant, in one pass over a hundred thousand names. Two names are near if
+they differ in one part between dots and these two parts are alike, or if one has one part more than the other. Numbers are never
+alike, because another layer is not meant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_NAMED = 10
 
 
 def summarize(problems: Sequence[str], advice: str) -> str:
-    """Make one message from all problems and an advice on the next action.
+    """Make one message from lines about problems, and advice on what to do.
 
     >>> print(summarize(["w: missing"], "load with strict=False"))
     w: missing; load with strict=False
@@ -35,7 +35,7 @@ def summarize(problems: Sequence[str], advice: str) -> str:
 
 
 def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
-    """Make one message from problems by kind; if there are too many, it lists some of each kind.
+    """Make one message from lines about problems, grouped by kind; of too many, list some of each kind.
 
     >>> lines = {"missing": [f"m{i}: not saved" for i in range(20)], "of another shape": ["s: larger"]}
     >>> print(summarize_kinds(lines, "load with strict=False"))  # doctest: +ELLIPSIS
@@ -69,7 +69,7 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
-    """Figures of one save on this rank, for metrics.
+    """The report of one save on this rank: bytes and times.
 
     Attributes
     ----------
@@ -114,8 +114,8 @@ class SaveReport:
 class LoadReport:
     """The outcome of a load on this rank, and the problems of all ranks.
 
-    Each of the tuples of problems has one line for each thing that did not load, on any rank. They are empty with
-    ``strict=True``.
+    The first six attributes are tuples of messages: one line for each tensor or value that did not load, on any rank. They are
+    empty with ``strict=True``.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class LoadReport:
     kept
         Tensors and values that the checkpoint lacks, and that ``allow_missing=`` lets keep their value. Not a problem.
     saved_as
-        Tensors that this rank loaded from another name, which differs only in steps that module wrappers add. Not a problem.
+        Tensors that this rank loaded from another name, which differs only in parts that module wrappers add. Not a problem.
     converted
         Tensors that this rank loaded into another dtype (``cast=``). Not a problem.
     num_tensors
@@ -162,12 +162,12 @@ class LoadReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The lines of all problems, of all kinds."""
+        """The lines of all problems, of all kinds, in one tuple."""
         return tuple(line for lines in self.by_kind.values() for line in lines)
 
     @property
     def by_kind(self) -> dict[str, tuple[str, ...]]:
-        """The lines of each kind of problem; the kinds are named as in messages."""
+        """Map each kind of problem, in words for messages, to its lines."""
         return {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -185,7 +185,7 @@ _VOWEL = re.compile(r"[aeio]|u(?!int|ni|se|tf)", re.IGNORECASE)
 
 
 def with_article(noun: str) -> str:
-    """Put its article before a noun.
+    """Put "a" or "an" before a noun.
 
     >>> with_article("torch.device"), with_article("argparse.Namespace"), with_article("uint8")
     ('a torch.device', 'an argparse.Namespace', 'a uint8')
@@ -194,25 +194,25 @@ def with_article(noun: str) -> str:
 
 
 def type_in_words(value: Any) -> str:
-    """Return the name of a value's type, with its article."""
+    """Return the name of a value's type, with "a" or "an" before it."""
     return with_article(type(value).__name__)
 
 
 def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -> None:
-    """Raise `UsageError` unless the value of an option is a whole number, `least` or more; or, if that is allowed, None."""
+    """Raise `UsageError` unless the option's value is an int of at least `least`, or None with `or_none`."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not is_count and not (or_none and value is None):
         raise UsageError(f"{option}={value!r}: pass a whole number, {least} or more{', or None' if or_none else ''}")
 
 
 def check_choice(option: str, value: object, choices: Collection[str]) -> None:
-    """Raise `UsageError` unless the value of an option is one of the choices."""
+    """Raise `UsageError` unless the option's value is one of the choices."""
     if value not in choices:
         raise UsageError(f"{option}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 
 def check_patterns(option: str, patterns: object) -> None:
-    """Raise `UsageError` if an option is neither a bool nor a list of patterns; the message says what to pass."""
+    """Raise `UsageError` unless the option's value is a list of name patterns or, for most options, a bool."""
     only_lists = option in ("ignore", "exclude")
     if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
         other = "" if only_lists else ", or True for all"
@@ -226,7 +226,7 @@ def check_patterns(option: str, patterns: object) -> None:
 
 
 def plural(count: int, singular: str, plural_form: str | None = None) -> str:
-    """Put a number before its noun.
+    """Write a count with its noun, which is plural unless the count is 1.
 
     >>> plural(1, "file"), plural(1200, "file"), plural(2, "entry", "entries")
     ('1 file', '1,200 files', '2 entries')
@@ -235,7 +235,7 @@ def plural(count: int, singular: str, plural_form: str | None = None) -> str:
 
 
 def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
-    """List the first of many names, and how many more there are.
+    """List at most `limit` names for a message, and count the others.
 
     >>> few(["a", "b"]), few(["a", "b", "c"], 2)
     ('a, b', 'a, b and 1 more')
@@ -245,7 +245,7 @@ def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise an error if a catalog cannot hold this text: it is not valid Unicode, or too long.
+    """Raise an error if a text (a name, say; `what` says it in the message) cannot be written to a catalog.
 
     Raises
     ------
@@ -267,14 +267,15 @@ def check_text(text: str, what: str) -> None:
 Steps = tuple[str, ...]
 
 ALIKE = 0.6
-"""The least similarity of two steps that are alike, from 0 to 1."""
+"""The least similarity, from 0 to 1, of two parts of names that count as alike."""
 
 MAX_COMPARED = 300_000
-"""The most pairs of names that are compared in all; if most names share half of their steps, some pairs are skipped."""
+"""The most pairs of names that `nearest` compares. Beyond that, if very many names share half of their parts, the rest is
+skipped."""
 
 
 def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """Find the nearest known name for each wrong name; wrong names without a near one are left out.
+    """Map each wrong name to the known name that it probably meant; leave out wrong names without a similar one.
 
     >>> nearest(["model.layer.1.weight", "layers.1.weight", "step"], ["model.layers.0.weight", "model.layers.1.weight", "extra"])
     {'model.layer.1.weight': 'model.layers.1.weight', 'layers.1.weight': 'model.layers.1.weight'}
@@ -304,7 +305,7 @@ def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
 
 
 def hint_of(wrong: str, known: Iterable[str]) -> str:
-    """Ask whether the known name that a wrong one probably meant was meant; empty if there is none.
+    """Return " (did you mean …?)" with the known name that a wrong one probably meant; "" if no name is similar.
 
     >>> hint_of("layers.0.wieght", ["layers.0.weight", "layers.0.bias"])
     ' (did you mean layers.0.weight?)'
@@ -314,7 +315,7 @@ def hint_of(wrong: str, known: Iterable[str]) -> str:
 
 
 def _likeness(ours: Steps, theirs: Steps) -> float:
-    """Rate the similarity of two names, from 0 to 1."""
+    """Return the similarity of two names, given as the parts between dots, from 0 to 1."""
     short, long = sorted((ours, theirs), key=len)
     if len(long) == len(short) + 1:
         return 0.9 if any(long[:i] + long[i + 1 :] == short for i in range(len(long))) else 0.0
@@ -331,7 +332,9 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 
 
 def duration_s(text: str | float, *, option: str, or_zero: bool = False) -> float:
-    """Convert a duration to seconds; a number is taken as seconds. `or_zero` allows the number 0.
+    """Convert a duration such as "10min" to seconds; a number means seconds.
+
+    With `or_zero`, 0 is allowed; `option` is for messages.
 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)
@@ -354,7 +357,7 @@ def duration_s(text: str | float, *, option: str, or_zero: bool = False) -> floa
 
 
 def duration_text(seconds: float) -> str:
-    """Write a duration with two or three digits, in the unit that fits.
+    """Write a duration as text with two or three digits, in a unit that fits.
 
     >>> duration_text(0.25), duration_text(42), duration_text(600), duration_text(23400), duration_text(10 * 86400)
     ('250 ms', '42 s', '10 min', '6.5 h', '10 d')
@@ -366,7 +369,7 @@ def duration_text(seconds: float) -> str:
 
 
 def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:
-    """Spell a region as people write it, without padding.
+    """Write a region from corner `low` to `high` as slices, of its last `ndim` dims.
 
     >>> describe_region((0, 2, 0), (1, 3, 4), 2)
     '[2:3, 0:4]'

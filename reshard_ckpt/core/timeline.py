@@ -1,4 +1,4 @@
-"""The timeline of a save: the steps of every rank on one axis of time."""
+"""The timeline of a save: when each rank did each step (capture, write, …), on one axis of time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ STEP_NAMES = (
     *("meet", "turn", "capture", "agree", "compare", "stage", "copy", "write", "sync"),
     *("receipts", "check", "publish", "clean up", "other"),
 )
-"""The names that a step may have, in the order of their codes; a new one goes before the last."""
+"""The names of a save's steps, in the order of their codes in files; a new name goes before the last."""
 
 STEP_THREADS = ("caller", "stage", "save")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank.
+    """One step of a save on one rank, with its times.
 
     Attributes
     ----------
@@ -76,15 +76,18 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the first step to the end of the last one."""
+        """Seconds from the start of the first step to the end of the last one, over all ranks."""
         return max((step.end_s for step in self.steps), default=0.0)
 
     def label(self, rank: int) -> str:
-        """Name a rank and its coordinates, as log lines do: ``"rank 5 dp=1 tp=1"``."""
+        """Return a rank's number and coordinates as text: ``"rank 5 dp=1 tp=1"``."""
         return rank_label(rank, self.mesh)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """Convert to the format that ``chrome://tracing`` and Perfetto open, to be written as JSON: a process for each rank."""
+        """Convert to a dict in the trace format of ``chrome://tracing`` and Perfetto, to be written as JSON.
+
+        Each rank is a process there.
+        """
         threads = list(dict.fromkeys(step.thread for step in self.steps))
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
@@ -108,7 +111,7 @@ class Timeline:
 
 
 def rank_label(rank: int, mesh: Mesh | None) -> str:
-    """Name a rank and its coordinates on a mesh; a rank outside the mesh has no coordinates.
+    """Return the number of a rank and its coordinates on a mesh as text; a rank outside the mesh has no coordinates.
 
     >>> rank_label(5, Mesh(("dp", "tp"), (4, 2)))
     'rank 5 dp=2 tp=1'

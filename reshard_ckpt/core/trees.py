@@ -1,4 +1,4 @@
-"""Trees of dicts, lists and tuples: flatten one into paths and leaves, build one from these, copy one with other leaves.
+"""Trees of dicts, lists and tuples: flatten a tree into paths and leaves, build it from them, copy it with other leaves.
 
 A path is the tuple of the keys and indices that lead from the root to a node. A function of type `Children` decides where a tree
 ends: it returns the keys and children of a node, and None for a leaf.
@@ -24,7 +24,7 @@ Children = Callable[[Any], Iterable[tuple[Any, Any]] | None]
 
 
 def name_of(path: Iterable[Any]) -> str:
-    """Return the name of the node at a path: the keys, joined by dots.
+    """Return the dotted name of a node from its path (the keys that lead to it).
 
     >>> name_of(("model", "layers.0.weight"))
     'model.layers.0.weight'
@@ -33,26 +33,26 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the keys and children of a dict, or the indices and children of a list or tuple; None for a leaf."""
+    """Return the keys and values of a dict, or the indices and items of a list or tuple; None for any other object, a leaf."""
     if isinstance(node, Mapping):
         return node.items()
     return enumerate(node) if isinstance(node, list | tuple) else None
 
 
 def children_of_dict(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the keys and children of a dict; None for an empty dict and for all else, so that lists are leaves."""
+    """Return the keys and values of a non-empty dict; None for any other object, so that lists are leaves."""
     return node.items() if isinstance(node, Mapping) and node else None
 
 
 def flatten(
     tree: Any, children: Children = children, path: Path = (), *, max_depth: int | None = None
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and the value of each leaf, in order.
+    """Yield the path and the value of each leaf of a tree, in order.
 
     Parameters
     ----------
     path
-        The path of the tree itself, which all paths begin with.
+        The path to the tree itself, with which all yielded paths begin.
     max_depth
         A node whose path has this many keys is a leaf.
 
@@ -70,7 +70,7 @@ def flatten(
 
 
 def leaves(tree: Any, children: Children = children) -> Iterator[Any]:
-    """Yield the leaves of a tree, in order."""
+    """Yield the values of the leaves of a tree, in order."""
     return (leaf for _, leaf in flatten(tree, children))
 
 
@@ -82,7 +82,7 @@ def put(
     *,
     branch: type[dict[Any, Any]] = dict,
 ) -> None:
-    """Set the value at a path of nested dicts, and make the dicts that are missing, of the class `branch`.
+    """Set the value at a path of nested dicts. Missing dicts are made, of the class `branch`.
 
     Raises
     ------
@@ -101,13 +101,15 @@ def put(
 
 
 class _Branch(dict[Any, Any]):
-    """A dict that `unflatten` has made, as opposed to a dict that is a leaf."""
+    """A dict that `unflatten` has made for an inner node; a plain dict is a leaf."""
 
 
 def unflatten(entries: Iterable[tuple[Path, Any]], *, index: type[int] = int) -> Any:
-    """Build the tree with these leaves. Children with the keys 0, 1, … up to the last become a list, all others a dict.
+    """Build a tree from the paths and values of its leaves.
 
-    Only keys of the type `index` count, so that a dict with the keys 0 and 1 can be told from a list.
+    Children with keys 0, 1, … without a gap become a list, others a dict.
+
+    Only keys of the type `index` make a list: with a type of their own, a dict with the keys 0 and 1 stays a dict.
 
     >>> unflatten([(("a", 0, "b"), 1), (("a", 1), 2), (("c", 1), 3)])
     {'a': [{'b': 1}, 2], 'c': {1: 3}}
@@ -132,7 +134,7 @@ def _with_lists(node: Any, index: type[int]) -> Any:
 
 
 def map_tree(change: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
-    """Copy the dicts, lists and tuples of a tree, with the nodes that `change` returns.
+    """Copy a tree of dicts, lists and tuples, and put in the node that `change` returns for each node.
 
     `change` is called with the path and the value of each node, the outermost first. Where it returns another object, that takes
     the node's place, and nothing inside of it is visited. Instances of subclasses of list and tuple are leaves.
@@ -151,13 +153,14 @@ def map_tree(change: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> 
 
 
 MAX_ALIKE = 64
-"""The most keys of one dict or set that may have the same hash. Comparing all pairs of them takes about as long as decoding."""
+"""The most keys of one dict or set that may have the same hash. Comparing all pairs of so many keys takes as long as decoding
+them."""
 
 _SALTED = frozenset({str, bytes})
 
 
 def too_many_alike(keys: Collection[Hashable]) -> bool:
-    """Tell whether more than `MAX_ALIKE` of these keys have the same hash.
+    """Tell whether more than `MAX_ALIKE` of these keys have the same hash, which would make a dict of them slow.
 
     >>> too_many_alike(range(1000)), too_many_alike([i * (2**61 - 1) for i in range(1000)])
     (False, True)

@@ -1,1 +1,1 @@
-"""Plans of saves, loads and exchanges: the parts that each rank writes, reads, sends or would hold on another topology."""
+"""Plans: the parts of tensors that each rank writes, reads, sends to others, or would hold in another topology."""

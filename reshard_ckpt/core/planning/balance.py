@@ -1,6 +1,8 @@
-"""Balancing: divide the items of replica groups over their ranks, so that all ranks write nearly the same number of bytes.
+"""Balancing of writes: divide data that several ranks hold over these ranks, so that all write nearly equally many bytes.
 
-1. Items that only one rank holds are in the loads already.
+An *item* is a run of elements that the same ranks hold; a *replica group* is all items of one set of ranks.
+
+1. Items that only one rank holds count as its load from the start.
 2. An item that may not be split goes whole, largest first, to the rank of its group that has the least so far.
 3. Items that may be split are laid end to end, one stream for each replica group, and cut where the ranks' loads come out level.
    Groups of few ranks are levelled first, because larger groups can still make up for them.
@@ -17,12 +19,15 @@ from ..geometry.columns import ColumnTable, concatenated
 from ..geometry.runs import I64
 
 ROW_ALIGN_BYTES = 256 << 10
-"""A cut moves to the nearest slice of the item's outermost dim if such a slice is at most this size, and at most 2 % of a rank's
-share: the parts are boxes then."""
+"""The largest slice of an item's outermost dim, in bytes, to which a cut is moved so that both parts are boxes. (A slice may also
+be at most 2 % of a rank's share.)"""
 
 
 class ReplicaGroup(NamedTuple):
-    """Items that the same ranks hold: `items` may be split, `solid` may not; both are item indices."""
+    """The items (runs of elements) that one set of ranks holds: those in `items` may be split, those in `solid` may not.
+
+    Both are item indices.
+    """
 
     ranks: I64
     items: I64
@@ -31,7 +36,7 @@ class ReplicaGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assigned(ColumnTable):
-    """The parts that ranks write: elements ``[start, start + count)`` of the item, counted from the item's own beginning."""
+    """The parts that ranks write, as columns: elements ``start : start + count``, counted within an item (a run of elements)."""
 
     item: I64
     rank: I64
@@ -40,7 +45,7 @@ class Assigned(ColumnTable):
 
 
 def level_shares(loads: I64, total: int) -> I64:
-    """Divide ``total`` into shares that bring the loads as level as possible.
+    """Divide a total of bytes over ranks so that their loads end up as level as possible. Return each rank's share, (ranks,).
 
     >>> level_shares(np.array([0, 10, 4]), 10).tolist()
     [7, 0, 3]
@@ -59,12 +64,12 @@ def level_shares(loads: I64, total: int) -> I64:
 
 
 def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
-    """Divide every group's items over the ranks of the group.
+    """Divide the items of each replica group over the ranks of the group, so that all ranks write about equally many bytes.
 
     Parameters
     ----------
     groups
-        Each has at least one rank. Groups of few ranks come first.
+        Each has at least one rank.
     num_elements, item_bytes, slice_elements : (I,)
         For each item: its elements, the bytes of one element, the elements of one slice of its outermost dim.
     loads : (ranks,)
@@ -86,7 +91,7 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
 
 
 def _cut_stream(group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
-    """Cut the items of a group, end to end, into one part for each rank; add the bytes of each rank to `loads`."""
+    """Lay the items of a group end to end, and cut them into one part for each rank; add the bytes of each rank to `loads`."""
     # first[i], ends[i]: the bytes of the stream before item i, and up to its end; quota: bytes for each rank; at: the cuts.
     items = group.items
     each, ends = item_bytes[items], np.cumsum(num_elements[items] * item_bytes[items])

@@ -1,11 +1,11 @@
-"""Placement of copies among nodes, and the loss of images with a set of nodes.
+"""Where copies of each node's images (checkpoint files in memory) lie, and how likely it is that failures lose all copies of one.
 
 1. Deal out the nodes by machine, so that neighbours are on different machines if there are several.
 2. Form groups of ``copies + 1`` nodes; the last group takes the rest. Inside a group each node sends its images to the next
    ``copies`` nodes of a ring.
 
-Groups are the proposal of GEMINI (Wang et al., SOSP 2023): with one copy, a second lost node is the only holder of the first
-one's copy with probability 1 / (n − 1), while in one large ring the probability is twice that.
+Groups are the proposal of GEMINI (Wang et al., SOSP 2023): with one copy, a second lost node holds the only copy of the first
+one's images with probability 1 / (n − 1), while in one large ring the probability is twice that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from math import comb
 
 
 def copy_holders(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Choose the nodes that hold the copies of each node.
+    """Choose the other nodes that hold a copy of each node's images (checkpoint files in memory).
 
     Parameters
     ----------
     machines
-        For each node a key of its machine.
+        For each node the machine that it is on, as any hashable key.
     copies
         Number of other nodes that hold a copy of each node's images. If there are fewer other nodes, each of them holds one.
 
@@ -45,7 +45,7 @@ def copy_holders(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, 
 
 
 def copy_groups(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Divide the nodes into groups that hold each other's copies.
+    """Divide the nodes into groups whose members hold copies for each other.
 
     >>> copy_groups(["a", "b", "c", "d", "e"], 1)
     ((0, 1), (2, 3, 4))
@@ -58,7 +58,7 @@ def copy_groups(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, .
 
 
 def _dealt_out(machines: Sequence[Hashable]) -> list[int]:
-    """List the nodes, taking one from each machine in turn."""
+    """List the indices of all nodes, taking one from each machine in turn."""
     by_machine: dict[Hashable, list[int]] = defaultdict(list)
     for node, machine in enumerate(machines):
         by_machine[machine].append(node)
@@ -68,10 +68,10 @@ def _dealt_out(machines: Sequence[Hashable]) -> list[int]:
 
 
 def pair_lost_share(nodes: int, copies: int) -> float:
-    """Compute the probability of data loss when two nodes, drawn at random, fail at once.
+    """Compute the probability that data are lost if two nodes, drawn at random, fail at once.
 
-    Data are lost if the two nodes hold the only two copies of some node's images. `nodes` and `copies` are counts; each node is
-    a machine of its own.
+    Data are lost if the two nodes hold the only two copies of some node's images. `nodes` and `copies` are counts; each node is a
+    machine of its own.
 
     >>> pair_lost_share(8, 1) == 1 / 7, pair_lost_share(8, 0), pair_lost_share(8, 2)
     (True, 1.0, 0.0)

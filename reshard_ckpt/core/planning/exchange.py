@@ -1,4 +1,4 @@
-"""The plan of an exchange between memories: the holder that sends each wanted part, the rank that takes it, and the round.
+"""The plan of an exchange between the memories of ranks: for each wanted part of a tensor, the rank that sends it and the round.
 
 Every rank holds runs of tensors, and wants runs of the same tensors. Both are cut into boxes (`geometry.runs.decompose`).
 
@@ -6,7 +6,7 @@ Every rank holds runs of tensors, and wants runs of the same tensors. Both are c
 2. Choose a source for each part. A rank takes from itself everything that it also holds. All other parts come from a holder on
    its own node if there is one, else from any holder; of several, from the one that has the least to send. Large parts are cut
    before that, so that ranks which hold the same run can share the sending.
-3. The parts between each two ranks are one stream. Cut every stream into the same number of equal rounds, as many as the busiest
+3. All parts between one pair of ranks are a stream. Cut every stream into the same number of equal rounds, as many as the busiest
    rank needs: no rank sends or receives more than its bytes in a round, and all streams end together.
 
 The plan depends only on the runs that the ranks hold and want, not on their addresses in memory, so it stays valid while training
@@ -27,18 +27,19 @@ from ..geometry.tiling import TensorBoxes, meet
 from .balance import ReplicaGroup, assign
 
 MIN_PART_BYTES, MAX_PART_BYTES = 64 << 10, 4 << 20
-"""Parts larger than a limit between these two are cut; the limit is smaller if there are more ranks, so that rounds come out
-even."""
+"""The smallest and the largest limit in bytes above which a part is cut. With more ranks the limit is smaller, to fill rounds
+evenly."""
 
 OWN = -1
-"""The round of a part that a rank takes from itself."""
+"""The round number of a part that a rank takes from its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRuns(ColumnTable):
-    """Runs of boxes of tensors on all ranks, one for each row; ``local`` is the index of the row among its rank's rows.
+    """The runs that all ranks hold (or want), as columns: a run of a box of a tensor in each row.
 
-    ``dtype`` is an index into `specs.CODES`. ``device`` is 1 if the memory can be sent without a copy through the host.
+    ``local`` is the index of the row among the rows of its rank. ``dtype`` is an index into `specs.CODES`. ``device`` is 1 if the
+    memory can be sent without a copy through the host.
     """
 
     rank: I64
@@ -54,11 +55,12 @@ class RankRuns(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class Parts(ColumnTable):
-    """The parts that ranks take, each a box of a tensor, with the row of its owner and the row of its taker that it lies in.
+    """The parts of tensors that ranks send each other, as columns: each is a box, with its sender, receiver and round.
 
-    ``wire`` is the dtype in which a part travels, the smaller one of both sides. ``device`` is 1 if the part does not pass
-    through the host. Parts are sorted by device, round, owner and taker, and then by size of element, large ones first, which is
-    their order in the message.
+    ``owner_row`` and ``taker_row`` are the rows of the sender (owner) and of the receiver (taker) that the part lies in. ``wire``
+    is the dtype in which a part travels, the smaller one of both sides. ``device`` is 1 if the part does not pass through the
+    host. Parts are sorted by device, round, owner and taker, and then by size of element, large ones first, which is their order
+    in the message.
     """
 
     device: I64
@@ -73,23 +75,23 @@ class Parts(ColumnTable):
 
     @property
     def num_bytes(self) -> I64:
-        """The bytes that each part has while it travels."""
+        """The size of each part in the message, in bytes, (parts,)."""
         return volumes(self.lengths) * item_bytes_of(self.wire)
 
     def of_rank(self, rank: int) -> Parts:
-        """Return the parts that one rank sends, receives, or takes from itself."""
+        """Return the parts that one rank sends, receives, or takes from its own memory."""
         return self.take(np.flatnonzero((self.owner == rank) | (self.taker == rank)))
 
 
 def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_bytes: int) -> Parts:
-    """Plan the parts that each rank sends to each other rank.
+    """Plan the exchange: the parts of tensors that each rank sends to each other rank, and the round of each part.
 
     Parameters
     ----------
     held
-        Runs; any two are equal or share no element. Rows of the same run are copies of the same bytes.
+        The runs that ranks hold; any two are equal or share no element. Equal runs are copies of the same bytes.
     wanted
-        Runs that `held` covers; elements that `held` lacks are left out.
+        The runs that ranks want. Elements that `held` lacks are left out of the plan.
     node
         For each rank the number of its machine.
     round_bytes
@@ -149,20 +151,20 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
 
 
 def _distinct(runs: RankRuns, width: int) -> tuple[I64, I64]:
-    """Number the distinct runs; returns the number of each row, and the first row of each number."""
+    """Number the distinct runs. Return the number of each row's run, and the first row of each run."""
     wide = [pad_left(runs.offsets, width, 0), pad_left(runs.lengths, width, 1)]
     return group_ids(np.column_stack([runs.tensor, runs.start, runs.count, runs.dtype, *wide]))
 
 
 def _boxes(runs: RankRuns, width: int) -> tuple[TensorBoxes, I64]:
-    """Cut runs into boxes; returns the boxes, and the index of the run of each."""
+    """Cut runs into boxes of `width` dims. Return the boxes, and for each box the index of its run."""
     cut = decompose(runs.lengths, runs.start, runs.count)
     offsets = pad_left(runs.offsets[cut.parent] + cut.offsets, width, 0)
     return TensorBoxes(runs.tensor[cut.parent], offsets, pad_left(cut.lengths, width, 1)), cut.parent
 
 
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:
-    """Find the row in which each taker holds the run itself; -1 if it does not hold it."""
+    """Find for each part the row of `held` in which its taker itself holds run ``run[i]``; -1 if it does not hold the run."""
     # key: run and rank of each row as one number; bisection finds where the wanted number would stand.
     key, wanted = held_run * num_ranks + held.rank, run * num_ranks + taker
     order = np.argsort(key, kind="stable")
@@ -172,7 +174,7 @@ def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: in
 
 
 def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node: I64) -> I64:
-    """Choose a source row for each part that its taker does not hold: on the taker's node if possible, the least loaded."""
+    """Choose the row of `held` that sends each part: on the taker's node if possible, of several the rank with least to send."""
     num_nodes = int(node.max(initial=0)) + 1
     # rows: the holders of each run, those on one node side by side; key: the run and the node of each as one number.
     key = held_run * num_nodes + node[held.rank]
@@ -200,7 +202,9 @@ def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node
 
 
 def spread_over_rounds(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
-    """Give each part a round, so that the parts from one rank to another are spread evenly over all rounds.
+    """Choose a round for each part, so that the parts from one rank to another are spread evenly over all rounds.
+
+    Return (parts,).
 
     >>> zero = np.zeros(4, np.int64)
     >>> [spread_over_rounds(zero, zero + 1, zero + 10, 2, round_bytes).tolist() for round_bytes in (40, 20)]

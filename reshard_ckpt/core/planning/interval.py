@@ -10,8 +10,9 @@ between failures and an interval of ``T`` seconds:
   fastest tier that survives it (Vaidya 1995; Moody et al. 2010 for several levels);
 - a cap on ``C / T``, as CheckFreq has with 3.5 % (Mohan, Phanishayee, Chidambaram, FAST 2021).
 
-All times are in seconds. An asynchronous save loses only the time that it stalls training and slows it down, which is ``C``.
-Until it is committed, the checkpoint before it is the newest one, which is the lag.
+All times are in seconds, and a tier is a place for checkpoints (memory of nodes, or the store). ``λ`` is the rate of failures and
+``R`` the time of a restore. An asynchronous save loses only the time that it stalls training and slows it down, which is ``C``. A
+failure before it is committed goes back to the checkpoint before it; the time until then is the ``lag``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_OVERHEAD = 0.035
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
-    """Compute Young's interval between two saves.
+    """Compute Young's interval in seconds between two saves, from the cost of a save and the mean time between failures.
 
     >>> young(300, 86400) / 60
     120.0
@@ -35,7 +36,7 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Compute Daly's interval: the work between the end of a save and the beginning of the next one.
+    """Compute Daly's interval in seconds: the training time between the end of a save and the beginning of the next one.
 
     >>> [round(daly(300, hours * 3600) / 60, 1) for hours in (24, 6, 0.25)]
     [116.7, 56.7, 9.1]
@@ -47,7 +48,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def for_lost_samples(target_pls: float, num_ranks: int, mtbf_s: float) -> float:
-    """Compute the interval at which partial recovery loses a portion of samples (PLS), in expectation over the whole run.
+    """Compute the interval in seconds between saves at which partial recovery loses a given share of samples (PLS) on average.
 
     A failure of one of ``N`` ranks takes ``1 / N`` of the state back by half an interval: ``PLS = T / (2 M N)`` (Maeng et al.,
     *CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery*, 2021).
@@ -60,7 +61,7 @@ def for_lost_samples(target_pls: float, num_ranks: int, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TierCosts:
-    """Times and failure rate of one tier, a place for checkpoints, from which `best_interval` and `lost` follow.
+    """The times and the failure rate of one tier (a place for checkpoints), from which `best_interval` and `lost` are computed.
 
     Attributes
     ----------
@@ -80,14 +81,17 @@ class TierCosts:
     failures_per_s: float
 
     def best_interval(self, max_overhead: float = MAX_OVERHEAD) -> float:
-        """Choose the seconds between the beginnings of two saves; infinite if no failure is restored from this tier."""
+        """Return the best number of seconds between the beginnings of two saves.
+
+        It is infinite if no failure is restored from this tier.
+        """
         if self.failures_per_s <= 0:
             return math.inf
         best = daly(self.cost_s, 1 / self.failures_per_s) + self.cost_s
         return max(best, self.save_s, self.cost_s / max_overhead)
 
     def lost(self, interval_s: float) -> LostShares:
-        """Compute the shares of time that are lost with this interval, to first order in the rate of failures."""
+        """Compute the shares of time that are lost if saves are `interval_s` apart, to first order in the rate of failures."""
         return LostShares(
             saving=0.0 if math.isinf(interval_s) else self.cost_s / interval_s,
             repeating=self.failures_per_s * (interval_s / 2 + self.save_s) if self.failures_per_s else 0.0,
@@ -97,7 +101,7 @@ class TierCosts:
 
 @dataclass(frozen=True, slots=True)
 class LostShares:
-    """Shares of time that are lost, by cause: saves that stall training, steps done again, restarting and loading."""
+    """The shares of time that are lost, by cause: saves that stall training, steps of training done again, and restoring."""
 
     saving: float
     repeating: float
@@ -105,7 +109,7 @@ class LostShares:
 
     @property
     def total(self) -> float:
-        """The share of time that is lost, at most 1: with 1, no step is ever finished."""
+        """The whole share of time that is lost, at most 1, at which no training step is ever finished."""
         return min(1.0, self.saving + self.repeating + self.restoring)
 
     def __add__(self, other: LostShares) -> LostShares:
@@ -114,7 +118,7 @@ class LostShares:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """The figures of a job and its machines that the interval depends on.
+    """Figures of a training job and its machines, from which the best interval between saves is computed.
 
     Attributes
     ----------
@@ -131,7 +135,8 @@ class JobFigures:
     restart_s
         Seconds from a failure until the state is loaded: noticing the failure, getting new nodes, starting the processes.
     nodes, copies
-        The number of nodes, and how many other nodes hold a copy of one node's images. None for `copies`: no memory tier.
+        The number of nodes, and the number of other nodes that hold a copy of a node's part of the checkpoint in memory. None for
+        `copies`: there are no checkpoints in memory.
     node_share
         Share of the failures that take a node with its memory; the others end only processes.
     double_share
@@ -153,7 +158,7 @@ class JobFigures:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The best intervals of a job, and the time that is lost with them.
+    """The best intervals between a job's saves, and the shares of time that it then loses.
 
     Attributes
     ----------
@@ -173,19 +178,19 @@ class Goodput:
 
     @property
     def lost(self) -> LostShares:
-        """The shares of time that both tiers lose together."""
+        """The shares of time that the memory tier and the store lose together."""
         return self.memory + self.store
 
     @property
     def goodput(self) -> float:
-        """The share of time that goes into steps that are not repeated."""
+        """The share of time that goes into training steps that are not repeated after a failure."""
         return 1.0 - self.lost.total
 
 
 def best_goodput(job: JobFigures, max_overhead: float = MAX_OVERHEAD) -> Goodput:
-    """Choose the intervals of all tiers of a job.
+    """Choose the best intervals between saves to memory and to the store.
 
-    With a memory tier the store is written from memory, in the background, so that only a save to memory costs steps.
+    With a memory tier the store is written from memory, in the background, so that only a save to memory costs training time.
     """
     memory, store, survives = tiers(job)
     memory_s = None if memory is None else memory.best_interval(max_overhead)
@@ -196,7 +201,10 @@ def best_goodput(job: JobFigures, max_overhead: float = MAX_OVERHEAD) -> Goodput
 
 
 def tiers(job: JobFigures) -> tuple[TierCosts | None, TierCosts, float]:
-    """Describe the memory tier (None if it is useless), the store, and the share of failures that the memory tier survives."""
+    """Compute the costs of the memory tier and of the store, and the share of failures that the memory tier survives.
+
+    The first is None without a memory tier, or if it would survive no failure.
+    """
     write_s = job.state_bytes / job.write_bytes_per_s
     read_s = job.state_bytes / job.read_bytes_per_s
     rate = 1 / job.mtbf_s

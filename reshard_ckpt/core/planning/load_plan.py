@@ -1,10 +1,10 @@
-"""The plan of a load: the exact overlap of the wanted pieces with the saved rows, as byte ranges of files.
+"""The plan of a load: the overlaps of wanted pieces with saved rows, as byte ranges of files and places in memory.
 
 1. Cut every wanted piece into boxes.
 2. Pair each box with the saved rows of its tensor whose bounds touch it (`geometry.tiling`).
-3. Cut these rows where their bytes cross a *window* of their file, and then into boxes. The overlaps with the wanted boxes are
-   the items. So every item lies in one window, windows can be read independently, and no byte is read for two windows. Windows of
-   a row before its first wanted element, or behind the last, are skipped.
+3. Cut these rows where their bytes cross a *window* of their file (a part of fixed size), and then into boxes. The overlaps of
+   these with the wanted boxes are the *items*. So every item lies in one window, windows can be read independently, and no byte
+   is read for two windows. Windows of a row before its first wanted element, or behind the last, are skipped.
 
 An item is a small n-dimensional copy: from byte ``src`` of the file with byte strides ``src_strides``, to element ``dst`` of the
 memory of destination ``dest`` with element strides ``dst_strides``.
@@ -27,20 +27,23 @@ from ..geometry.tiling import TensorBoxes, meet
 
 MAX_WINDOWS = 1 << 20
 """The most windows that one row may span between its first and its last wanted element: 1 TiB if a window has 1 MiB, more than a
-shard ever has. A damaged or hostile catalog may claim more, which raises CorruptError. Rows are also cut in batches of about so
-many windows, which bounds memory without changing the result."""
+shard ever has. If a damaged or hostile catalog claims more, the load raises CorruptError. Rows are also cut in batches of
+about this many windows, to bound memory."""
 
 MAX_WINDOWS_IN_ALL = 8 * MAX_WINDOWS
-"""The same limit for all rows of one batch of pairs together: 8 TiB, which no rank reads."""
+"""The most windows that all rows of one batch may span: 8 TiB if a window has 1 MiB, more than a rank ever reads."""
 
 MAX_PAIRS = 1 << 17
-"""Number of pairs of a wanted box and a row that are cut at once; bounds memory without changing the result. Columns of so many
-pairs stay in the processor's cache."""
+"""The number of pairs of a wanted box and a row that are cut at once. It bounds memory, and keeps the arrays in the processor's
+cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """One entry for each item (see the module); ``covered[p]`` counts the elements that the catalog has of wanted piece p."""
+    """The reads of a load, as columns with one entry for each item, a box that is copied from a file to memory (see the module).
+
+    ``covered`` has an entry for each wanted piece: the number of its elements that the catalog has.
+    """
 
     file: I64
     window: I64
@@ -55,20 +58,20 @@ class LoadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all items."""
+        """The size of all items in bytes."""
         return self.num_bytes_outside(())
 
     def num_bytes_outside(self, files: Sequence[int]) -> int:
-        """Count the bytes of the items that do not lie in these files."""
+        """Return the size in bytes of the items that lie in other files than these."""
         size = volumes(self.lengths) * self.item_bytes
         return int(size[~np.isin(self.file, files)].sum() if len(files) else size.sum())
 
 
 class _WantedBoxes(NamedTuple):
-    """The boxes that the wanted pieces were cut into.
+    """The boxes that the wanted pieces were cut into, as columns.
 
-    ``offsets`` are global, ``base`` is the element of the destination's memory where the box begins, and ``strides`` are that
-    memory's element strides.
+    ``offsets`` are global, ``base`` is the element of the destination's memory where the box begins, and ``strides`` are the
+    element strides of that memory.
     """
 
     tensor: I64
@@ -80,16 +83,16 @@ class _WantedBoxes(NamedTuple):
 
 
 def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes: int) -> LoadPlan:
-    """Plan the reading of all wanted pieces.
+    """Plan the reads for all wanted pieces: byte ranges of files, and the places in memory where they go.
 
     Parameters
     ----------
     source
-        For each destination (``wanted.tensor``) the index of its tensor in the catalog.
+        For each wanted tensor (a number in ``wanted.tensor``) its index in the catalog.
     wanted
-        Pieces that lie inside the shape of their tensor, padded to any number of dims.
+        The wanted pieces. They lie inside the shape of their tensor, and may be padded to any number of dims.
     window_bytes
-        No item crosses a multiple of this many bytes in its file, except for a single element that does.
+        Size of a window. No item crosses a multiple of this many bytes in its file, unless it is a single element.
     """
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     boxes = _wanted_boxes(catalog, source, wanted, width)
@@ -122,7 +125,7 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
 
 
 def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: int) -> _WantedBoxes:
-    """Cut the wanted pieces into boxes, and replace each alias by the tensor that has its rows."""
+    """Cut the wanted pieces into boxes, and look up the tensor of each in the catalog; an alias is replaced by its source."""
     cut = decompose(wanted.lengths, wanted.start, wanted.count)
     # Row i of each array from here on is box i; inner[i]: its offsets in the box of its piece.
     strides = pad_left(wanted.strides, width, 0)[cut.parent]
@@ -139,7 +142,10 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
 
 @dataclass(frozen=True, slots=True)
 class _Pairs(ColumnTable):
-    """Pairs of a wanted box and a saved row: the part ``start, count`` of the row that is looked at, and bytes of an element."""
+    """Pairs of a wanted box and a saved row that may overlap, as columns.
+
+    ``start, count`` are the elements of the row's box that the pair covers, and ``item_bytes`` is the size of an element.
+    """
 
     box: I64
     row: I64
@@ -149,7 +155,7 @@ class _Pairs(ColumnTable):
 
 
 def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) -> _Pairs:
-    """Pair each wanted box with the rows of its tensor whose bounds touch it."""
+    """Pair each wanted box with the saved rows of its tensor that may hold elements of it."""
     row_start, rows = catalog.tensors_table.row_start, catalog.rows
     # tensors: the distinct wanted tensors; number[i]: the position of box i's tensor among them.
     tensors, number = boxes.tensor, np.arange(len(boxes.tensor))
@@ -171,7 +177,9 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) ->
 def _items(
     catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
 ) -> tuple[I64, ...]:
-    """Cut pairs at windows and into boxes; return a column for each property of the items.
+    """Cut pairs of a wanted box and a saved row at windows of the file, and into boxes.
+
+    Return the columns of the resulting items.
 
     The columns are: index of the wanted box, file, window, `src`, global offsets, lengths, and `src_strides` (offset and strides
     in bytes). `windows` has the first and the last window of each pair.
@@ -197,7 +205,7 @@ def _items(
 
 
 def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
-    """Return the global offsets and lengths of the boxes of these rows, padded to `width` dims."""
+    """Return the global offsets and lengths of the boxes of these rows, each (N, width)."""
     box = catalog.rows.box[row]
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
@@ -205,9 +213,10 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
 def _windows_of(
     boxes: _WantedBoxes, pairs: _Pairs, offset: I64, offsets: I64, lengths: I64, window_bytes: int
 ) -> tuple[I64, I64]:
-    """Find the first and the last window that hold bytes of the wanted box; row i begins at byte ``offset[i]`` of its file.
+    """Find, for each pair, the first and the last window of the file that hold elements of the wanted box.
 
-    A row may miss the wanted box although its bounds touch it: its last window is then before its first one.
+    The pair's row begins at byte ``offset[i]`` of its file, and its box is ``offsets[i], lengths[i]``. A row may miss the wanted
+    box although its bounds touch it: its last window is then before its first one.
     """
     # low, high: the overlap of the row's box with the wanted box.
     low = np.maximum(offsets, boxes.offsets[pairs.box])
@@ -226,7 +235,7 @@ def _windows_of(
 
 
 def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
-    """Cut each row into one part for each window from `first` to `last`; row i begins at byte ``offset[i]`` of its file.
+    """Cut each pair's row into one part for each window from `first` to `last`; row i begins at byte ``offset[i]`` of its file.
 
     An element belongs to the window in which it begins. Elements in other windows are dropped.
     """

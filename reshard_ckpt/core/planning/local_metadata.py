@@ -1,4 +1,4 @@
-"""Local metadata: the pieces and values of one rank as columns, ready to be sent and merged."""
+"""Local metadata: descriptions of the tensors, pieces and values of one rank, as columns that can be sent and merged."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns(TensorDescriptions):
-    """The tensors that one rank holds parts of, without the parts, so that many ranks have equal tables.
+    """Descriptions of the tensors of one rank, without its pieces of them, so that many ranks have equal tables.
 
     ``alias`` is the index of an earlier tensor, or -1. ``placement`` is an index into the distinct ``placements``. ``own`` marks
-    a blob that every rank has for itself: its name stands for another tensor on each rank, whose shape is the box of its row.
+    the bytes of a value that each rank has for itself: its name stands for a different tensor on each rank, whose shape is the
+    box of its row.
     """
 
     own: U8
@@ -35,7 +36,7 @@ class TensorColumns(TensorDescriptions):
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """The pieces that one rank holds, as runs of its distinct boxes; this part of the metadata differs from rank to rank."""
+    """The pieces that one rank holds, as runs of its distinct boxes. This part of the metadata differs from rank to rank."""
 
     box_offsets: I64
     box_lengths: I64
@@ -47,7 +48,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class LocalMetadata:
-    """The metadata of everything that one rank holds: tensors, their pieces, and values."""
+    """The description of everything that one rank holds: its tensors, its pieces of them, and its values."""
 
     tensors: TensorColumns
     rows: RowColumns
@@ -56,10 +57,11 @@ class LocalMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobMetadata:
-    """The metadata of all ranks: distinct tables of tensors, and the rows of all ranks end to end, in order of rank.
+    """The local metadata of all ranks: the distinct tables of tensors, and the pieces of all ranks end to end, in order of rank.
 
-    ``table[r]`` is the table of rank r. For each row, ``tensor`` is an index into its rank's table, ``local`` the index among its
-    rank's rows, and ``box`` an index into the boxes here, where equal boxes may occur many times.
+    ``table[r]`` is the table of rank r. The other columns have one row for each piece: ``tensor`` is an index into its rank's
+    table, ``local`` the index among its rank's rows, and ``box`` an index into the boxes here, where equal boxes may occur many
+    times.
     """
 
     tables: tuple[TensorColumns, ...]
@@ -84,12 +86,13 @@ def build_local_metadata(
     mesh: Mesh | None,
     own: Mapping[int, str] | None = None,
 ) -> LocalMetadata:
-    """Put a rank's specs into columns; the last `num_blobs` of them are blobs. The result has no values yet.
+    """Describe a rank's tensors as columns. The last `num_blobs` specs are blobs (bytes of values). The result has no values yet.
 
     Parameters
     ----------
     own
-        Blobs that every rank has for itself: by index, the name of the value, which is the same on all ranks.
+        The blobs of values that each rank has for itself: the index of the spec, and the name of the value (the same on all
+        ranks).
 
     Raises
     ------
@@ -109,7 +112,10 @@ def build_local_metadata(
 
 
 def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | None) -> TensorColumns:
-    """Put specs into columns; the last `num_blobs` of them are blobs. An alias must come after its tensor."""
+    """Put specs into columns, without their pieces. The last `num_blobs` are blobs (bytes of values).
+
+    An alias must follow its tensor.
+    """
     kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
     kind[len(specs) - num_blobs :] = TensorKind.BLOB
     placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
@@ -132,7 +138,7 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
 
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:
-    """Raise LayoutError if a piece reaches outside its tensor, or its run outside its box."""
+    """Raise LayoutError if the box of a piece reaches outside its tensor, or the run of a piece outside its box."""
     # within[i]: each dim of piece i's box lies inside its tensor; run[i]: its run lies inside its box.
     within = (pieces.offsets >= 0) & (pieces.lengths >= 0) & (pieces.offsets + pieces.lengths <= shape[pieces.tensor])
     run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))

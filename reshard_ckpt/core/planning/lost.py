@@ -1,7 +1,9 @@
-"""The regions of wanted tensors that a catalog lacks, as pieces: the catalog of a live state whose ranks are partly gone.
+"""The parts of wanted tensors that no rank holds any more, as pieces, after some ranks of a job are lost.
+
+The catalog describes the state in the memory of the ranks that are left.
 
 1. Count the elements of every wanted piece that the catalog has (`load_plan`). Most pieces are there whole, or not at all.
-2. Cut each of the others into boxes, and take every row of the catalog out of them.
+2. Cut each of the other pieces into boxes, and remove the elements that the catalog's rows have.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from .load_plan import plan_load
 _WHOLE_WINDOW = 1 << 60
 
 Box = tuple[Ints, Ints]
-"""The lowest corner of a box, and the one behind its highest."""
+"""A box as its lowest corner and the corner behind its highest element."""
 
 
 def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec | None]:
-    """Cut each spec down to the pieces that the catalog lacks; return None for a spec that the catalog holds whole.
+    """Reduce each spec to the pieces that the catalog lacks; return None for a spec whose pieces the catalog has completely.
 
-    Tensors are matched by name, and have the shape that they have in the catalog.
+    Tensors are matched by name, and have the same shape as in the catalog.
     """
     saved = [i for i, spec in enumerate(specs) if spec.name in catalog]
     source = np.array([catalog.index(specs[i].name) for i in saved], np.int64)
@@ -54,7 +56,7 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
 
 
 def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
-    """Cut a box into boxes that tile it without the box from `low` to `high`."""
+    """Remove the elements from corner `low` to `high` from a box; return boxes that tile the rest."""
     begin, end = map(list, box)
     if any(first >= last or first >= b or last <= a for a, b, first, last in zip(begin, end, low, high, strict=True)):
         return [box]
@@ -71,7 +73,7 @@ def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
 
 
 def _boxes_of(catalog: Catalog, tensor: int, ndim: int) -> list[Box]:
-    """Return the boxes that the rows of a tensor consist of."""
+    """Return the boxes of a tensor's elements that the catalog has, `ndim` dims each."""
     row = catalog.rows_of(tensor)
     rows, box = catalog.rows, catalog.rows.box[row]
     lengths = catalog.boxes.lengths[box]

@@ -1,4 +1,4 @@
-"""Matching: pair each wanted tensor with its source in the checkpoint, or describe the reason why it cannot load."""
+"""Matching: find the saved tensor that each wanted tensor loads from, or the reason why it cannot load."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from .scales import Quantized
 MISSING = "not in the checkpoint"
 
 LEAVES_OUT = "ignore= of this name leaves it out"
-"""The advice for names that the checkpoint has and the state has no place for."""
+"""Advice in messages about names that the checkpoint has and the state lacks."""
 
 OTHER_NDIM = "of another number of dims"
-"""In the line of a tensor that no allow_resize= can load."""
+"""Part of the message about a tensor whose number of dims differs, so that ``allow_resize=`` cannot load it."""
 
 
 class Match(NamedTuple):
-    """The indices of the specs that can load, the catalog index of the source of each, and messages about all other specs.
+    """The outcome of matching: specs that can load, the catalog index that each loads from (`source`), and messages.
 
-    The messages are in one tuple for each reason.
+    The messages about other specs are in one tuple for each reason: `missing`, `shape`, `dtype`.
     """
 
     specs: tuple[int, ...]
     source: I64
     named: frozenset[int]
-    """The catalog indices of all specs that the catalog has by name. Some of them cannot load."""
+    """The catalog indices of all wanted tensors whose names the catalog has, including tensors that cannot load."""
     missing: tuple[str, ...]
     shape: tuple[str, ...]
     dtype: tuple[str, ...]
     kept: tuple[str, ...]
-    """Tensors that the checkpoint lacks, and that `allow_missing` lets keep their value."""
+    """Messages about tensors that the checkpoint lacks, and that keep their value because of `allow_missing`."""
     saved_as: Mapping[str, str]
-    """The saved name of each spec that was saved under another one: the two differ only in steps that module wrappers add."""
+    """For specs that were saved under another name, that name. The two differ only in parts that module wrappers add."""
 
 
 def matches(name: str, patterns: Sequence[str] | bool) -> bool:
-    """Tell whether a name fits any of the patterns: a name, which stands also for all names below it, or a shell-style pattern.
+    """Tell whether a name matches any of the patterns.
 
-    A bool stands for all or none.
+    A pattern is a name (which also matches all names below it) or shell-style.
+
+    A bool in place of patterns means all names or none.
 
     >>> matches("model.emb.weight", ["*.emb.*"]), matches("model.emb.weight", ["model.emb"]), matches("x", False)
     (True, True, False)
@@ -68,10 +70,11 @@ def match(
     tied_under_one_name: bool = False,
     quantized: Quantized | None = None,
 ) -> Match:
-    """Find the source of each spec in the catalog. A spec without a source of its shape and dtype is listed by the reason.
+    """Find the tensor of the catalog that each spec loads from, and describe each spec that cannot load.
 
-    A tensor of `quantized` may be converted if its scale can be applied. With `tied_under_one_name`, a missing tensor is ignored
-    if another name of the same memory has a source.
+    `cast`, `allow_resize` and `allow_missing` are patterns of names whose dtype or shape may differ, or that may be missing. A
+    tensor of `quantized` may be cast if its scale can be applied. With `tied_under_one_name`, a missing tensor is ignored if
+    another name of the same memory can load.
     """
     saved_as = _without_wrappers(specs, catalog)
     found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own
@@ -113,7 +116,10 @@ def match(
 
 
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:
-    """For each spec without a source find the one saved name that no spec wants and that differs only in parts of wrappers."""
+    """Map the name of each spec that the catalog lacks to the only saved name that equals it without parts that wrappers add.
+
+    Saved names that another spec wants are left out.
+    """
     wanted = {spec.name for spec in specs}
     lacking = _by_bare_name(wanted.difference(catalog.names))
     if not lacking:
@@ -123,7 +129,7 @@ def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names by their form without the parts of wrappers."""
+    """Group names that are equal without the parts that wrappers add."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(bare(name), []).append(name)
@@ -131,7 +137,7 @@ def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
-    """Count the elements of each wanted piece that lie inside the saved tensor: all of them, unless it was resized."""
+    """Count the elements of each wanted piece that lie inside the saved shape: all of them, unless a tensor was resized."""
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     saved = pad_left(catalog.tensors_table.shape, width, 1)[source][wanted.tensor]
     # low, high: the boxes of all pieces, clipped to the saved shape.
@@ -143,7 +149,7 @@ def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
 
 
 def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
-    """List the faults of source tensors whose rows do not tile them."""
+    """List the overlaps and gaps in the saved rows of these tensors."""
     table = catalog.tensors_table
     # origin: the sources, each alias replaced by its tensor. All other tensors get an empty shape, which has no faults.
     origin = np.unique(catalog.sources(source))
@@ -158,7 +164,7 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
 
 
 def fault_text(catalog: Catalog, fault: Fault) -> str:
-    """Describe a fault of the saved rows in words."""
+    """Describe an overlap or a gap in saved shards as the line of a message."""
     table = catalog.tensors_table
     what = "saved shards overlap at" if fault.rows else "no saved shard holds"
     return f"{table.names[fault.tensor]}: {what} {describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))}"
@@ -167,7 +173,7 @@ def fault_text(catalog: Catalog, fault: Fault) -> str:
 def uncovered(
     catalog: Catalog, specs: Sequence[TensorSpec], source: I64, wanted: PieceColumns, plan: LoadPlan, faults: Sequence[Fault]
 ) -> dict[int, str]:
-    """Describe each source, by catalog index, that lacks a wanted part because no saved shard covers it."""
+    """Describe each tensor with wanted elements that no saved shard covers, as the line of a message, by catalog index."""
     expected = expected_counts(catalog, source, wanted)
     gaps = {fault.tensor: fault for fault in faults if not fault.rows}
     lacking: dict[int, int] = {}

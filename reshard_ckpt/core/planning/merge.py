@@ -1,9 +1,9 @@
 """Merge the local metadata of all ranks into one table of tensors and one of rows.
 
-1. Merge tensors by name, once for each distinct table. Ranks that disagree about a dtype or a shape are an error. A blob that
-   each rank has for itself becomes one tensor for each rank.
+1. Merge tensors by name, once for each distinct table. Ranks that disagree about a dtype or a shape are an error. A blob (the
+   bytes of a value) that each rank has for itself becomes one tensor for each rank.
 2. Give equal boxes one number, over all tensors and ranks.
-3. Sort rows by tensor, box and start, and then by rank, so that the rows of one *replica group* are neighbours.
+3. Sort rows by tensor, box and start, and then by rank, so that equal pieces of several ranks (replicas) are neighbours.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from .local_metadata import U8, JobMetadata
 from .placement import agreed_placement
 
 OWN_VALUES = "wrap a value that differs on purpose in checkpoint.PerRank, or give different values different names"
-"""The advice where ranks have different values under one name."""
+"""Advice in the error when ranks have different values under one name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedTables(TensorDescriptions):
-    """The tensors of all ranks, sorted by name; ``declared`` is the placement that the state of all ranks declares."""
+    """The tensors of all ranks, sorted by name. ``declared`` is the placement of each that all ranks declare."""
 
     declared: tuple[Placement, ...]
     own: Mapping[str, I64]
-    """For the name of each blob that ranks have for themselves, the tensor of each rank's blob; -1 for a rank without one."""
+    """For the name of each value that ranks have for themselves: the index of each rank's blob, (ranks,); -1 if a rank has no
+    such value."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedRows(ColumnTable):
-    """The pieces of all ranks in one table, without the pieces of aliases, sorted by tensor, box and start.
+    """The pieces of all ranks in one table, without those of aliases, sorted by tensor, box and start.
 
     ``local[i]`` is the row of piece i in the metadata of rank ``rank[i]``.
     """
@@ -56,10 +57,10 @@ class MergedRows(ColumnTable):
 
 
 class _Ids(NamedTuple):
-    """The merged index of each entry of each distinct table.
+    """The index in the merged table of each entry of each rank's table.
 
-    Entry e of table k is tensor ``value[first[k] + e]``. If that is negative, it is ``-1 - n`` for a blob of the rank's own, and
-    the tensor of rank r is ``own[n, r]``; -1 there for a rank without this blob.
+    Entry e of table k is tensor ``value[first[k] + e]``. A negative number ``-1 - n`` stands for a blob that each rank has for
+    itself: the tensor of rank r is ``own[n, r]``, or -1 if rank r has no such blob.
     """
 
     value: I64
@@ -68,7 +69,7 @@ class _Ids(NamedTuple):
 
 
 def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, MergedRows]:
-    """Merge the metadata of all ranks into one table of tensors, the distinct boxes, and all rows.
+    """Merge the metadata of all ranks into one table of tensors, the distinct boxes, and the pieces of all ranks.
 
     Raises
     ------
@@ -96,7 +97,10 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, M
 
 
 def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[BoxTable, I64]:
-    """Find the distinct boxes, and the box of each row; all pieces of an empty tensor get the box that is the whole tensor."""
+    """Find the distinct boxes of all ranks, and the box of each piece.
+
+    Each piece of an empty tensor gets the whole tensor as its box.
+    """
     width = tables.shape.shape[1]
     empty = np.flatnonzero(empty_tensor)
     # The boxes of all ranks, then the whole box of each empty tensor; ids[i]: the distinct box that entry i is.
@@ -111,7 +115,7 @@ def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: 
 
 
 def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
-    """Merge the distinct tables by name; returns the merged table, and the merged index of each entry."""
+    """Merge the distinct tables of tensors by name. Return the merged table, and where each entry went."""
     entries = [name for table in job_metadata.tables for name in table.names]
     first = np.cumsum([0] + [len(table.names) for table in job_metadata.tables])
     # number: by name, a number for the blobs that each rank has for itself: one tensor for each rank, named after the rank.
@@ -135,13 +139,13 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
 
 
 def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:
-    """Concatenate a column of all tables."""
+    """Concatenate one column of all distinct tables of tensors."""
     parts = [getattr(table, column) for table in job_metadata.tables]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Mapping[str, I64]) -> MergedTables:
-    """Fill the columns of the merged table; the shapes of ranks' own blobs are set later, from their boxes."""
+    """Fill the columns of the merged table of tensors. The shapes of blobs that ranks have for themselves are set later."""
     width = max((table.shape.shape[1] for table in job_metadata.tables), default=1)
     shared, blobs = np.flatnonzero(ids.value >= 0), np.flatnonzero(ids.value < 0)
     # blob[n]: one of the entries of ranks' own blobs of name n, which are all described alike.
@@ -172,7 +176,7 @@ def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Map
 
 
 def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], owner: I64, columns: Sequence[I64]) -> None:
-    """Raise LayoutError if an entry differs in one of the columns from the first entry of its tensor."""
+    """Raise LayoutError if ranks describe a tensor differently in one of these columns."""
     shared = np.flatnonzero(ids.value >= 0)
     first = owner[ids.value[shared]]
     differs = np.zeros(len(shared), bool)
@@ -191,7 +195,7 @@ def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], own
 
 
 def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
-    """Spell the dtype and shape of an entry, and the first rank that has its table."""
+    """Describe an entry of a rank's table for a message: the first rank that has it, its dtype and its shape."""
     table_number = int(np.searchsorted(ids.first, entry, side="right")) - 1
     table, i = job_metadata.tables[table_number], entry - int(ids.first[table_number])
     rank = int(np.argmax(job_metadata.table == table_number))
@@ -202,7 +206,7 @@ def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
 
 
 def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
-    """Find the tensor that each tensor is an alias of, or -1.
+    """Return for each merged tensor the index of the tensor that it is an alias of, or -1.
 
     A tensor is an alias only if every rank that has it names the same tensor, and that tensor is not an alias itself.
     """
@@ -222,9 +226,9 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
 
 
 def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I64]:
-    """Merge the links of state to parameters.
+    """Merge the links from optimizer state to its parameter into columns of the merged table.
 
-    A rank may have the state of a parameter without the parameter, and then knows no link. So a link that any rank knows counts.
+    A rank may have the state of a parameter without the parameter, and then has no link. So a link that any rank has counts.
     """
     optimizer, key, parameter_of = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
     entries = np.flatnonzero((key > 0) & (ids.value >= 0))
@@ -239,7 +243,7 @@ def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I6
 
 
 def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[Placement, ...]:
-    """Find the placement that all ranks declare alike for each tensor."""
+    """Return for each tensor the placement that all ranks declare. An axis on which ranks differ is left out."""
     # number: distinct placements of all tables; of_entry: the placement of each entry.
     number: dict[Placement, int] = {}
     local = [np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64) for table in job_metadata.tables]
@@ -259,14 +263,14 @@ def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[P
 
 
 def tensor_table(tables: MergedTables, placement: I64, tensor: I64) -> TensorTable:
-    """Build the catalog's table of tensors from merged tensors.
+    """Build the catalog's table of tensors from the merged table.
 
     Parameters
     ----------
     placement
         The index of each tensor's placement, or -1.
     tensor
-        The tensor of each row; ascending.
+        The tensor that each row of the catalog belongs to; ascending.
     """
     described = {field.name: getattr(tables, field.name) for field in fields(TensorDescriptions)}
     row_start = np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The pipeline stage and the expert that hold a tensor, by its name.
+"""Pipeline stages and expert-parallel coordinates of tensors, found from their names.
 
 1. The first part of a dotted name that is a number is its *layer*; the parts before it name the *stack*. A stack has at least
    as many layers as there are stages; in a smaller group the numbers are ignored.
@@ -29,7 +29,7 @@ _NORM = re.compile(r"norm|(^|[._])ln")
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """Return the stack and the layer that a name tells; None if no part of it is a number.
+    """Return the stack (such as ``model.layers``) and the number of the layer in a tensor's name; None if no part is a number.
 
     >>> layer_of("model.layers.3.attn.weight"), layer_of("model.norm.weight")
     (('model.layers', 3), None)
@@ -50,14 +50,14 @@ def stages_of(
     saved_stages: int,
     stacked: bool = False,
 ) -> dict[str, Ints]:
-    """Find the stages that hold each tensor.
+    """Map each tensor's name to the pipeline stages that hold the tensor.
 
     Parameters
     ----------
     boundaries
         The first layer of each stage except stage 0.
     saved
-        The saved stages of tensors, if the checkpoint knows them, out of `saved_stages` stages.
+        The stages that held each tensor, out of `saved_stages`, if the checkpoint says so.
     stacked
         Whether other tensors have the layers stacked along a dim. Then it is fine if these tensors have no layers.
 
@@ -95,7 +95,7 @@ def stages_of(
 
 
 def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequence[int] | None) -> Iterable[tuple[int, int]]:
-    """Pair each layer of a stack with its stage."""
+    """Yield each layer of a stack with its pipeline stage: by the boundaries, or evenly if there are no boundaries."""
     num = len(layers)
     if boundaries is None:
         # Without boundaries, layer number i of the stack is on the stage whose range of positions contains i.
@@ -116,7 +116,7 @@ def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequ
 
 
 def _stages(name: str, stage_of: Mapping[tuple[str, int], int], num: int, saved: Ints | None, saved_num: int) -> Ints:
-    """Return the stages of one tensor: by its layer, else as saved, else by its role."""
+    """Return the stages of one tensor: those of its layer if it has one, else as it was saved, else by words in its name."""
     found = layer_of(name)
     if found is not None and found in stage_of:
         return (stage_of[found],)
@@ -129,7 +129,7 @@ def _stages(name: str, stage_of: Mapping[tuple[str, int], int], num: int, saved:
 
 
 def _by_role(name: str, num: int) -> Ints:
-    """Return the stages of a tensor without a layer, by the role that its name tells."""
+    """Return the stages of a tensor outside the layers, by its name: embeddings first, heads and final norms last, else all."""
     # Heads first: names such as "unembed" also match the pattern of embeddings.
     if _LAST.search(name):
         return (num - 1,)
@@ -142,7 +142,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """Find the group of experts, and the number of the expert, that a tensor's name tells; None if it tells no expert.
+    """Return the group of experts and the number of the expert in a tensor's name; None if the name has no expert.
 
     >>> expert_of("model.layers.1.experts.5.w1"), expert_of("model.layers.1.w")
     (('model.layers.1.experts', 5), None)
@@ -155,7 +155,7 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
-    """Map the tensors of experts to coordinates below `num`; the experts of each group are divided evenly, in order."""
+    """Map names of experts' tensors to expert-parallel coordinates below `num`. The experts of each group are divided evenly."""
     found = {name: of for name in names if (of := expert_of(name)) is not None}
     groups: dict[str, set[int]] = {}
     for group, expert in found.values():
@@ -165,7 +165,7 @@ def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
 
 
 def spread_by_size(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
-    """Map each key to one of `num` places: the largest size first, each to the place with the least so far."""
+    """Divide keys over `num` places by size: the largest first, each to the place with the smallest total so far."""
     loads = [0] * num
     out = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -180,7 +180,7 @@ _EXPERTS = re.compile(r"(^|\.)experts\.experts\.(?!\d+(\.|$))[^.]+")
 
 
 def layer_dim(name: str) -> int | None:
-    """Return the dim of a parameter that counts layers, or None.
+    """Return the dim of a parameter along which layers are stacked, from its name; None if they are not stacked.
 
     >>> layer_dim("model.decoder.layers.mlp.fc1.weight"), layer_dim("model.layers.3.mlp.fc1.weight")
     (0, None)
@@ -189,7 +189,7 @@ def layer_dim(name: str) -> int | None:
 
 
 def expert_dim(name: str) -> int | None:
-    """Return the dim of a parameter that counts experts, or None.
+    """Return the dim of a parameter along which experts are stacked, from its name; None if they are not stacked.
 
     >>> expert_dim("decoder.layers.mlp.experts.experts.fc1.weight"), expert_dim("decoder.layers.0.mlp.experts.experts.fc1.weight")
     (1, 0)

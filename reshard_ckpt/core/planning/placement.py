@@ -1,4 +1,4 @@
-"""The placement of each tensor on the mesh: as the state declares it, and on other axes as the ranks' pieces show it.
+"""The placement of each tensor on the mesh, from the ranks' pieces of it, on axes for which the state does not declare it.
 
 For an axis that nothing declares, compare the ranks of one *line*: ranks that differ in the coordinate on that axis alone. The
 line of a tensor is the one with the lowest rank of its first run.
@@ -33,7 +33,7 @@ from ..geometry.runs import I64, Mask, Range
 
 
 class PieceTable(NamedTuple):
-    """The pieces of all ranks, one in each row, in order of tensor; `box` and `run` number the distinct boxes and runs."""
+    """The pieces of all ranks as columns, sorted by tensor; `box` and `run` are numbers of the distinct boxes and runs."""
 
     tensor: I64
     rank: I64
@@ -44,7 +44,7 @@ class PieceTable(NamedTuple):
 def derive(
     mesh: Mesh, declared: Sequence[Placement], shape: I64, ndim: I64, holding: PieceTable, box_offsets: I64, box_lengths: I64
 ) -> PlacementTable:
-    """Find the placement of each tensor on every axis of the mesh, in the mesh's order.
+    """Find the placement of each tensor on every mesh axis, from the declared placements and the pieces that ranks hold.
 
     Parameters
     ----------
@@ -75,10 +75,10 @@ def derive(
 def _shown_on(
     mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64
 ) -> tuple[list[AxisPlacement], I64]:
-    """Compare, for each tensor, the pieces of ranks along one mesh axis.
+    """Find the placement of each tensor along one mesh axis, by comparing ranks that differ only in their coordinate on it.
 
-    The ranks of a *line* differ in their coordinate on this axis alone. A tensor's line has the rank of its first piece. Return
-    the distinct placements on the axis, and for each tensor the index of its placement in that list, (T,).
+    For each tensor one *line* of such ranks is compared: the line with the rank of the tensor's first piece. Return the distinct
+    placements on the axis, and for each tensor the index of its placement in that list, (T,).
     """
     size, stride = mesh.sizes[axis], int(np.prod(mesh.sizes[axis + 1 :], dtype=np.int64))
     coordinate = np.arange(mesh.size) // stride % size
@@ -121,14 +121,14 @@ def _shown_on(
 
 
 def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
-    """Count the distinct numbers of each tensor."""
+    """Count the distinct values of `number` for each tensor, (T,)."""
     # order: the entries by tensor and number, so that equal ones are neighbours.
     order = lex_order(tensor, number) if len(tensor) else tensor
     return np.bincount(tensor[order][is_new(tensor[order], number[order])], minlength=num_tensors)
 
 
 def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> Mask:
-    """Tell for each tensor whether every coordinate of an axis that holds a part of it holds the same parts.
+    """Tell for each tensor whether all coordinates of an axis that hold a part of it hold the same parts, (T,).
 
     Entry i of the columns says that ``coordinate[i]`` holds the part ``number[i]`` (a run, or an offset) of ``tensor[i]``. All
     hold the same if there are as many distinct pairs of coordinate and number as coordinates times numbers.
@@ -145,20 +145,20 @@ def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> 
 
 
 def agreed_placement(declared: Sequence[Placement]) -> Placement:
-    """Return the placement that all ranks declare, axis by axis; an axis on which they differ counts as not declared."""
+    """Return the axes of a tensor's placement that all ranks declare alike; an axis on which they differ is left out."""
     first, *rest = list(dict.fromkeys(declared)) or [()]
     return tuple(p for p in first if all(p in other for other in rest))
 
 
 Hypothesis = tuple[tuple[int, ...], Ints]
-"""The axes that cut a dim, first to last, and the sections that the first axis cuts."""
+"""A guess of how a dim is cut: the axes that cut it, first to last, and the sections that the first axis cuts separately."""
 
 OpenDims = tuple[tuple[int, tuple[str, ...]], ...]
-"""Dims, each with the names of the axes that cut it."""
+"""Dims whose cutting order is not known, each with the names of the axes that cut it."""
 
 
 class PlacementTable(NamedTuple):
-    """Distinct placements, and for each tensor the index of its own."""
+    """The distinct placements, and the index of each tensor's placement among them, (T,)."""
 
     placements: Sequence[Placement]
     of_tensor: I64
@@ -167,12 +167,11 @@ class PlacementTable(NamedTuple):
 def _with_cuts(
     mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: PieceTable, bounds: tuple[I64, I64]
 ) -> PlacementTable:
-    """Return the table with turns (the order in which axes cut a dim) and sections added, where the pieces show them.
+    """Add to each placement the order in which axes cut a dim (`turn`) and the sections, as far as the ranks' pieces show them.
 
     Parameters
     ----------
-    shape : (T, D), ndim : (T,)
-    held
+    shape : (T, D), ndim : (T,) held
         The pieces that all ranks hold, in order of tensor.
     bounds : (B, D), (B, D)
         The lowest corner of each box that `held` numbers, and the one behind its highest; padded on the left.
@@ -209,7 +208,7 @@ def _with_cuts(
 
 
 def _open_dims(placement: Placement) -> OpenDims:
-    """List each dim that lacks the turn of some axis, with all axes that shard it."""
+    """List the dims of a placement whose cutting order is incomplete, each with all axes that shard it."""
     by_dim: dict[int, list[AxisPlacement]] = {}
     for p in placement:
         if p.kind == "shard" and p.dim is not None:
@@ -219,7 +218,7 @@ def _open_dims(placement: Placement) -> OpenDims:
 
 
 def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -> Placement:
-    """Return the placement with the turns and sections of a hypothesis for each dim in `found`."""
+    """Return the placement with the cutting order and sections that were found for each dim."""
 
     def fill(p: AxisPlacement) -> AxisPlacement:
         if p.kind != "shard" or p.dim is None or p.dim not in found:
@@ -232,7 +231,9 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 
 
 def _search(mesh: Mesh, dims: OpenDims, shape: I64, ndim: int, where: I64, low: I64, high: I64) -> dict[int, Hypothesis]:
-    """Find for each dim of one tensor the first hypothesis that holds; a dim that none explains is left out.
+    """Find for each dim of one tensor the first hypothesis (order of axes, and sections) that fits the ranks' pieces.
+
+    A dim is left out if no hypothesis fits.
 
     Parameters
     ----------
@@ -252,7 +253,7 @@ def _search(mesh: Mesh, dims: OpenDims, shape: I64, ndim: int, where: I64, low: 
 
 
 def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces: I64) -> Iterator[Hypothesis]:
-    """Yield hypotheses for one dim: every order without sections, inner axes first, then orders with sections."""
+    """Yield the hypotheses for one dim: each order of axes without sections, inner axes first, then orders with sections."""
     orders = list(permutations(sorted((mesh.axes.index(name) for name in names), reverse=True)))
     yield from ((order, ()) for order in orders)
     for order in orders:
@@ -263,7 +264,7 @@ def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces:
 
 
 def _union(pieces: I64) -> list[Range]:
-    """Return the ranges ``(first, length)`` that pieces ``(low, high)`` cover together."""
+    """Merge the intervals ``(low, high)`` of pieces, (N, 2), into ranges ``(first, length)`` that do not touch."""
     out: list[tuple[int, int]] = []
     for low, high in np.unique(pieces, axis=0).tolist():
         if out and low <= out[-1][1]:
@@ -274,7 +275,7 @@ def _union(pieces: I64) -> list[Range]:
 
 
 def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I64) -> bool:
-    """Tell whether every piece lies in one of the ranges that the hypothesis gives to its rank."""
+    """Tell whether a hypothesis fits: every piece lies in one of the ranges that it gives to the piece's rank."""
     order, sections = hypothesis
     # Ranks with the same coordinates on the cutting axes have the same ranges: one group each.
     ids, first = group_ids(where[:, list(order)])

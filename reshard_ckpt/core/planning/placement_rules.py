@@ -29,9 +29,10 @@ _OTHER_WORDS = {"on": "resident"}
 
 
 class Rule(NamedTuple):
-    """A pattern with placements by axis, sections by dim, and the order in which axes cut a dim (None if the rule gives none).
+    """One rule: a pattern of names, and for matching tensors the placement by axis, the sections by dim, and the order of cuts.
 
-    The dim of a ``shard`` may be negative, counted from the end, because a rule does not know the number of dims.
+    The dim of a ``shard`` may be negative, counted from the end, because a rule does not know the number of dims. `order` is None
+    if the rule does not give it.
     """
 
     pattern: str
@@ -41,7 +42,7 @@ class Rule(NamedTuple):
 
 
 def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
-    """Parse rules from plain data: a map of patterns, or a list of such maps, in order.
+    """Parse the user's placement rules from plain data: a dict of patterns, or a list of such dicts, in order.
 
     Raises
     ------
@@ -112,10 +113,10 @@ def _sections(where: str, raw: Any) -> dict[int, Ints]:
 
 
 def rules_for(rules: Sequence[Rule], name: str) -> Iterator[Rule]:
-    """Return the rules that match a name, in order."""
+    """Yield the rules whose pattern matches a name, in order."""
     return (rule for rule in rules if fnmatchcase(name, rule.pattern))
 
 
 def unmatched(rules: Sequence[Rule], names: Sequence[str]) -> list[str]:
-    """List the patterns that match no name at all, which are surely mistakes."""
+    """List the patterns of rules that match none of the names; the caller refuses them as mistakes."""
     return [rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in names)]

@@ -1,5 +1,7 @@
 """The plan of the reads of a load: byte ranges of files that contain every wanted byte once, and few other bytes.
 
+An *item* of the load plan is a box that is copied from a file to a destination's memory, inside one *window* (part) of the file.
+
 1. Each item touches byte runs of its file. Runs that lie close together count as one, so that a slice of short rows is one read.
 2. If the blocks of a file are verified, ranges grow to whole blocks.
 3. Items whose bytes are in order in the file and in memory are *runs*. A large run *lands*: it is read straight into its
@@ -18,17 +20,18 @@ from ..geometry.runs import I64, Mask, dot, ranges, volumes
 from .load_plan import LoadPlan
 
 NEAR_BYTES = 64 << 10
-"""Byte runs closer together than this are read as one, because reading such a gap costs less than another request."""
+"""The largest gap in bytes that is read over: reading so few bytes costs less than another request."""
 
 LAND_BYTES = 16 << 10
-"""Smaller runs are copied from the window's buffer, because that is less work than one more buffer in the request."""
+"""The least size in bytes of a run that is read straight into its destination. Copying a smaller one costs less than another
+buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs(ColumnTable):
-    """Byte runs: ``size[r]`` bytes from byte ``src[r]`` of the file go to byte ``dst[r]`` of destination ``dest[r]``.
+    """Byte runs, as columns: ``size[r]`` bytes from byte ``src[r]`` of the file go to byte ``dst[r]`` of destination ``dest[r]``.
 
-    `dst` counts from the destination's first element.
+    `dst` counts from the first element of the destination's memory.
     """
 
     src: I64
@@ -39,16 +42,17 @@ class Runs(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Windows, sorted by group, file and position, each with a range of extents, of runs, and of items to copy.
+    """The windows (parts of files) to read, by group, file and position; each has byte ranges to read, and copies to make.
 
-    Window w has the extents ``extent_start[w] : extent_start[w + 1]``; the other starts are read alike. An extent is the bytes
-    ``low : high`` of the file. A window's landing runs are sorted by their place in the file, its copied runs by destination.
+    Window w has the extents (byte ranges) ``extent_start[w] : extent_start[w + 1]``, and in the same way its landing runs (read
+    straight into place), its copied runs and its items. Extent i is the bytes ``low[i] : high[i]`` of the file. A window's
+    landing runs are sorted by their place in the file, its copied runs by destination.
     """
 
     group: I64
     file: I64
     window: I64
-    """The window's number in the load plan."""
+    """The number of each window within its file, as in the load plan."""
     extent_start: I64
     low: I64
     high: I64
@@ -58,9 +62,9 @@ class ReadPlan:
     copied: Runs
     item_start: I64
     items: I64
-    """The items that are not in any run, as indices into the load plan."""
+    """The items that are copied element by element (strided or cast), as indices into the load plan."""
     may_land: Mask
-    """For each destination, whether bytes may be read straight into it."""
+    """For each destination, whether bytes may be read straight into its memory."""
 
     @property
     def num_windows(self) -> int:
@@ -68,13 +72,14 @@ class ReadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that will be read."""
+        """The number of bytes in all extents, which will be read."""
         return int((self.high - self.low).sum())
 
     def targets(self, plan: LoadPlan, window: int, low: int = 0, high: int = 1 << 62, *, lands: bool | None = None) -> set[int]:
-        """Return the destinations that need bytes ``[low, high)`` of a window; a strided item counts with the bytes in its gaps.
+        """Return the destinations that need some of the bytes ``[low, high)`` of a window's file.
 
-        With ``lands=True``, return only destinations that get the bytes by runs that land; with False, only the others.
+        A strided item counts with the bytes in its gaps. With ``lands=True``, return only destinations of runs that are read
+        straight into place; with False, only the others.
         """
         found: set[int] = set()
         for runs, start, landing in ((self.landing, self.landing_start, True), (self.copied, self.copied_start, False)):
@@ -90,7 +95,10 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Ranges(ColumnTable):
-    """Byte ranges of windows; a range is read together with the one before it if the gap is at most ``near`` bytes."""
+    """Byte ranges ``low : high`` of windows.
+
+    A range is read together with the one before it if the gap is at most ``near`` bytes.
+    """
 
     window: I64
     low: I64
@@ -99,14 +107,14 @@ class _Ranges(ColumnTable):
 
 
 def item_spans(plan: LoadPlan) -> I64:
-    """Return the bytes from the first to the last byte of each item in its file."""
+    """Return the number of bytes from the first to the last byte of each item in its file, (items,)."""
     return dot(plan.lengths - 1, plan.src_strides) + plan.item_bytes
 
 
 def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
-    """Tell for each region whether its elements are consecutive, with strides counted in the given unit.
+    """Tell for each region, (N,), whether its elements are consecutive in row-major order.
 
-    ``unit`` is an element's size in that unit: its bytes for byte strides, 1 for element strides.
+    `strides` are in bytes or in elements, and ``unit`` is the size of an element in the same unit.
     """
     step = unit.copy()
     good = np.ones(len(lengths), bool)
@@ -117,7 +125,7 @@ def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
 
 
 def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask, group: I64 | None = None) -> ReadPlan:
-    """Plan the requests for all items.
+    """Plan which byte ranges of files to read for all items of a load plan.
 
     Parameters
     ----------
@@ -128,7 +136,8 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
     may_land : (dests,)
         Whether bytes may be read straight into this destination, which must be host memory of the same dtype.
     group : (items,), optional
-        The group of each item. Items of different groups are never read together, because groups are loaded one after the other.
+        The group of each item, by default 0. Items of different groups are never read together: groups are loaded one after the
+        other.
     """
     batch = np.zeros(len(plan.file), np.int64) if group is None else group
     # order: the items by group, file, window and position; plain, lands, begins: for each item in this order.
@@ -166,12 +175,15 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
 
 
 def _starts(window: I64, count: int) -> I64:
-    """Return the index of each window's first row, for rows sorted by window. The last entry is the number of rows."""
+    """Return the index of the first row of each of `count` windows, for rows sorted by window.
+
+    A last entry has the number of rows.
+    """
     return np.searchsorted(window, np.arange(count + 1))
 
 
 def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) -> tuple[I64, I64, I64]:
-    """Find the extents: the window, the first byte and the end of each."""
+    """Find the byte ranges (extents) to read. Return the window, the first byte and the end of each."""
     owner, low, high = _touched(plan)
     file = plan.file[owner]
     block = np.maximum(block_bytes[file], 1)
@@ -190,7 +202,7 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
-    """List the byte ranges that each item touches: its runs, joined over every dim along which they lie near each other.
+    """List the byte ranges of its file that each item touches. Parts of an item that lie near each other are one range.
 
     Returns
     -------
@@ -217,7 +229,10 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
 
 
 def _landing(spans: Runs, plain: Mask, new: Mask) -> Mask:
-    """Mark the items that land; `plain` marks items of runs, `new` marks the first item of each file and group."""
+    """Return a mask of the items that are read straight into their destination.
+
+    `plain` marks items whose bytes are in order in both places, `new` the first item of each file and group.
+    """
     # Bytes that two items want are read once, into the window's buffer, and copied to both, so neither item lands.
     ends = running_max(spans.src + spans.size, new)
     clash = ~new[1:] & (spans.src[1:] < ends[:-1])

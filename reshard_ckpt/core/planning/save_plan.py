@@ -1,12 +1,12 @@
 """The plan of a save: the part of each tensor that each rank writes, so that every element is written exactly once.
 
-1. Merge the local metadata of all ranks into one table of tensors and one of rows (`merge`). Ranks that disagree about a dtype
-   or a shape are an error.
-2. Cut runs of one box that overlap without being equal (`cut_overlaps`). Equal runs of a tensor then form one *replica group*.
-   Aliases (tied weights) have no runs of their own.
-3. Divide each replica group over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
+1. Merge the local metadata of all ranks into one table of tensors and one of rows (`merge`). Ranks that disagree about a dtype or
+   a shape are an error.
+2. Cut runs of one box that overlap without being equal (`cut_overlaps`). Equal rows of several ranks are then one run, with
+   several holders. Aliases (tied weights) have no runs of their own.
+3. Divide each run over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
 4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
-5. List the rows that each rank fingerprints. Members of a replica group whose fingerprints differ are not replicas.
+5. List the rows of runs with several holders (`Checks`): each rank hashes its own, and the hashes must be equal.
 6. List the rows of the catalog (`CatalogTables`). A later save with this plan only fills in where their bytes lie.
 
 Rows and runs stay in the order of their tensor, box and start throughout, so no step repeats the sort of an earlier one.
@@ -33,12 +33,12 @@ from .merge import MergedRows, MergedTables, merge_metadata, tensor_table
 from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
-"""A replica up to this size is written whole by one rank."""
+"""The largest size in bytes of a replica that one rank always writes whole; larger ones may be split among ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The distinct runs, sorted by tensor, box and start.
+    """The distinct runs that ranks hold, sorted by tensor, box and start, and the rows of the ranks that hold each.
 
     The rows that hold run r, one for each rank in order of rank, are ``holder[begin[r] : begin[r + 1]]``. ``of_row[i]`` is the
     run of row i. ``replication`` is the weakest declaration that any of a run's rows makes.
@@ -56,9 +56,10 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Rows that must hold equal bytes, in order of rank: each is fingerprinted, and compared with the first one of its `group`.
+    """The rows of several ranks that must hold equal bytes: each row is hashed, and compared with the first of its `group`.
 
-    ``leader[i]`` is the index of the first row of row i's group. ``replication`` is the weakest declaration in the group.
+    Rows are in order of rank. ``leader[i]`` is the index of the first row of row i's group. ``replication`` is the weakest
+    declaration in the group.
     """
 
     group: I64
@@ -73,10 +74,10 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class CatalogTables:
-    """The tables of a save's catalog that are known before any file is written: tensors, boxes, and a row for each write item.
+    """The tables of a save's catalog that are known before any file is written: tensors, boxes, and rows.
 
-    Row i is write item ``item[i]`` of the plan: the run ``start[i], count[i]`` of box ``box[i]`` of `boxes`. Rows are sorted by
-    tensor, box and start.
+    A row is a part of a tensor that one rank writes: write item ``item[i]`` of the save plan, the run ``start[i], count[i]`` of
+    box ``box[i]`` of `boxes`. Rows are sorted by tensor, box and start.
     """
 
     tensors: TensorTable
@@ -89,10 +90,11 @@ class CatalogTables:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One entry for each write item, sorted by the rank that writes it and then in the order of its files.
+    """The plan of a save, as columns with one entry for each write item: a part of a tensor that one rank writes.
 
-    Rank ``rank[i]`` writes item i: ``part_count[i]`` elements from element ``part_start[i]`` on of the box in row ``local[i]`` of
-    its local metadata. They are part of tensor ``tensor[i]`` of `tables`. `catalog` holds the item's box in that tensor.
+    Items are sorted by the rank that writes them and then in the order of its files. Rank ``rank[i]`` writes item i:
+    ``part_count[i]`` elements from element ``part_start[i]`` on of the box in row ``local[i]`` of its local metadata. They are
+    part of tensor ``tensor[i]`` of `tables`. `catalog` has the box of the item in that tensor.
     """
 
     tables: MergedTables
@@ -108,13 +110,14 @@ class SavePlan:
     num_ranks: int
 
     def items_of(self, rank: int) -> slice:
-        """Return the slice of the write items of one rank."""
+        """Return the slice of the columns with the write items of one rank."""
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
     def cut(self, item: I64, start: I64, count: I64) -> SavePlan:
-        """Return the plan with these parts of its write items, in this order; ``start`` counts as `part_start` does.
+        """Return the plan with each write item cut into parts, which must add up to the item.
 
-        The parts of each item must add up to the item.
+        Part i is ``count[i]`` elements of item ``item[i]`` from `start` on, counted like `part_start`. Parts are in the order of
+        the result.
         """
         assert np.array_equal(np.bincount(item, count, len(self.part_count)).astype(np.int64), self.part_count)
         # row[i]: the row of the catalog that is write item i of this plan
@@ -134,13 +137,13 @@ class SavePlan:
         )
 
     def bytes_by_rank(self) -> I64:
-        """Return the number of bytes that each rank writes."""
+        """Return the number of bytes that each rank writes, (ranks,)."""
         item_bytes = item_bytes_of(self.tables.dtype)[self.tensor]
         return np.bincount(self.rank, weights=self.part_count * item_bytes, minlength=self.num_ranks).astype(np.int64)
 
 
 def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
-    """Plan one save from the local metadata of all ranks.
+    """Plan a save: decide which rank writes which part of each tensor, from the local metadata of all ranks.
 
     Parameters
     ----------
@@ -181,7 +184,7 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
 def _catalog_tables(
     tables: MergedTables, placement: I64, boxes: BoxTable, tensor: I64, box: I64, start: I64, count: I64
 ) -> CatalogTables:
-    """Make the tables from the write items: the runs ``start, count`` of boxes. A run that is exactly a box becomes that box."""
+    """Build the catalog's tables from the write items: tensors, boxes, and rows. A run that is exactly a box becomes that box."""
     # part: runs that are not all of their box; after the third line, the runs that are boxes themselves.
     part = np.flatnonzero((count > 0) & (count != volumes(boxes.lengths)[box]))
     is_box, offsets, lengths = as_boxes(boxes.lengths.take(box[part], axis=0), start[part], count[part])
@@ -209,7 +212,10 @@ def _catalog_tables(
 
 
 def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[MergedTables, BoxTable, MergedRows, _Runs]:
-    """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor, or only do not overlap."""
+    """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor.
+
+    With `may_lack`, check only that they do not overlap.
+    """
     tables, boxes, rows = merge_metadata(job_metadata)
     # Declared rows of one box that overlap without being equal are cut; a piece may become several rows.
     cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
@@ -222,7 +228,7 @@ def _merged_runs(job_metadata: JobMetadata, *, may_lack: bool = False) -> tuple[
 
 
 def _distinct_runs(rows: MergedRows) -> _Runs:
-    """Find the distinct runs among sorted rows."""
+    """Find the distinct runs among rows sorted by tensor, box and start."""
     # new[i]: row i is not the same run as row i - 1; first[r]: the first row of run r; of_row[i]: the run of row i.
     new = is_new(rows.tensor, rows.box, rows.start, rows.count)
     first = np.flatnonzero(new)
@@ -242,7 +248,10 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
 
 
 def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
-    """Divide the runs over the ranks that hold them; `Assigned.item` is the run, `Assigned.start` counts from its beginning."""
+    """Divide each run over the ranks that hold it, so that all ranks write about equally many bytes.
+
+    In the result, `Assigned.item` is the index of the run, and `Assigned.start` counts from its beginning.
+    """
     # each[r]: bytes of one element of run r.
     elements, each = runs.count, item_bytes[runs.tensor]
     # fixed[r]: the lowest rank that holds run r writes it whole: only one rank has it, or it is a buffer, or it is empty.
@@ -264,7 +273,7 @@ def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num
 
 
 def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) -> list[ReplicaGroup]:
-    """Group the shared runs by the set of ranks that hold them."""
+    """Group the runs that several ranks hold by the set of these ranks."""
     ranks = rows.rank[runs.holder]
     # The ranks of one run are consecutive bytes of raw, and these bytes are the key of its group.
     raw, width = ranks.tobytes(), ranks.itemsize
@@ -280,7 +289,7 @@ def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: Mask) ->
 
 
 def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
-    """Return for each i the index in `rows` of the row in which ``rank[i]`` holds run ``item[i]``."""
+    """Return for each i the index in `rows` at which ``rank[i]`` holds run ``item[i]``."""
     # row[i]: the row of the first holder of the run. It is right unless another rank was asked for.
     row = runs.holder[runs.begin[item]]
     several = np.flatnonzero(rows.rank[row] != rank)
@@ -292,7 +301,7 @@ def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
 
 
 def _check_tiling(tables: MergedTables, boxes: BoxTable, rows: MergedRows, runs: _Runs, *, may_lack: bool) -> None:
-    """Raise LayoutError if the runs of some tensor overlap or, unless they may lack some, leave a region uncovered."""
+    """Raise LayoutError if shards of a tensor overlap or, without `may_lack`, leave a part of it uncovered."""
     # An alias has no runs, so it is checked as an empty tensor.
     shape = np.where((tables.alias >= 0)[:, None], 0, tables.shape)
     problems = [
@@ -317,7 +326,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 
 
 def _checks(rows: MergedRows, runs: _Runs, chosen: Mask | bool = True) -> Checks:
-    """List the rows of all chosen runs that more than one row holds."""
+    """List the rows of each chosen run that several ranks hold, for their bytes to be compared."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
     members = np.flatnonzero(several[runs.of_row])
     members = members[lex_order(rows.rank[members])]
@@ -331,7 +340,7 @@ def _checks(rows: MergedRows, runs: _Runs, chosen: Mask | bool = True) -> Checks
 def _placements(
     tables: MergedTables, boxes: BoxTable, rows: MergedRows, runs: _Runs, mesh: Mesh | None, num_ranks: int
 ) -> tuple[tuple[Placement, ...], I64]:
-    """Find the distinct placements, and the number of each tensor's; -1 if nothing is known of it."""
+    """Find the distinct placements, and the index of each tensor's placement among them, (T,); -1 if it is not known."""
     number = np.full(len(tables.names), -1, np.int64)
     if mesh is None or mesh.size != num_ranks:
         return (), number
@@ -358,10 +367,10 @@ def _placements(
 
 
 class HeldRows(NamedTuple):
-    """The ranks that hold each run: distinct runs that tile every tensor, in order of tensor, box and start, and their holders.
+    """The distinct runs that tile every tensor, in order of tensor, box and start, and the ranks that hold each.
 
-    `runs` has the row of the lowest rank that holds each run, `held` the rows of all ranks that hold it. A buffer under DDP has
-    only its lowest rank as holder, so nothing of it is in `checks`.
+    `runs` has for each run the row of the lowest rank that holds it, `held` the rows of all ranks that hold it. A buffer of a
+    module under DDP counts as held by its lowest rank only, so it is not in `checks`.
     """
 
     tables: MergedTables
@@ -372,7 +381,7 @@ class HeldRows(NamedTuple):
 
 
 def find_holders(job_metadata: JobMetadata, *, may_lack: bool) -> HeldRows:
-    """Find the ranks that hold each run of all tensors; with `may_lack`, the runs may leave regions of tensors uncovered.
+    """Find the ranks that hold each run of each tensor. With `may_lack`, ranks may lack parts of tensors.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The placements that the tensors of a catalog had when they were saved, and the tensors that belong together."""
+"""The placements that tensors had when they were saved, brought to the axes of a new mesh, and the tensors that stay together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
 PIPELINE = "pp"
 EXPERTS = "ep"
 GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
-"""Axes on which a tensor's name tells the coordinates that hold it."""
+"""Mesh axes (pipeline, experts) on which the name of a tensor tells which coordinates hold it."""
 
 Unit = tuple[str, str, bool]
-"""Optimizer, FQN, and whether it is state. Tensors of one unit stay on the same coordinates."""
+"""The key of tensors that stay on the same coordinates: optimizer, FQN, and whether they are optimizer state."""
 
 
 class SavedPlacements:
-    """Map each tensor to its saved placement on the axes of a new mesh.
+    """The saved placements of tensors, for the axes of a new mesh.
 
     Kinds of placement that depend on the size of an axis are resized to the new mesh.
 
@@ -30,7 +30,7 @@ class SavedPlacements:
     sizes
         The size of each saved axis.
     placements
-        For each tensor its placement on each axis that has one.
+        For each tensor its saved placement by axis.
     links, shapes
         For each tensor its link to a parameter, and its global shape. A tensor that is not optimizer state links to itself, with
         an empty key.
@@ -52,18 +52,22 @@ class SavedPlacements:
         self._divided = self._divided_on()
 
     def parameter(self, name: str) -> str:
-        """Return the parameter that a tensor is, or is state of: its name, or its FQN if it was not saved too."""
+        """Return the name of the parameter that a tensor is, or whose state it is; its FQN if the parameter was not saved."""
         return self.links[name].parameter or self.links[name].fqn
 
     def optimizer(self, name: str) -> str | None:
-        """Return the optimizer whose state a tensor is, or None; "" is an optimizer at the root of the state."""
+        """Return the optimizer whose state a tensor is, or None.
+
+        An optimizer whose state dict is the whole state has the name "".
+        """
         link = self.links[name]
         return link.optimizer if link.key else None
 
     def _known_placement(self, name: str) -> dict[str, AxisPlacement]:
-        """Return the saved placement of a tensor by axis, with kinds that depend on an axis's size resized to the new mesh.
+        """Return the saved placement of a tensor by axis, resized to the new mesh where it depends on the axis's size.
 
-        An axis is left out if nothing on the new one is equivalent, or if a newer version of this library wrote its placement.
+        An axis is left out if it has no equivalent placement on the new mesh, or if a newer version of this library wrote its
+        placement.
         """
         sizes, out, ndim = self._mesh.by_axis, {}, len(self.shapes[name])
         for p in self._catalog.placement(self._catalog.index(name)) or ():
@@ -77,14 +81,17 @@ class SavedPlacements:
         return out
 
     def parameter_of_same_shape(self, name: str) -> str | None:
-        """Return the parameter of a tensor of optimizer state, if it has the same shape and is another tensor; else None."""
+        """Return the name of the parameter whose state a tensor is, if both have the same shape; else None."""
         parameter = self.links[name].parameter
         if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
             return None
         return parameter
 
     def placement_on(self, name: str, axis: str) -> AxisPlacement | None:
-        """Return the saved placement of a tensor on an axis, or None; state without its own takes that of its parameter."""
+        """Return the saved placement of a tensor on an axis, or None.
+
+        State without a placement of its own has that of its parameter.
+        """
         saved = self.placements[name].get(axis)
         divided_on = self._divided.get(self.optimizer(name))
         # by_chance: the optimizer divided its state along another axis, as one vector. The cut also goes through tensors that lie
@@ -103,7 +110,7 @@ class SavedPlacements:
         return saved
 
     def _divided_on(self) -> dict[str | None, str]:
-        """Map each optimizer to the axis over which its state is flat or resident most often; a flat tensor counts twice."""
+        """Map each optimizer to the axis on which its state is flat or resident most often. A flat tensor counts twice."""
         counts: dict[str | None, Counter[str]] = {}
         for name in self.placements:
             optimizer = self.optimizer(name)
@@ -114,7 +121,7 @@ class SavedPlacements:
         return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
 
     def first_coordinate(self, name: str, axis: str) -> int:
-        """Return the lowest coordinate on an axis that wrote a part of a tensor; 0 if the writers are unknown."""
+        """Return the lowest coordinate on an axis among the ranks that wrote a tensor; 0 if the writers are unknown."""
         mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
         if mesh is None or axis not in mesh.axes or not self._writers_are_known:
             return 0
@@ -123,9 +130,9 @@ class SavedPlacements:
         return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 
     def first_coordinates(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
-        """Return the first coordinate of each tensor on an axis, in the order given, grouped by `stages_and_experts`.
+        """Return the first coordinate of each tensor on an axis, in the given order, grouped by pipeline stage and experts.
 
-        The tensors of each pipeline stage and experts' rank formed a vector of their own.
+        The tensors of each pipeline stage and experts' rank formed a flat vector of their own.
         """
         out: dict[tuple[Ints, ...], list[int]] = {}
         for name in names:
@@ -133,14 +140,17 @@ class SavedPlacements:
         return out
 
     def stages_and_experts(self, name: str) -> tuple[Ints, ...]:
-        """Return the coordinates on the `pp` and the `ep` axis that held a tensor."""
+        """Return the coordinates on the axes ``pp`` (pipeline) and ``ep`` (experts) that held a tensor; () if not recorded."""
         saved = self.placements[name]
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 
     def tie_key(self, param: str) -> object:
-        """Return a key that is equal for tied parameters. If a parameter is not among the chosen tensors, its name is the key."""
+        """Return a key that is equal for tied parameters. The key of a parameter that is not among the tensors is its name."""
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
     def unit_key(self, name: str) -> Unit:
-        """Return the key of the tensors that stay together: all state of one parameter, or a parameter by itself."""
+        """Return a key that all tensors of one parameter's state share.
+
+        They stay on one coordinate; a parameter is on its own.
+        """
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)

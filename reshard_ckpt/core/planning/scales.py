@@ -1,4 +1,4 @@
-"""Scales of quantized tensors: a cast of such a tensor either applies its scale, or is refused.
+"""Scales of quantized tensors: when a load casts such a tensor, it applies the scale, or refuses the cast.
 
 1. `find_scales` looks for the scale beside each tensor of 8 bits an element: a tensor whose name is made of the quantized one's.
 2. A load can apply the scale of an FP8 tensor if its numbers are floats, and its shape tells which elements each number is for:
@@ -23,66 +23,70 @@ from ..catalog.model import Catalog, TensorKind
 from ..catalog.specs import CODES, Ints
 
 SCALE_INV, SCALE = "_scale_inv", "_scale"
-"""Ends of the names of scales that a load applies, after the name of the weight: those of DeepSeek-V3 and of transformers, and
-those of compressed-tensors, modelopt and fbgemm."""
+"""Suffixes that make the name of a scale from the name of its weight, for scales that a load applies: in DeepSeek-V3 and
+transformers; in compressed-tensors, modelopt and fbgemm."""
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
-"""The methods, as ``config.json`` names them, that multiply FP8 numbers by the tensor named ``_scale``."""
+"""Quantization methods, as named in ``config.json``, in which the tensor ``…_scale`` is multiplied with the FP8 weight."""
 
 SCALES = (SCALE_INV, SCALE, "_scales", ".SCB", ".absmax")
-"""Ends of the names of scales, after the name of the quantized tensor."""
+"""Suffixes that make the name of a scale from the name of the quantized tensor."""
 
 BESIDE = ("SCB", "scale", "scales", "scale_weight", "qscale_weight")
-"""Names of scales in the module of a quantized ``weight``: of bitsandbytes, of DeepSeek's and Mistral's own files, and others."""
+"""Names of scales beside a quantized ``weight`` in the same module: of bitsandbytes, of DeepSeek's and Mistral's own files, and
+others."""
 
 OTHER_PARTS = ("_scale_2", "_zero_point", "_g_idx")
-"""Ends of the names of tensors that change how a weight is dequantized, beside its scale."""
+"""Suffixes of names of further tensors that change how a weight is dequantized. A weight that has one cannot be cast."""
 
 PRE_QUANT = "pre_quant_scale"
-"""The name, in the module of a ``weight``, of a scale of its inputs that was divided out of the weight."""
+"""The name, beside a ``weight``, of a scale of the layer's inputs that the weight was divided by. Such a weight cannot be cast."""
 
 DEQUANTIZE = "dequantize it before"
 WITHOUT_SCALE = f"which a cast would leave out: {DEQUANTIZE}"
-"""The advice for a tensor whose scale cannot be applied."""
+"""Advice in the message about a quantized tensor whose scale cannot be applied."""
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-"""Dtypes that scaled numbers may be loaded into."""
+"""Dtypes that a quantized tensor may be loaded into, by applying its scale."""
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-"""Dtypes of the tensors whose scales can be applied."""
+"""Dtypes of quantized tensors whose scale a load can apply."""
 
 QUANTIZED = (*FP8, "I8", "U8")
-"""Dtypes of tensors that may have a scale."""
+"""Dtypes of tensors that have a scale if they are quantized."""
 
 PACKED = ("I8", "U8", "I32")
-"""Dtypes of tensors that a folder with quantized weights may pack several numbers into."""
+"""Dtypes of tensors into which some quantization methods pack several numbers an element."""
 
 Place = tuple[int, int]
-"""The file and the offset of a tensor's first byte."""
+"""Where the first byte of a tensor lies: the index of the file, and the offset in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of a quantized tensor: the scale's index in the catalog of the source, and how many elements of the tensor, along
-    each dim, share one of its numbers."""
+    """The scale of a quantized tensor.
+
+    `index` is the scale's index in the catalog; `block` are the lengths, by dim, of the block of elements that one of its numbers
+    is for.
+    """
 
     index: int
     block: Ints
 
 
 class Quantized(NamedTuple):
-    """The quantized tensors of a source.
+    """The quantized tensors of a checkpoint, each known by the place of its first byte.
 
     Attributes
     ----------
     scales
         The tensors that a cast can dequantize.
     refused
-        A text for each tensor that cannot be cast.
+        The tensors that cannot be cast, each with the reason for messages.
     method
-        The method by which ``config.json`` says that weights are quantized, or "".
+        The quantization method that ``config.json`` names, or "".
     packed
-        Whether there are tensors that only the library of this method reads.
+        Whether there are tensors that only the library of this method can read.
     """
 
     scales: Mapping[Place, Scale]
@@ -91,11 +95,11 @@ class Quantized(NamedTuple):
     packed: bool = False
 
     def scale(self, catalog: Catalog, index: int) -> Scale | None:
-        """Return the scale of a tensor of the source, or of a catalog made from it by renaming and selecting."""
+        """Return the scale of a tensor, or None. `catalog` may have other names than the source, and fewer tensors."""
         return self.scales.get(_place(catalog, index))
 
     def refusal(self, catalog: Catalog, index: int, wanted: str) -> str | None:
-        """Return the reason why a tensor cannot be cast to the dtype `wanted`; None if it can."""
+        """Return the reason why a tensor cannot be cast to the dtype `wanted`; None if it can be cast."""
         place = _place(catalog, index)
         if place in self.scales and wanted not in FLOATS:
             return f"saved as {catalog.dtype(index)} with a scale, {WITHOUT_SCALE}"
@@ -103,26 +107,26 @@ class Quantized(NamedTuple):
 
 
 def may_be_quantized(catalog: Catalog) -> bool:
-    """Tell whether a tensor has a dtype that quantized tensors have."""
+    """Tell whether any tensor of the catalog has a dtype that quantized tensors have."""
     return len(_small(catalog)) > 0
 
 
 def _small(catalog: Catalog) -> list[int]:
-    """List the tensors of dtypes that quantized tensors have."""
+    """List the indices of non-empty tensors whose dtype is one that quantized tensors have."""
     table, codes = catalog.tensors_table, [CODES.index(code) for code in {*QUANTIZED, *PACKED}]
     found: list[int] = np.flatnonzero(np.isin(table.dtype, codes) & (table.kind == TensorKind.TENSOR)).tolist()
     return [index for index in found if prod(catalog.shape(index))]
 
 
 def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "") -> Quantized:
-    """Find the quantized tensors of a catalog, and the scales that can be applied.
+    """Find the quantized tensors of a catalog, and their scales if a load can apply them.
 
     Parameters
     ----------
     blocks
-        Sizes of blocks, in rows and columns, that the numbers of a scale may stand for. With None, no scale is applied, because
-        the format does not say how.
-    method
+        Sizes (rows, columns) of the blocks of a weight that one number of a scale may stand for. With None, no scale is applied,
+        because
+    the format does not say how. method
         The method by which weights are quantized, if the checkpoint says so. Then every tensor of 8 bits an element counts as
         quantized, whether or not it has a scale.
     """
@@ -160,7 +164,7 @@ def _place(catalog: Catalog, index: int) -> Place:
 
 
 def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints], names: frozenset[str]) -> Scale | None:
-    """Return the scale of a tensor if a load can apply it."""
+    """Return the scale of a tensor if a load can apply it, else None; `beside` is the name of the scale."""
     name, code = catalog.tensors_table.names[index], catalog.dtype(index)
     others = [f"{name}{end}" for end in OTHER_PARTS] + [f"{name.removesuffix('weight')}{PRE_QUANT}"]
     if code not in FP8 or beside not in (f"{name}{SCALE_INV}", f"{name}{SCALE}") or names.intersection(others):
@@ -173,7 +177,7 @@ def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints
 
 
 def block_of(shape: Ints, scale: Ints, blocks: Iterable[Ints]) -> Ints | None:
-    """Return how many elements along each dim share one number of a scale; None if the shapes do not tell.
+    """Return the block (lengths by dim) of a weight that one number of its scale is for; None if the shapes leave it open.
 
     >>> block_of((256, 384), (), []), block_of((256, 384), (256, 1), []), block_of((256, 384), (256,), [])
     ((256, 384), (1, 384), (1, 384))

@@ -1,14 +1,14 @@
-"""Shared reads: the rank that reads each window for all others, so that bytes which several ranks want are read only once.
+"""Shared reads: choose the rank that reads each part of a file for all ranks that want it, so that it is read only once.
 
-1. The unit is a window of a file. If several ranks want bytes of it, one of them is its owner, and reads the bytes that any of
-   them wants: the rank that has the least to read so far.
+1. The unit is a window, a part of a file. If several ranks want bytes of it, one of them is its *owner*, and reads the bytes that
+   any of them wants: the rank that has the least to read so far.
 2. Each other rank gets its bytes of the window in one message, which contains only the bytes that its tensors take. Messages
    travel in *rounds*. In a round no rank sends or receives more than a given number of bytes (or one message, if that alone is
    more), so memory is bounded.
 3. All ranks go through the windows in one order, so the rounds of each rank are in that order too. Ranks that share nothing do
    not wait for each other's windows.
 
-Every rank computes the same schedule from the wants of all ranks.
+Every rank knows the windows that all ranks want, and computes the same schedule from them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from ..geometry.runs import I64
 
 @dataclass(frozen=True, slots=True)
 class Wants(ColumnTable):
-    """The windows that one rank wants, wholly or in part, sorted by file and window.
+    """The windows (parts of files) that one rank wants, wholly or in part, as columns sorted by file and window.
 
-    ``read`` are the bytes of the window that this rank would read, ``taken`` those of them that go into its tensors.
+    ``read`` is the number of bytes that this rank would read of the window, ``taken`` the number of bytes that go into its
+    tensors.
     """
 
     file: I64
@@ -37,7 +38,10 @@ class Wants(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class Messages(ColumnTable):
-    """The bytes of windows that owners send, in the order of the windows: the round, both ranks, and the number of bytes."""
+    """The messages in which owners of windows (parts of files) send bytes to other ranks, as columns in the order of the windows.
+
+    Each has its round, the owner that sends it, the taker that receives it, and its size in bytes.
+    """
 
     file: I64
     window: I64
@@ -53,12 +57,12 @@ class Messages(ColumnTable):
 
 
 def divide_reads(wants: Sequence[Wants], round_bytes: int) -> Messages:
-    """Divide the reading of windows that several ranks want.
+    """Choose the rank that reads each window that several ranks want, and the rounds in which it sends bytes to the others.
 
     Parameters
     ----------
     wants
-        The wants of each rank, by rank.
+        The windows that each rank wants, by rank.
     round_bytes
         The most bytes that a rank sends, or receives, in one round.
     """
@@ -85,7 +89,7 @@ def divide_reads(wants: Sequence[Wants], round_bytes: int) -> Messages:
 
 
 class _Rounds:
-    """The current round of each rank, and the bytes that it sends and receives in it."""
+    """The current round of each rank, and the bytes that the rank sends and receives in it."""
 
     def __init__(self, num_ranks: int, round_bytes: int) -> None:
         self._limit = round_bytes
@@ -93,7 +97,7 @@ class _Rounds:
         self._sent, self._received = [0] * num_ranks, [0] * num_ranks
 
     def next(self, source: int, dest: int, size: int) -> int:
-        """Return the first round that has room for a message, and that is not before the current one of either rank."""
+        """Add a message; return the first round that has room for it and is not before the current round of either rank."""
         number = max(self._now[source], self._now[dest])
         sent = self._sent[source] if self._now[source] == number else 0
         received = self._received[dest] if self._now[dest] == number else 0

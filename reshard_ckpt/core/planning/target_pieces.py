@@ -1,8 +1,8 @@
-"""The pieces that each rank of another topology holds, as that rank would have captured them, in columns.
+"""The pieces that each rank of another topology holds, in the same columns as if that rank had described its own state.
 
 1. The placements of a tensor give each rank some boxes of it, and a flat axis leaves a range of these boxes laid end to end
    (`local_region`).
-2. Tensors of one vector are laid end to end before a flat axis cuts them.
+2. Tensors of one *vector* are laid end to end before a flat axis cuts them, as optimizers with one flat buffer do.
 3. The pieces of all ranks, in order of rank, are the input of the planner of saves (`save_plan`).
 """
 
@@ -23,14 +23,12 @@ from .local_metadata import JobMetadata, TensorColumns
 from .target_placement import TargetPlacement
 
 Row = tuple[int, int, int, int]
-"""Rank, box, start and count."""
+"""One piece that a rank holds: rank, index of the box, first element and number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRows(ColumnTable):
-    """The pieces of all ranks, in order of rank: the index of the tensor, and the run ``start, count`` of the box with index
-    ``box``.
-    """
+    """The pieces that all ranks hold, as columns in order of rank: tensor, box, and the run of elements ``start, count``."""
 
     rank: I64
     tensor: I64
@@ -46,12 +44,12 @@ def target_rows(
     mesh: Mesh,
     blobs: Mapping[int, Sequence[int]],
 ) -> tuple[TargetRows, list[Box]]:
-    """List the pieces that the ranks of a mesh hold of all tensors, and the distinct boxes.
+    """List the pieces of all tensors that each rank of a mesh holds, and the distinct boxes that they refer to.
 
     Parameters
     ----------
     shapes, placed, names
-        One entry for each tensor; `shapes` continues with the shapes of the blobs.
+        One entry for each tensor. `shapes` goes on with the shapes of the blobs (bytes of values).
     blobs
         For the index of each blob the ranks that hold it whole.
     """
@@ -72,7 +70,7 @@ def target_rows(
 
 
 class _TargetRowsBuilder:
-    """One call of `target_rows`: the boxes and rows found so far."""
+    """Lists the pieces of tensors on all ranks of a mesh, and collects the distinct boxes."""
 
     def __init__(self, shapes: Sequence[Ints], placed: Sequence[TargetPlacement], mesh: Mesh) -> None:
         self.shapes, self.placed, self.mesh = shapes, placed, mesh
@@ -89,11 +87,14 @@ class _TargetRowsBuilder:
         and where each part begins in the vector; last the end of the vector."""
 
     def box(self, box: Box) -> int:
-        """Return the number of a box, a new one if it is new."""
+        """Return the number of a box. A box seen for the first time gets the next number."""
         return self.boxes.setdefault(box, len(self.boxes))
 
     def rows(self, tensor: int) -> I64:
-        """Return rank, box, start and count of the pieces of a tensor; alike tensors share them."""
+        """Return the pieces of a tensor on all ranks as (N, 4): rank, box, start and count.
+
+        Tensors of one shape and placement share them.
+        """
         placed = self.placed[tensor]
         key = (self.shapes[tensor], placed)
         if key not in self.alike:
@@ -111,7 +112,7 @@ class _TargetRowsBuilder:
         return self.alike[key]
 
     def _held(self, tensor: int, where: Ints) -> list[tuple[int, int, int]]:
-        """Return box, start and count of the runs that the rank at coordinates `where` holds of a tensor."""
+        """Return the runs of a tensor that the rank at coordinates `where` holds, each as box, start and count."""
         shape, region = self.shapes[tensor], self._region(tensor, where)
         if region is None:
             return []
@@ -120,7 +121,7 @@ class _TargetRowsBuilder:
         return [(self.box(box), start, count) for box, start, count in region.runs()]
 
     def _region(self, tensor: int, where: Ints) -> LocalRegion | None:
-        """Return the part of a tensor that the rank at coordinates `where` holds; None if it holds not even an empty one."""
+        """Return the part of a tensor that the rank at coordinates `where` holds; None if it has not even an empty part."""
         placed, sizes = self.placed[tensor], self.mesh.sizes
         if placed.vector is None:
             return local_region(self.shapes[tensor], placed.axes, sizes, where)
@@ -146,7 +147,7 @@ def _as_table(rows: Iterable[Row]) -> I64:
 
 
 def as_job_metadata(table: TensorColumns, held: TargetRows, boxes: Sequence[Box], num_ranks: int) -> JobMetadata:
-    """Put the pieces of all ranks into the planner's columns; every rank has the same table of tensors."""
+    """Convert the pieces of all ranks to the input of the planner of saves; every rank has the same table of tensors."""
     width = table.shape.shape[1]
     # begin[r]: the first row of rank r, so that `local` counts each rank's rows from 0.
     begin = np.searchsorted(held.rank, np.arange(num_ranks))

@@ -1,4 +1,4 @@
-"""The placement of each saved tensor on another mesh: from its placement in the catalog, the names, and the user's rules.
+"""The placement of each saved tensor on a new mesh: from the user's rules, the tensor's name, and its saved placement.
 
 For each tensor and each axis of the new mesh, the first of these sources that has an answer decides:
 
@@ -33,12 +33,12 @@ from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 
 @dataclass(frozen=True, slots=True)
 class TargetPlacement:
-    """How one tensor lies on a mesh.
+    """The placement of one tensor on a mesh, also together with other tensors.
 
-    ``axes`` has a placement for each axis of the mesh; a placement that shards also has the position of its axis in the order
-    in which axes cut the dim. A tensor that is flat is cut into equal runs. If it has a ``vector`` (number of the vector,
-    position in it), all tensors of that vector are cut end to end, as if they were one. If it ``follows`` another tensor, it
-    lies on the ranks that hold a part of that tensor.
+    ``axes`` has a placement for each axis of the mesh; a placement that shards also has the position of its axis in the order in
+    which axes cut the dim. A flat axis cuts the flattened tensor into equal runs. If the tensor has a ``vector`` (number of the
+    vector, position in it), all tensors of that vector are laid end to end and cut as if they were one. If it ``follows`` another
+    tensor, it lies on the ranks that hold a part of that tensor.
     """
 
     axes: tuple[AxisPlacement, ...]
@@ -47,35 +47,35 @@ class TargetPlacement:
 
     @property
     def flat_axis(self) -> int | None:
-        """The axis along which the tensor is flat, or None."""
+        """The index of the mesh axis along which the tensor is flat, or None."""
         return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
 
     def on_axis(self, axis: str) -> AxisPlacement:
-        """Return the placement on one axis."""
+        """Return the placement of the tensor on the mesh axis with this name."""
         return next(p for p in self.axes if p.axis == axis)
 
     def with_axis(self, placement: AxisPlacement) -> TargetPlacement:
-        """Return the same placement with another one on its axis."""
+        """Return a copy with another placement on the mesh axis that `placement` names."""
         return replace(self, axes=tuple(placement if p.axis == placement.axis else p for p in self.axes))
 
     def without_flat(self) -> TargetPlacement:
-        """Return the same placement with every flat axis replicated."""
+        """Return a copy in which the tensor is replicated on each axis that cuts it flat."""
         return replace(self, axes=tuple(AxisPlacement(p.axis, "replicate") if KINDS[p.kind].flattens else p for p in self.axes))
 
 
 class TargetTopology(NamedTuple):
-    """The user's description of the new topology."""
+    """The topology to reshard to, as the user describes it: the mesh, rules for placements, and pipeline stages."""
 
     mesh: Mesh
     rules: tuple[Rule, ...] = ()
     boundaries: Ints | None = None
-    """The first layer of each pipeline stage except stage 0."""
+    """The first layer of each pipeline stage except stage 0; None to divide the layers evenly."""
     groups: Mapping[str, Sequence[str]] | None = None
-    """For each optimizer the FQNs of its parameters, in the order of the optimizer."""
+    """The FQNs of each optimizer's parameters, in the order of its groups."""
 
 
 def place(catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> dict[str, TargetPlacement]:
-    """Find the placement of each of these tensors on the new mesh.
+    """Return the placement of each of these tensors on the new mesh, by name.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def place(catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> d
 
 
 class _Placer:
-    """One call of `place`: the tables that several of its steps look into."""
+    """Finds the placements of tensors on a new mesh; keeps the saved placements and the results of earlier steps."""
 
     def __init__(self, catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> None:
         self.names, self.topology, self.mesh = names, topology, topology.mesh
@@ -109,9 +109,9 @@ class _Placer:
         return self.placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
-        """Map tensors to the coordinates along `axis` that hold them: stages of a pipeline, or experts.
+        """Map tensors to the coordinates along `axis` that hold them: pipeline stages for ``pp``, ranks of experts for ``ep``.
 
-        Tensors whose names say neither a stage nor an expert are left out.
+        Tensors whose names have neither a layer nor an expert are left out.
         """
         size, saved_size = self.mesh.by_axis[axis], self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:
@@ -125,7 +125,10 @@ class _Placer:
         return {name: (experts[param],) for name, param in owner.items() if param in experts}
 
     def _stages(self, size: int, saved_size: int) -> dict[str, Ints]:
-        """Find the stages of tensors; state follows its parameter, and tied tensors lie wherever one of them does."""
+        """Map tensors to the pipeline stages that hold them.
+
+        Optimizer state lies with its parameter, tied tensors on the stages of all.
+        """
         if size == 1:
             return {}
         # Tensors that are cut along stacked layers, or placed by a rule, need no stage of their own.
@@ -150,7 +153,7 @@ class _Placer:
         return {name: tuple(sorted(together[self.saved.tie_key(param)])) for name, param in owner.items()}
 
     def _place(self, name: str) -> TargetPlacement:
-        """Place one tensor on each axis by itself, then number the axes that cut the same dim."""
+        """Place one tensor on each mesh axis by itself, then find the order in which axes cut the same dim."""
         axes = [self._on_axis(name, axis, size) for axis, size in self.mesh.by_axis.items()]
         recorded = self._recorded_cuts(name, axes)
         order, sections = self._order(name, axes, recorded), self._sections(name, axes, recorded)
@@ -165,9 +168,10 @@ class _Placer:
         return TargetPlacement(tuple(axes))
 
     def _recorded_cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Mapping[str, AxisPlacement]:
-        """Return the saved placement that tells how axes cut a tensor, by axis.
+        """Return the saved placement by axis that shows the order and the sections of a tensor's cuts.
 
-        State takes that of its parameter, whose pieces show it best, unless more axes cut the state than the parameter.
+        For optimizer state it is the placement of its parameter, whose pieces show this best, unless more axes cut the state than
+        the parameter.
         """
         parameter = self.saved.parameter_of_same_shape(name)
         if parameter is not None:
@@ -177,7 +181,7 @@ class _Placer:
         return self.saved.placements[name]
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
-        """Return the placement that a rule gives a tensor on an axis; for state without a rule, that of its parameter."""
+        """Return the placement on an axis that a rule gives a tensor, or for optimizer state gives its parameter; else None."""
         own = next((rule.axes[axis] for rule in rules_for(self.topology.rules, name) if axis in rule.axes), None)
         told = axis in GIVEN_BY_NAMES  # on these axes all state lies with its parameter, whatever its shape
         parameter = self.saved.links[name].parameter if told else self.saved.parameter_of_same_shape(name)
@@ -189,7 +193,7 @@ class _Placer:
         return next((rule.axes[axis] for rule in rules_for(self.topology.rules, parameter) if axis in rule.axes), None)
 
     def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
-        """Place a tensor on one axis by the first source that has an answer (see the module)."""
+        """Return the placement of a tensor on one axis: from a rule, stacked layers or experts, its name, or as it was saved."""
         ndim = len(self.saved.shapes[name])
         ruled = self._ruled(name, axis)
         if ruled is not None:
@@ -202,7 +206,7 @@ class _Placer:
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
 
     def _stacked_dim(self, name: str, axis: str) -> int | None:
-        """Return the dim along which layers (``pp``) or experts (``ep``) are stacked in a parameter or in state of its shape."""
+        """Return the dim of a tensor along which layers (on ``pp``) or experts (on ``ep``) are stacked; None if there is none."""
         parameter = self.saved.parameter_of_same_shape(name)
         if axis not in GIVEN_BY_NAMES or (parameter is None and self.saved.links[name].optimizer):
             return None
@@ -210,7 +214,10 @@ class _Placer:
         return dim if dim is not None and dim < len(self.saved.shapes[name]) else None
 
     def _cut_stack(self, name: str, axis: str, dim: int, size: int) -> AxisPlacement:
-        """Shard a dim of stacked layers or experts, or raise UsageError if the axis does not cut it evenly."""
+        """Return a placement that shards the dim of stacked layers or experts.
+
+        Raise UsageError if the axis does not cut it evenly.
+        """
         num, noun = self.saved.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
         boundaries = self.topology.boundaries if axis == PIPELINE else None
         if num % size or boundaries not in (None, tuple(num // size * stage for stage in range(1, size))):
@@ -222,7 +229,7 @@ class _Placer:
         return AxisPlacement(axis, "shard", dim)
 
     def _checked(self, name: str, ruled: AxisPlacement, ndim: int) -> AxisPlacement:
-        """Return a rule's placement with its dim counted from the front; a scalar cannot be flat, so it is replicated."""
+        """Return a rule's placement with its dim counted from the front. A scalar cannot be flat, so it is replicated instead."""
         if KINDS[ruled.kind].flattens and ndim == 0:
             return AxisPlacement(ruled.axis, "replicate")
         if ruled.dim is None:
@@ -235,7 +242,7 @@ class _Placer:
         return replace(ruled, dim=ruled.dim % ndim)
 
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
-        """Return the sections of each dim: from a rule, else as the axis that cuts the dim first recorded them."""
+        """Return the sections of each dim (parts that are cut separately): from a rule, else as the checkpoint recorded them."""
         shape = self.saved.shapes[name]
         names = [name, self.saved.parameter_of_same_shape(name)]
         rules = [rule for n in names if n is not None for rule in rules_for(self.topology.rules, n) if rule.sections]
@@ -249,7 +256,7 @@ class _Placer:
         return sections
 
     def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
-        """Return the axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
+        """Return the indices of the axes that shard, in cutting order: by a rule, else as recorded, else inner axes first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
         ruled = next((rule.order for rule in rules_for(self.topology.rules, name) if rule.order), None)
         if ruled is not None:
@@ -259,9 +266,9 @@ class _Placer:
         return sorted(inner_first, key=lambda i: turns[i]) if len(turns) == len(inner_first) else inner_first
 
     def _divide_again(self, axis: str, first_vector: int) -> None:
-        """Divide anew, over an axis, the tensors that are flat there or that only some of its coordinates held whole.
+        """Divide anew, over an axis, tensors that are flat on it or that only some coordinates held whole (as ZeRO does).
 
-        Vectors of this axis are numbered from `first_vector` on.
+        Vectors (tensors cut end to end) of this axis are numbered from `first_vector` on.
         """
         # divided: these tensors by optimizer and key of the state, so all "exp_avg" of an optimizer together.
         divided: dict[tuple[str, str], list[str]] = {}
@@ -280,7 +287,7 @@ class _Placer:
         self._spread(axis, self._follow(axis, whole, {name for key in flat for name in divided[key]}))
 
     def _was_divided(self, name: str, axis: str) -> bool:
-        """Tell whether the axis divided tensors like this one among its coordinates, each whole on some of them or cut flat.
+        """Tell whether only some coordinates of the axis held the tensor whole, so that it is divided anew.
 
         If a rule places the tensor on this axis, the rule decides: True if it says ``flat``.
         """
@@ -291,9 +298,9 @@ class _Placer:
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
     def _is_vector(self, members: Sequence[str], axis: str) -> bool:
-        """Tell whether the job cut these tensors as one flat vector; otherwise it placed each whole tensor on a rank.
+        """Tell whether the saving job cut these tensors as flat memory (True), or placed each whole tensor on some rank (False).
 
-        It did if some of the tensors are flat, or if the ranks that hold them ascend in the optimizer's order of parameters.
+        It cut them if some of the tensors are flat, or if the ranks that hold them ascend in the optimizer's order of parameters.
         """
         if any(self.placed[name].on_axis(axis).kind == "flat" for name in members):
             return True
@@ -305,15 +312,16 @@ class _Placer:
         return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
     def _each_alone(self, members: Sequence[str], axis: str) -> bool:
-        """Tell whether each tensor was cut on its own: then all are flat, and each begins on coordinate 0."""
+        """Tell whether each tensor was cut flat on its own: then all are flat, and each begins on coordinate 0 of the axis."""
         if any(self._ruled(name, axis) is not None or self.placed[name].on_axis(axis).kind != "flat" for name in members):
             return False
         return not any(self.saved.first_coordinate(name, axis) for name in members)
 
     def _in_order(self, members: Sequence[str], axis: str) -> list[str]:
-        """Order the tensors of one vector: as the optimizer lists them, forwards or backwards, if their writers ascend so.
+        """Order tensors as they lay in a flat vector: as the optimizer lists its parameters, forwards or backwards.
 
-        If neither fits, they are ordered by the coordinates that held them.
+        The ranks that wrote them must ascend in this order. If neither direction fits, order them by the coordinates that held
+        them.
         """
         ordered = self._by_group(members)
         for names in (ordered, ordered[::-1]):
@@ -322,13 +330,16 @@ class _Placer:
         return sorted(ordered, key=lambda n: (self.saved.stages_and_experts(n), self.saved.first_coordinate(n, axis)))
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
-        """Sort tensors in the order in which their optimizer lists their parameters."""
+        """Sort tensors of optimizer state in the order in which the optimizer lists their parameters."""
         optimizer = self.saved.optimizer(members[0])
         place = {fqn: i for i, fqn in enumerate(() if optimizer is None else self.groups.get(optimizer, ()))}
         return sorted(members, key=lambda name: place.get(self.saved.links[name].fqn, len(place)))
 
     def _follow(self, axis: str, whole: Sequence[str], flat: set[str]) -> list[str]:
-        """Let whole state follow the flat state of the same parameter; return the whole tensors that have none to follow."""
+        """Let whole tensors of a parameter's state lie where its flat state lies.
+
+        Return the whole tensors whose parameter has no flat state.
+        """
         # leader: for each parameter a flat tensor of its state.
         leader = {self.saved.unit_key(name): name for name in sorted(flat)}
         # A step count was on all ranks that had a part of its parameter's state, perhaps on all ranks; so replicated ones follow
@@ -341,7 +352,10 @@ class _Placer:
         return [name for name in whole if self.placed[name].follows is None]
 
     def _spread(self, axis: str, whole: Sequence[str]) -> None:
-        """Divide whole tensors over an axis by size, keeping the state of one parameter together."""
+        """Divide whole tensors over the coordinates of an axis by size. The state of one parameter stays together.
+
+        If the size of the axis is unchanged, they stay where they were.
+        """
         size = self.mesh.by_axis[axis]
         # The size is unchanged: tensors stay on the coordinates that held them.
         if size == self.saved.sizes.get(axis):
@@ -356,12 +370,12 @@ class _Placer:
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:
-    """Return the placement of a tensor on these coordinates of an axis."""
+    """Return the placement of a tensor that only these coordinates of an axis hold; replicated if it is all of them."""
     return AxisPlacement(axis, "replicate") if len(coords) == size else AxisPlacement(axis, "resident", None, coords)
 
 
 def _ascending(numbers: Sequence[int]) -> bool:
-    """Return whether the numbers ascend, but for at most one step down in five numbers.
+    """Tell whether numbers ascend, apart from at most one step down in five numbers.
 
     The numbers are the first mesh coordinates of tensors that lie one after the other in a vector. Where ranks share the writing
     of replicas, a tensor shows the rank that wrote it, which need not be the first that held it: so a few steps down are normal.
@@ -370,7 +384,7 @@ def _ascending(numbers: Sequence[int]) -> bool:
 
 
 def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each optimizer with the FQNs of its parameters, in order, from decoded values named ``….param_groups``."""
+    """Yield each optimizer with the FQNs of its parameters, in order, from decoded values by name."""
     for name, groups in values.items():
         optimizer = optimizer_of(name)
         if optimizer is not None and isinstance(groups, list | tuple):
