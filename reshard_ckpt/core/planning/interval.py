@@ -109,7 +109,7 @@ class LostShares:
 
     @property
     def total(self) -> float:
-        """The whole share of time that is lost, at most 1, at which no training step is ever finished."""
+        """The whole share of time that is lost, at most 1. With 1, no training step is ever finished."""
         return min(1.0, self.saving + self.repeating + self.restoring)
 
     def __add__(self, other: LostShares) -> LostShares:

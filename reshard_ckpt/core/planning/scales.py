@@ -40,7 +40,7 @@ OTHER_PARTS = ("_scale_2", "_zero_point", "_g_idx")
 """Suffixes of names of further tensors that change how a weight is dequantized. A weight that has one cannot be cast."""
 
 PRE_QUANT = "pre_quant_scale"
-"""The name, beside a ``weight``, of a scale of the layer's inputs that the weight was divided by. Such a weight cannot be cast."""
+"""The name, beside a ``weight``, of a scale of the layer's inputs, which divides the weight. Such a weight cannot be cast."""
 
 DEQUANTIZE = "dequantize it before"
 WITHOUT_SCALE = f"which a cast would leave out: {DEQUANTIZE}"
