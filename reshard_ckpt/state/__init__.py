@@ -1,4 +1,4 @@
-"""The state that a user passes, as plain data that the engine can save and load."""
+"""The state that a user passes to a save or load, as plain tensors and values that the engine can write and read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""From a state to the tensors and values of this rank: `capture` for a save, `prepare_load` for a load.
+"""From a state to this rank's tensors and values: `capture` lists them for a save, `prepare_load` for a load.
 
 Both open the state with the same passes (see `entries`), so both give the same names. `capture` describes all tensors as pieces
-and all values as bytes. `prepare_load` changes nothing: it returns the wanted tensors and values, `Target.check`, which must be
-called with the values before any tensor changes, and `Target.finish`, which must be called after all tensors are in place and
-verified.
+of global tensors, and encodes all values as bytes. `prepare_load` changes nothing. It returns the wanted tensors and values;
+`Target.check`, to be called with the saved values before any tensor changes; and `Target.finish`, to be called after all tensors
+are in place and verified.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .walk import Tree, is_stateful, rows_of, state_of, steps, walk
 class Captured:
     """All tensors and values that one rank has to save.
 
-    Two tensors may have one name, if two stages on this rank hold the same tensor. `warnings` are messages for the user about the
-    way in which the state is saved.
+    Two tensors may have one name, if two pipeline stages on this rank hold the same tensor. `warnings` are messages for the user
+    about the way in which the state is saved.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -54,7 +54,7 @@ class Captured:
     mesh: Mesh | None
     warnings: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    """The patterns of ``exclude`` that match no name on this rank."""
+    """The patterns of ``exclude=`` that match no name on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,13 @@ class Target:
     values
         The names of values that must be in the checkpoint.
     unplaced
-        Names of saved tensors that are wanted too, but have no place on this rank: `check` says why.
+        Names of saved tensors of optimizer state whose place on this rank is unknown: `check` says why.
     prefixes
-        The top-level keys. A saved name below one of them that no rank wants is unexpected.
+        The top-level keys of the state. If a saved name lies below one of them and no rank wants it, the load reports it as
+        unexpected.
     check
-        Takes ``{name: value}`` for every value of the checkpoint below the prefixes, wanted or not; a per-rank one as
-        `PerRankValues`. Returns one line for each problem. It must be called once, before any tensor changes.
+        Takes ``{name: value}`` for every value of the checkpoint below the prefixes, wanted or not; values that differ by rank
+        come as `PerRankValues`. Returns one line for each problem. It must be called once, before any tensor changes.
     finish
         Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). It must be called once,
         after `check` and after all tensors are in place and verified. Until then the objects of the state do not change.
@@ -82,8 +83,8 @@ class Target:
     hints
         Takes the values as `check` does, and returns further advice for values that do not fit.
     dtensors
-        The wanted DTensors, with their names. A DTensor has a version of its own beside that of its local tensor, which is
-        written.
+        The wanted DTensors, with their names. A load writes into the local tensor of a DTensor; the DTensor has a version counter
+        of its own, which `count_up` raises.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -97,7 +98,10 @@ class Target:
     dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def count_up(self, written: Iterable[str]) -> None:
-        """Count up the versions of DTensors whose local tensors were written under one of these names, or under a tied name."""
+        """Raise the version counters of DTensors whose local tensors a load has written; `written` are names of tensors.
+
+        A DTensor that is tied to a written one counts too.
+        """
         specs = [spec for spec, _ in self.tensors]
         first = {spec.name: spec.name if spec.alias_of is None else spec.alias_of for spec in specs}
         done = {first[name] for name in written}
@@ -111,7 +115,7 @@ def capture(
     process_group: Any = None,
     exclude: Sequence[str] = (),
 ) -> Captured:
-    """Describe the tensors and values that this rank has to save. No collective is called, and no tensor is copied.
+    """List the tensors and values of a state that this rank has to save. No collective is called, and no tensor is copied.
 
     Parameters
     ----------
@@ -170,7 +174,7 @@ def capture(
 
 
 def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
-    """Return the rows of a tree, with those of its modules and optimizers in their place, and with the values to be saved."""
+    """Return the tensors and values of one tree of the state as rows, with those of its modules and optimizers in place."""
     # optimizers: the names of all dicts in the form of an optimizer's state dict, whose state is linked to its parameters.
     optimizers = {*unnamed, *[name_of(row.path[:-1]) for row in tree.rows if row.kind is Kind.GROUPS]}
     rows: list[Entry] = []
@@ -192,11 +196,11 @@ def _saved_rows(tree: Tree, unnamed: Iterable[str]) -> list[Entry]:
 
 
 def _optimizer_rows(row: Entry) -> Iterator[Entry]:
-    """Yield the state of each parameter on this rank, and the groups of all optimizers of one row.
+    """Yield the rows of optimizers under one key of the state: each parameter's state on this rank, then the parameter groups.
 
     State with the shape of the parameter's local tensor has the parameter's layout. A 0-dim tensor is whole everywhere. A tensor
-    of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown. Groups have FQNs in place
-    of parameters, by which they are merged over ranks.
+    of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown. Groups list FQNs in place of
+    parameters, by which they are merged over ranks.
 
     Raises
     ------
@@ -231,7 +235,7 @@ def _optimizer_rows(row: Entry) -> Iterator[Entry]:
 
 
 def _check_value(value: Any, owner: Owner, name: str) -> None:
-    """Refuse tensors inside of a value of state whose parameter is sharded: their place is unknown."""
+    """Refuse a value of optimizer state that contains tensors if its parameter is sharded: nothing tells where they lie."""
     if owner.layout is not None and not owner.layout.is_whole and any(map(is_tensor_like, leaves(value))):
         raise UnsupportedError(
             f"{name}: {type_in_words(value)} of tensors for the parameter {owner.fqns[0]}, which is sharded; nothing tells which "
@@ -240,7 +244,7 @@ def _check_value(value: Any, owner: Owner, name: str) -> None:
 
 
 def _complete_links(rows: Sequence[Entry]) -> None:
-    """Complete links that know only a parameter's FQN, as those in dicts do: put in the name of the saved tensor."""
+    """Set the name of the parameter in links that have only its FQN, as links in state dicts do."""
     tensors = [row for row in rows if row.kind is Kind.TENSOR]
     names = {row.name for row in tensors}
     open_links = [(row, row.link) for row in tensors if row.link is not None and row.link.parameter not in names]
@@ -251,16 +255,18 @@ def _complete_links(rows: Sequence[Entry]) -> None:
 
 
 class OpenedState(NamedTuple):
-    """The state as rows, with its modules read and the parameters of its optimizers found.
+    """A state whose modules have been read and whose optimizers' parameters have been found.
 
     Attributes
     ----------
+    trees
+        The trees of the state: its own, and one for each object in it that has a state of its own.
     meshes
         The distinct meshes of all DTensors.
     ddp_groups
         The ranks of each process group over which DDP replicates a module.
     unnamed
-        Names of the optimizer state dicts by number for which the state does not show the parameter of each number.
+        Names of optimizer state dicts that number the parameters, if the state does not show which parameter a number is.
     warnings
         Messages for the user about the way in which the state is saved.
     """
@@ -272,7 +278,7 @@ class OpenedState(NamedTuple):
     warnings: tuple[str, ...]
 
     def hints(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return advice for saved values that do not fit because only one side numbers the parameters of an optimizer."""
+        """Return advice for saved values that do not fit because only one of the two states numbers an optimizer's parameters."""
         names = [row.name for row in rows_of(self.trees, Kind.OPTIMIZERS)]
         saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
         wanted = [name for name in self.unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
@@ -280,7 +286,7 @@ class OpenedState(NamedTuple):
 
 
 def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
-    """Return a tree for each entry of a state, and the ranks of each process group over which DDP replicates a module.
+    """Return the trees of a state (its own, and one for each object in it), and the ranks of each process group that DDP uses.
 
     Raises
     ------
@@ -294,20 +300,22 @@ def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, .
 
 
 def open_trees(trees: Sequence[Tree], ddp_groups: tuple[tuple[int, ...], ...]) -> OpenedState:
-    """Open the modules and optimizers in the trees of a state; errors are those of `walk_state`."""
+    """Read the modules and find the parameters of the optimizers in the trees of a state; raises as `walk_state` does."""
     unnamed, left_out = optimizer_parameters(trees)
     return OpenedState(trees, _meshes(trees), ddp_groups, unnamed, (*map(_warning, unnamed), *left_out))
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
-    """Describe the tensors and values that this rank wants from a checkpoint, without a change or a collective.
+    """List the tensors and values of a state that this rank wants from a checkpoint.
+
+    Nothing changes, and no collective is called.
 
     Parameters
     ----------
     state
         As for `checkpoint.load`.
     catalog
-        The catalog of the checkpoint, with the names that the state has.
+        The catalog of the checkpoint, whose names are already those of the state (after ``rename=``).
     rank, size
         The rank in the loading job, and the number of its ranks.
     adds

@@ -1,9 +1,9 @@
-"""Names of rows, and the last pass: each row becomes the spec of a tensor or of a value, under a unique name.
+"""The last pass over the rows of a state: each tensor or value gets a spec under a unique name; and the saved form of paths.
 
-The path of a row is the keys that lead to it. A dict is saved as its values, each with its path, so only the keys can show the
-class of the dict. A key of a plain dict is saved as it is. A key of another dict is saved as a dict of that class with one entry:
-``OrderedDict({"a": 2})`` is the third key of an `OrderedDict`. A load that finds no dict in its place makes one of that class,
-with its keys in their order.
+The path of a row is the keys that lead to it in the state. A dict is saved as its values, each with its path, so only the saved
+keys can show the class of the dict. A key of a plain dict is saved as it is. A key of another dict is saved as a dict of that
+class with one entry: ``OrderedDict({"a": 2})`` is the third key of an `OrderedDict`. A load that finds no dict in its place makes
+one of that class, with its keys in their order.
 
 A name belongs to one source, the item of the state that the row came from. The same name again from that source is a replica on
 this rank (two pipeline stages that hold one tensor); from another source it is a collision. A tensor that lies exactly where an
@@ -35,11 +35,11 @@ _KINDS = (OrderedDict, Counter, defaultdict)
 
 
 class Index(int):
-    """A step of a path into a list or tuple. (A key of a dict that is an int is a plain int.)"""
+    """A key of a path that is an index into a list or tuple. (If a dict has an int as its key, the path has a plain int.)"""
 
 
 class Unwrapped(str):
-    """A step of a path into a dict of tensors: the key without the parts of wrappers. `key` is the dict's own key."""
+    """A key of a path into a dict of tensors, without the parts that wrappers add. `key` is the key that the dict itself has."""
 
     key: str
 
@@ -51,7 +51,7 @@ class Unwrapped(str):
 
 
 def path_keys(path: Path) -> list[Any]:
-    """Return a path in its saved form: an index of a list is put in a tuple, and so is a key that looks like such a tuple.
+    """Convert a path to its saved keys. An index of a list becomes a tuple; a key that is such a tuple is put into another one.
 
     >>> path_keys(("extra", 7, Index(0), (0,)))
     ['extra', 7, (0,), ((0,),)]
@@ -69,27 +69,27 @@ def path_keys(path: Path) -> list[Any]:
 
 
 def _is_wrapped(key: Any) -> bool:
-    """Tell whether a saved key is the tuple of an index, or a key that was put in a tuple because it looks like one."""
+    """Tell whether a saved key is a tuple that `path_keys` has made: an index of a list, or a key that looks like one."""
     return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
 
 
 def own_key(step: Any) -> Any:
-    """Return the key that a container itself has for a step of a path."""
+    """Return the key that a container itself has for a key of a path, which may lack the parts that wrappers add."""
     return step.key if isinstance(step, Unwrapped) else step
 
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
-    """Make a path of its saved keys, as the inverse of `path_keys`."""
+    """Convert saved keys to the path that they were made from; the inverse of `path_keys`."""
     return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
 
 
 def paths_of_values(catalog: Catalog) -> dict[str, Path]:
-    """Return the path of each value of a catalog in the state, by its name."""
+    """Map the name of each value in a catalog to its path in the state."""
     return {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table}
 
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
-    """Return the link of an entry in one of `optimizers`, dicts of the form of an optimizer's ``state_dict()``."""
+    """Return the link to a parameter for an entry at this path, if it is state in one of the state dicts `optimizers`."""
     for i in range(len(path) - 3, -1, -1):
         if path[i] == STATE and name_of(path[:i]) in optimizers:
             return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
@@ -97,14 +97,14 @@ def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
 
 
 class Steps:
-    """Converts paths of one tree of the state to their saved form, which shows the class of each dict on the way."""
+    """Converts paths in one tree of the state to saved keys, which also record the class of each dict on the way."""
 
     def __init__(self, path: Path, root: Any) -> None:
         self._above, self._root = len(path), root
         self._positions: dict[int, dict[Any, int]] = {}
 
     def __call__(self, path: Path) -> list[Any]:
-        """Return the saved form of a path. The class of the tree's root does not matter, because no load makes a root."""
+        """Return the saved keys of a path. The class of the tree's root is not recorded, because no load makes a root."""
         steps, node = path_keys(path), self._root
         for at in range(self._above, len(path)):
             if at > self._above and type(node) in _KINDS:
@@ -131,7 +131,9 @@ def _child(node: Any, key: Any) -> Any:
 
 
 def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
-    """Return the indices of `paths` in the order in which to add values: as they come, an `OrderedDict` in its saved order.
+    """Return the order, as indices, in which a load adds values at these saved paths, so that an `OrderedDict` keeps its order.
+
+    Otherwise the values stay in the given order; entries of one dict are kept together.
 
     >>> in_order([["b", "x"], ["a"], ["b", "y"]])
     [0, 2, 1]
@@ -151,7 +153,7 @@ def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def new_dict(step: Any) -> dict[Any, Any]:
-    """Return an empty dict of the class that a step of a saved path shows."""
+    """Return an empty dict of the class that a saved key records for its dict."""
     if type(step) is defaultdict:
         return defaultdict(step.default_factory)
     return type(step)() if type(step) in _KINDS else {}
@@ -166,9 +168,9 @@ _VALUE_KINDS = {
 
 
 class _Part(NamedTuple):
-    """The fields of a spec that equal tensors share, such as those of a model's layers.
+    """The part of a tensor's spec that equal tensors share, such as the same weight in all layers of a model.
 
-    It refers to no memory, so it stays valid. It keeps `layout` alive, so that no other layout gets its id.
+    It refers to no memory, so it stays valid. It keeps `layout` alive, so that no other layout gets the same `id`.
     """
 
     layout: Layout
@@ -178,25 +180,25 @@ class _Part(NamedTuple):
 
 
 class _KnownSpecs(NamedTuple):
-    """The parts of a mesh's tensors, by the id of the layout, the dtype and the strides; and the last spec of each name."""
+    """Cached descriptions on one mesh: shared parts by the id of the layout, the dtype and the strides; last specs by name."""
 
     parts: dict[tuple[int, torch.dtype, Ints], _Part]
     specs: dict[str, tuple[_Part, TensorSpec]]
 
 
 _KNOWN: dict[Mesh | None, _KnownSpecs] = {}
-"""Most saves describe the same tensors as the save before."""
+"""The specs of tensors on each mesh, reused by the next save, which mostly describes the same tensors."""
 
 _MAX_MESHES = 4
 
 _MAX_PARTS, _MAX_SPECS = 1 << 13, 1 << 18
-"""The most parts and specs that are kept for a mesh."""
+"""The most shared parts and the most specs that are kept for one mesh."""
 
 
 class Describer:
-    """Describes rows under unique names, and finds tensors that share memory.
+    """Makes the specs of a state's tensors and values under unique names, and finds tensors that share memory (aliases).
 
-    Placements that do not name axes of the job's `mesh` are left out.
+    If a tensor's placement names axes that the job's `mesh` lacks, it is left out of the spec.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -219,7 +221,10 @@ class Describer:
             self._known.specs.clear()
 
     def add(self, rows: Iterable[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
-        """Describe entries of the state, whose tensors are located. `keys_of` converts the path of a value to the saved keys."""
+        """Add the specs of rows of the state, whose tensors have their memory and layout.
+
+        `keys_of` converts a value's path to saved keys.
+        """
         (parts, specs), known_rows, at = self._known, self._rows, self._at
         for row in rows:
             name, memory, layout = row.name, row.memory, row.layout
@@ -253,7 +258,7 @@ class Describer:
             self.sources.append(row)
 
     def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
-        """Make the part of a tensor's spec that equal tensors share."""
+        """Make and cache the part of a tensor's spec that equal tensors share."""
         axes, mesh = tuple(p.axis for p in layout.placement), self._mesh
         unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
         # fits: whether the placement names axes of the job's mesh
@@ -262,7 +267,7 @@ class Describer:
         return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _first_at(self, row: Entry, near: list[Entry]) -> str | None:
-        """Return the name of the row among `near` that lies exactly where this one does; None if it is the first there."""
+        """Return the name of the row in `near` with exactly the same memory. If there is none, add this row to `near`."""
         for other in near:
             if _place(other) == _place(row):
                 return other.name
@@ -270,12 +275,12 @@ class Describer:
         return None
 
     def _is_same(self, row: Entry) -> bool:
-        """Tell whether a row lies exactly where the earlier row of the same name does.
+        """Tell whether a row has exactly the same memory as the earlier row of the same name.
 
         Raises
         ------
         LayoutError
-            Both have the same name and source, but different dtypes or shapes.
+            Both rows come from the same item of the state, but have different dtypes or shapes.
         """
         earlier = self._checked(row)
         first, second = _place(earlier), _place(row)
@@ -301,7 +306,7 @@ class Describer:
             raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 
     def _checked(self, row: Entry) -> Entry:
-        """Return the earlier row of the same name; refuse one from another source."""
+        """Return the earlier row of the same name. Refuse the row if both come from different items of the state."""
         earlier = self._rows[row.name]
         first, second = (row.name if each.source is None else each.source for each in (earlier, row))
         if first != second:
@@ -312,7 +317,7 @@ class Describer:
 
 
 def _place(row: Entry) -> tuple[Any, ...] | None:
-    """Return device, address, dtype, global shape and pieces of a row that is a tensor; None for a value."""
+    """Return device, address, dtype, global shape and pieces of a tensor's row, to compare it with others; None for a value."""
     memory, layout = row.memory, row.layout
     if memory is None or layout is None:
         return None

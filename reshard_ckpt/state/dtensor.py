@@ -12,9 +12,9 @@ checked against the local tensor's shape:
    each is its number of *sections*.
 4. Cut the tensor, axis by axis (`local_region`). The boxes remain.
 
-A framework with placements or tensors of its own classes registers its `Objects` by an entry point of the group `GROUP`. They
-are loaded when a state first has a placement or a tensor of a class that is not torch's and that nothing here knows, or a DTensor
-with a dim that several axes shard.
+A framework with classes of its own for placements or tensors registers its `Objects` by an entry point of the group `GROUP`.
+These are loaded when a state first has a placement or a tensor of a class that is not torch's and that nothing here knows, or a
+DTensor with a dim that several axes shard.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ OWN = {
     "megatron": "reshard_ckpt.families.megatron.objects:OBJECTS",
     "vescale": "reshard_ckpt.families.vescale.objects:OBJECTS",
 }
-"""The entry points of this package, as in pyproject.toml."""
+"""The entry points for `Objects` in this package, the same as in pyproject.toml."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The objects of one framework.
+    """The functions by which this library understands a framework's own classes of tensors and placements.
 
     Attributes
     ----------
     name
         The name of the framework.
     lower
-        Returns the shards over the memory of a tensor of the framework's own class; empty for any other tensor.
+        Takes a tensor. Returns the shards that it consists of, over its own memory; empty if it is not of the framework's class.
     recognize
-        Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as this library has
-        it; None for a placement of another framework.
+        Takes the name of a mesh axis, a placement on it, and the shape of the tensor. Returns the placement as an
+        `AxisPlacement`; None for a placement of another framework.
     check_mesh
         Takes the mesh and the placements of a DTensor with a dim that several axes shard, and its name. It raises `LayoutError`
         if the framework has noted at the mesh that these axes cut in another order than torch says.
@@ -76,19 +76,19 @@ class Objects:
 
 @cache
 def known_objects() -> tuple[Objects, ...]:
-    """Load the objects of all frameworks."""
+    """Load the registered `Objects` of all frameworks, once in a process."""
     return tuple(load_all(GROUP, OWN, Objects))
 
 
 def lowered(tensor: Any) -> tuple[LocalShard | FlatShard, ...]:
-    """Return the shards of a tensor of another framework's class; empty if no framework knows it."""
+    """Return the shards of a tensor of a framework's own class, from its `Objects`; empty for torch's and unknown classes."""
     if is_of_torch(tensor):
         return ()
     return next((tuple(shards) for objects in known_objects() if (shards := objects.lower(tensor))), ())
 
 
 def recognized(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Return a placement of another framework's class as this library has it; None if no framework knows it."""
+    """Return a placement of a framework's own class as an `AxisPlacement`; None for torch's and unknown classes."""
     if is_of_torch(placement):
         return None
     found = (objects.recognize(axis, placement, shape) for objects in known_objects())
@@ -96,21 +96,21 @@ def recognized(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
 
 
 def is_of_torch(value: Any) -> bool:
-    """Tell whether torch itself brings the class of an object."""
+    """Tell whether the class of an object is defined in torch."""
     return type(value).__module__.partition(".")[0] == "torch"
 
 
 def known_class(module: str, name: str) -> Any:
-    """Return a class of a module, or () if nobody has imported the module: then no object can be an instance of the class.
+    """Return a class from a module of torch without importing it; () if nobody has imported the module.
 
-    DTensor and FSDP1 import sympy and a quarter of all modules of torch, a second of CPU time for each process, so a test for one
-    of their classes must not import it.
+    ``isinstance(value, ())`` is False, as it should be: no object of the class can exist yet. An import of DTensor or FSDP1
+    brings sympy and a quarter of torch's modules, a second of CPU time for each process.
     """
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Tell whether a thing is a DTensor of torch's own class, or of a class derived from it.
+    """Tell whether an object is a DTensor of torch, or of a class derived from it.
 
     >>> is_dtensor(3)
     False
@@ -122,7 +122,7 @@ _DTENSOR: Any = ()
 
 
 def dtensor_class() -> Any:
-    """Return the class DTensor, or () as long as nobody has imported it."""
+    """Return the class DTensor, or () if nobody has imported it yet."""
     global _DTENSOR
     _DTENSOR = _DTENSOR or known_class("torch.distributed.tensor", "DTensor")
     return _DTENSOR
@@ -133,7 +133,7 @@ def _shard_class() -> Any:
 
 
 def placement_of(kind: str, dim: Any, split_factor: Any) -> Placement | None:
-    """Return torch's own placement of the class `kind`, by its fields; None if the class or the fields are unknown."""
+    """Make a placement of torch from the name of its class and its fields; return None if they are unknown."""
     from torch.distributed.tensor import Replicate, Shard, placement_types
 
     if kind == "Replicate":
@@ -148,7 +148,7 @@ def placement_of(kind: str, dim: Any, split_factor: Any) -> Placement | None:
 
 @dataclass(frozen=True, slots=True)
 class AxisCut:
-    """A mesh axis of `num` ranks that shards one dim, at coordinate `index`."""
+    """How one mesh axis shards a dim: over `num` ranks; this rank has coordinate `index`. `split_factor` is torch's."""
 
     num: int
     index: int
@@ -158,7 +158,7 @@ class AxisCut:
 def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
     """Return the layout of a DTensor whose local tensor has shape `local_shape`; ranks outside its mesh hold nothing.
 
-    Another class than torch's will do, if it has `shape`, `placements` and `device_mesh`.
+    `tensor` may be any object that has `shape`, `placements` and `device_mesh`.
 
     Raises
     ------
@@ -180,9 +180,9 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
 
 
 class _KnownLayouts:
-    """The layouts of tensors on one mesh with one tuple of placements, by the tensor's shape and the local shape.
+    """The cached layouts of DTensors with the same mesh and placements, by their global shape and their local shape.
 
-    It holds the mesh and the placements, so that no other object can get their ids. None of these objects ever changes.
+    It keeps the mesh and the placements alive, so that no other object can get their ids. None of these objects ever changes.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
@@ -196,10 +196,11 @@ _MAX_KNOWN = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RecognizedPlacements:
-    """The placements of a DTensor in this library's own classes, on a mesh of `sizes`; `coordinate` is None outside of it.
+    """The placements of a DTensor, recognized as `AxisPlacement`s, and the facts about its mesh from which its layout follows.
 
-    A layout follows from these fields. `placements` are for messages alone: a user's placement may call itself equal to another
-    one that cuts differently.
+    `sizes` are the sizes of the mesh's axes; `coordinate` is this rank's place, or None outside the mesh. `placements`, as torch
+    gives them, are for messages alone, and not compared: a user's placement may call itself equal to another one that cuts
+    differently.
     """
 
     axes: tuple[AxisPlacement, ...]
@@ -212,7 +213,7 @@ class RecognizedPlacements:
 def recognize(
     placements: Sequence[Any], shape: Ints, names: Sequence[str], sizes: Ints, coordinate: Ints | None
 ) -> RecognizedPlacements:
-    """Recognize the placement on each axis of a mesh, by the axes' names."""
+    """Recognize the placement on each axis of a mesh, whose axes have these names and sizes."""
     axes = tuple(_axis_placement(axis, p, shape) for axis, p in zip(names, placements, strict=True))
     factors = tuple(None if (factor := getattr(p, "split_factor", None)) is None else int(factor) for p in placements)
     return RecognizedPlacements(axes, factors, sizes, coordinate, tuple(placements))
@@ -234,7 +235,10 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
 
 @lru_cache(maxsize=4096)
 def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> Layout:
-    """Return the layout of a DTensor on this rank. Cached, because the layers of a model have equal tensors."""
+    """Return the layout of a DTensor on this rank, from its recognized placements.
+
+    Cached, as a model's layers have equal tensors.
+    """
     sizes, coordinate, placements = found.sizes, found.coordinate, found.placements
     # A rank outside of the mesh declares the placement of the first rank inside, so that all ranks declare the same.
     where = coordinate if coordinate is not None else (0,) * len(sizes)
@@ -265,7 +269,7 @@ def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> La
 
 
 def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlacements, num_elements: int) -> None:
-    """Refuse placements that may cut a flattened tensor in another way than this module does."""
+    """Refuse placements for which it is not certain how they cut the flattened tensor."""
     placements, sizes = found.placements, found.sizes
     flattening = [i for i, p in enumerate(placement) if KINDS[p.kind].flattens]
     if len(flattening) > 1:
@@ -286,7 +290,7 @@ def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlac
 
 
 def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tuple[AxisPlacement, ...]:
-    """Return the declared placement of a DTensor, with the turn of each axis that shards a dim."""
+    """Return the placement of a DTensor with the order in which axes shard each dim (turns) and the sections filled in."""
     found, placements, sizes = list(recognized.axes), recognized.placements, recognized.sizes
     for dim, size in enumerate(shape):
         cutting = [i for i, p in enumerate(found) if p.dim == dim and not KINDS[p.kind].flattens]
@@ -307,9 +311,9 @@ def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tu
 
 
 def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
-    """Return the turn and the sections of each axis that shards a dim of `size` elements, in the mesh's order.
+    """Return, for each mesh axis that shards a dim of `size` elements, its turn in the order of cutting and its sections.
 
-    Sections are consecutive parts of the dim, by their sizes; the axis cuts each of them separately. Most axes have none.
+    Sections are consecutive parts of the dim, given by their sizes; the axis cuts each of them separately. Most axes have none.
 
     >>> dim_cuts(13, [AxisCut(3, 2, split_factor=2), AxisCut(2, 0)])  # FSDP2 over tp: the inner axis cuts first
     [(1, ()), (0, ())]
@@ -331,7 +335,7 @@ def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
 
 
 def shard_order(cuts: Sequence[AxisCut]) -> list[int] | None:
-    """Return the order in which the axes cut, first to last; None if no order explains the split factors.
+    """Return the indices of the axes that shard a dim, in cutting order; None if no order explains the split factors.
 
     Axes are inserted from the last to the first, each after axes whose sizes multiply to its split factor. Axes of size 1 change
     no product; they count as first, as in FSDP2 over tensor parallelism on another mesh.
@@ -360,7 +364,10 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
 
 
 def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlacement:
-    """Return the placement on one axis, of torch or of a package that added a kind, in this library's own class."""
+    """Return the placement on one mesh axis as an `AxisPlacement`.
+
+    Refuse a placement that is not known, and ``Partial``, a reduction not yet done.
+    """
     # Only these two: a subclass of Shard may cut differently. `_StridedShard` is told by its name, because it is not public, and
     # does not derive from Shard in torch 2.13.
     if type(placement) is _shard_class() or type(placement).__name__ == "_StridedShard":
@@ -382,7 +389,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor, without autograd, after any collective that still computes it."""
+    """Return the local tensor of a DTensor without autograd; wait for a collective that still computes it."""
     # Private, but `to_local` enters three functions more, for every tensor of every save.
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if type(local) is torch.Tensor:
@@ -394,12 +401,12 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the local tensor of a DTensor, as `local_tensor` does; any other object itself."""
+    """Return the local tensor of a DTensor, without autograd; return any other object as it is."""
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[Any]) -> list[Any]:
-    """Return the local tensor of each DTensor as it is, and each other object itself."""
+    """Return the local tensor of each DTensor, without waiting for collectives; return other objects as they are."""
     dtensor = dtensor_class()
     # Private, as in `local_tensor`. Without it the DTensor stands for itself.
     return [getattr(tensor, "_local_tensor", tensor) if type(tensor) is dtensor else tensor for tensor in tensors]

@@ -1,6 +1,6 @@
-"""The rows that a state becomes on its way to the engine.
+"""Rows: the list of named tensors, values and objects that a state is turned into, for a save or a load.
 
-Each part of a state is one `Entry`. The passes run in this order, and each works on the rows of the passes before it:
+Each row is one `Entry`. The passes run in this order, and each works on the rows of the passes before it:
 
 1. `walk` lists the tensors and values of dicts and lists, and one row for each module, optimizer and object in them.
 2. `modules` reads a row of modules: its tensors and values become rows.
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """The kinds of rows. The first five are saved; the others stand for objects that the passes open."""
+    """The kinds of rows of a state. The first five are saved; the others stand for objects that later passes open."""
 
     TENSOR = auto()
-    """A tensor, a DTensor, a `LocalShard` or a `FlatShard`."""
+    """A tensor: a plain one, a DTensor, a `LocalShard` or a `FlatShard`."""
     VALUE = auto()
-    """A plain value; it may be a whole list."""
+    """A value that is the same on all ranks; it may be a whole list."""
     PER_RANK = auto()
-    """A `PerRank`."""
+    """A `PerRank`: a value that each rank has of its own."""
     WHOLE = auto()
-    """A `Value`."""
+    """A `Value`: one value for all ranks, which may have tensors in it."""
     GROUPS = auto()
-    """The groups of an optimizer, with FQNs as parameters."""
+    """The parameter groups of an optimizer, with FQNs as parameters."""
     MODULES = auto()
-    """A tuple of modules; once they are read, of `ModuleState`s."""
+    """A tuple of modules; after the walk, of `ModuleState`s."""
     OPTIMIZERS = auto()
-    """A tuple of optimizers; once their parameters are known, of `OptimizerView`s."""
+    """A tuple of optimizers; once their parameters are found, of `OptimizerView`s."""
     NUMBERED = auto()
-    """An optimizer's state dict by number; once its parameters are known, the row is one of OPTIMIZERS."""
+    """An optimizer's state dict that numbers its parameters. Once these are found, the row becomes one of `OPTIMIZERS`."""
     OBJECT = auto()
-    """An object with a state of its own, which is a tree of its own."""
+    """An object with a ``state_dict()`` of its own, which is walked as a tree of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One row: a part of the state under its name.
+    """One row: a tensor, a value or an object of the state, under its name.
 
     Attributes
     ----------
@@ -61,13 +61,13 @@ class Entry:
     value
         The tensor, the value or the object itself.
     source
-        The name of the item of the state that it belongs to, such as a module; by default its own name.
+        The name of the item of the state that the row comes from, such as a module; None stands for its own name.
     link
-        The parameter and the key, if it is state of an optimizer.
+        The optimizer, the parameter and the key, if it is optimizer state.
     replication
-        The declaration for a plain tensor, which has none of its own.
+        For a plain tensor: whether other ranks hold replicas of it.
     owner
-        The parameter, if it is a tensor of an optimizer's state: a plain one is laid out like the parameter.
+        The parameter, if the row is a tensor of optimizer state: a plain tensor is laid out like the parameter.
     memory, layout
         The local memory of a tensor, and the part of the global tensor that it holds, once `tensors` has found them.
     """
@@ -86,6 +86,6 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value of the state as the bytes that another program made of it; they are saved as they are."""
+    """Bytes in place of a value of the state, encoded by another program; they are saved as they are."""
 
     data: bytes

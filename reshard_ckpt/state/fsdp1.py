@@ -1,7 +1,7 @@
 """The parameters of modules that FSDP1 (``FullyShardedDataParallel``) wraps, as runs under their own names.
 
-FSDP1 flattens the parameters of a unit, puts them in a row, and cuts the row evenly over ranks. So a rank holds the whole of some
-parameters, a run of one or two others, and nothing of the rest:
+FSDP1 flattens the parameters of a unit (a wrapped module), lays them end to end, and cuts the result evenly over ranks. So a rank
+holds some parameters whole, a run of one or two others, and nothing of the rest:
 
 1. The state dict of the module is read without FSDP1's hooks, which would gather all parameters.
 2. Each parameter becomes a `FlatPart`, a `FlatShard` over this rank's memory. With ``use_orig_params=True`` its tensor is the
@@ -11,7 +11,7 @@ parameters, a run of one or two others, and nothing of the rest:
 4. An optimizer of flat parameters has state of them alone. `FlatState` divides it by parts.
 5. After a load, parameters that a forward left gathered are freed, so that the next forward gathers the loaded ones.
 
-torch has no public way to these facts. All private names that this library needs of FSDP1 are in this module.
+torch has no public functions for this. All private names of FSDP1 that this library needs are in this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .shards import FlatShard
 
 
 class FlatPart(FlatShard):
-    """This rank's run of one parameter that FSDP1 flattened.
+    """This rank's run of one parameter that FSDP1 has flattened.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class FlatPart(FlatShard):
     shard
         This rank's part of the flat parameter, if `held_in` is the flat parameter; else None.
     at
-        The index in `shard` of the first element.
+        The index in `shard` at which the run begins.
     """
 
     __slots__ = ("at", "held_in", "shard")
@@ -52,7 +52,7 @@ class FlatPart(FlatShard):
 
 
 class FlatModule:
-    """The units of FSDP1 in one module, whose name is `name`.
+    """The units of FSDP1 (wrapped modules) in one module: this rank's part of each parameter, and the buffers that were cast.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class FlatModule:
             ) from None
 
     def _open(self, flat: Any) -> None:
-        """Find this rank's part of each parameter in a flat parameter."""
+        """Note this rank's part of each parameter inside one flat parameter."""
         # A forward may have put the gathered parameters into `flat`. Before the first forward, it is the shard itself.
         shard = getattr(flat, "_local_shard", flat).detach()
         inside = self._inside[id(flat)] = []
@@ -109,7 +109,7 @@ class FlatModule:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Take FSDP1's own hooks out of ``state_dict`` for a while, and leave the hooks of others."""
+        """Remove FSDP1's own hooks from ``state_dict`` during the ``with`` block; hooks of others stay."""
         with ExitStack() as undo:
             for hooks in self._hooks:
                 before = dict(hooks)
@@ -121,16 +121,17 @@ class FlatModule:
             yield
 
     def entries(self, raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the entries of a state dict, with the parameters inside of each flat parameter in its place."""
+        """Yield the entries of a state dict. In place of each flat parameter, yield the parameters inside it."""
         for key, value in raw.items():
             above = key.rpartition(".")[0]
             inside = self._inside.get(id(value), [("", value)])
             yield from ((".".join(filter(None, (above, fqn))) if fqn else key, part) for fqn, part in inside)
 
     def saved_form(self, owner: nn.Module, name: str, value: Any) -> Any:
-        """Return the object that is saved and loaded in place of `value`, which `owner` holds under `name` in its state dict.
+        """Return the object to save and load in place of `value`, which module `owner` holds as parameter or buffer `name`.
 
-        That is the part of a flat parameter, a copy in the dtype outside of mixed precision, or `value` itself.
+        It is this rank's part if FSDP1 flattened the parameter, a copy in the original dtype if mixed precision cast the buffer,
+        or `value` itself.
         """
         part = self._parts.get((id(owner), name))
         if part is not None:
@@ -143,12 +144,12 @@ class FlatModule:
         return copied
 
     def is_own(self, value: Any) -> bool:
-        """Tell whether a load into a saved form changes the module, now or in `finish`."""
+        """Tell whether a load into this object, given by `saved_form`, changes the module, at once or in `finish`."""
         return isinstance(value, FlatPart) or any(copied is value for _, copied in self._cast)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copy loaded buffers back, and free gathered parameters, which a forward without a backward leaves behind."""
+        """Finish a load: copy loaded buffers back into the module, and free parameters that a forward pass left gathered."""
         for buffer, copied in self._cast:
             buffer.copy_(copied)
         for handle in self._handles:
@@ -160,7 +161,7 @@ class FlatModule:
 
 
 def _place_of(shape: Ints, extension: Any, name: str) -> dict[str, Any]:
-    """Return the keyword arguments that say which part of a global tensor FSDP1 flattened.
+    """Return keyword arguments for `FlatShard` that say which tensor FSDP1 flattened.
 
     Without tensor parallelism it flattened the whole tensor; with it (`extension`), the local tensor of a DTensor.
     """
@@ -174,7 +175,7 @@ def _place_of(shape: Ints, extension: Any, name: str) -> dict[str, Any]:
 
 
 def _dtypes_before_cast(unit: Any) -> Iterator[tuple[int, torch.dtype]]:
-    """Yield the id and the first dtype of each buffer below a unit that casts buffers."""
+    """Yield the id of each buffer that a unit of FSDP1 casts (mixed precision), and its dtype before that."""
     if unit.mixed_precision.buffer_dtype is None:
         return
     first = {unwrapped(name): dtype for name, dtype in unit._buffer_name_to_orig_dtype.items()}
@@ -184,12 +185,12 @@ def _dtypes_before_cast(unit: Any) -> Iterator[tuple[int, torch.dtype]]:
 
 
 class FlatState:
-    """The state of an optimizer's flat parameters, divided by parts; `own` is the state of the optimizer.
+    """An optimizer's state of flat parameters of FSDP1, divided among the parameters inside; `own` is the optimizer's state.
 
     Attributes
     ----------
     entries
-        For each part that has state, by the part's id: its run of each state tensor, and all other values.
+        The state of each part of a flat parameter, by the part's id: its run of each tensor, and all other values.
     """
 
     def __init__(self, own: MutableMapping[Any, dict[str, Any]]) -> None:
@@ -199,7 +200,7 @@ class FlatState:
         self.entries: dict[int, dict[str, Any]] = {}
 
     def add(self, key: Any, part: FlatPart) -> int:
-        """Add a part of the flat parameter whose key is `key`; return the key of the part in `entries`."""
+        """Add one part of the flat parameter that has `key` in the optimizer's state; return the part's key in `entries`."""
         self._parts.setdefault(key, []).append(part)
         if key in self._own:  # it may be a defaultdict, where looking makes an entry
             assert part.shard is not None
@@ -210,7 +211,7 @@ class FlatState:
         return id(part)
 
     def give_back(self) -> None:
-        """Put the entries of the parts together in the state of the optimizer. A part without an entry has zeros.
+        """Put the loaded state of all parts back into the optimizer's state of flat parameters. A part without state has zeros.
 
         Raises
         ------
@@ -231,7 +232,7 @@ class FlatState:
 
 
 def _flat_state(values: list[tuple[FlatPart, Any]], before: Any, key: str) -> Any:
-    """Return the state of a flat parameter, made of the state of its parts; `before` is its state before the load."""
+    """Return one entry of a flat parameter's state, joined from its parts; `before` is the entry before the load."""
     part, value = values[0]
     assert part.shard is not None
     if isinstance(value, torch.Tensor) and value.shape == part.tensor.shape:

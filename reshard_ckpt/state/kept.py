@@ -1,14 +1,14 @@
-"""Descriptions of the last states that were saved, so that the next save of such a state need not make them anew.
+"""A cache of the descriptions of the last states that were saved, so that the next save of the same state is fast.
 
-A training loop saves the same objects again and again. A description of a state follows from some facts. To name each tensor and
-to find its layout takes twice as long as to show that these facts have not changed:
+A training loop saves the same objects again and again. The description of a state (the specs of its tensors) follows from some
+facts about it. Describing a state anew takes twice as long as showing that these facts have not changed:
 
 1. `find_facts` lists the facts of a state that has been walked: paths; classes and names of modules, and keys of their state
    dicts; keys of the state of optimizers; which tensors are one object, or begin at one address; and of each tensor the class,
    shape, strides, dtype, device, mesh and placements.
-2. Equal facts give equal specs, so the specs are kept by the facts. The memory of the tensors is found anew in each save, and
-   values are encoded anew, such as the hyperparameters of optimizers.
-3. Neither facts nor specs hold a tensor, a module or an optimizer, so nothing of a job lives longer than without them.
+2. Equal facts give equal specs, so the specs are cached by the facts. Each save finds the memory of the tensors anew, and encodes
+   values anew, such as the hyperparameters of optimizers.
+3. Neither facts nor specs hold a tensor, a module or an optimizer, so the cache keeps nothing of a job alive.
 
 A state with anything else is described anew in each save: extra state of modules, modules of FSDP1, shards that are declared,
 tensors of other classes or with attributes, optimizers that hold others or have values in their state, and state dicts by number.
@@ -34,17 +34,17 @@ from .tensors import TORCH_CLASSES
 from .walk import Tree, optimizers_of, rows_of
 
 MAX_TENSORS = 1 << 16
-"""Larger states are not kept: the facts of a tensor take about a kilobyte."""
+"""The most tensors of a state that is cached: the facts about a tensor take about a kilobyte."""
 
 _LOOKS: Callable[[torch.Tensor], Any] = attrgetter("shape", "dtype", "device")
 _PLACES: Callable[[torch.Tensor], Any] = attrgetter("device_mesh", "placements", "shape")
 
 Members = Sequence[tuple[str, Sequence[tuple[Owner, ...]]]]
-"""Each optimizer of a row: its name, and one owner with all FQNs of each group."""
+"""The optimizers of one row of the state: the name of each, and for each of its groups one owner with all FQNs."""
 
 
 class StateFacts(NamedTuple):
-    """A state as `find_facts` saw it: the facts that its description follows from, its tensors, and the local memory of each.
+    """The facts about a state from which its description follows, and the state's tensors with the local memory of each.
 
     The facts contain the `id` of meshes and placements. `places` keeps these objects alive, so that no other gets the same id.
     """
@@ -57,10 +57,12 @@ class StateFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The description of a state.
+    """The cached description of a state: the specs of its tensors, and the names of its values.
 
     Attributes
     ----------
+    places
+        Meshes and placements whose ids are among the facts, kept alive.
     specs, at
         The specs of tensors, and for each the index of its memory in `StateFacts.memories`.
     values
@@ -68,7 +70,7 @@ class Description:
     members
         For each optimizer in each row of optimizers, its name and the owners of its parameters.
     unused
-        The patterns of ``exclude`` that match no name.
+        The patterns of ``exclude=`` that match no name.
     """
 
     places: list[Any]
@@ -80,12 +82,15 @@ class Description:
     unused: tuple[str, ...]
 
     def tensors(self, seen: StateFacts) -> tuple[LocalTensor, ...]:
-        """Return the tensors with their memory of now, without autograd."""
+        """Return the described tensors, each with the memory that it has in the state now, without autograd."""
         memories = list(map(torch.Tensor.detach, seen.memories))
         return tuple([LocalTensor(spec, memories[i]) for spec, i in zip(self.specs, self.at, strict=True)])
 
     def keep_values(self, trees: Sequence[Tree]) -> None:
-        """Remove the rows of tensors and modules from the trees. Of optimizers keep only the groups, as `OptimizerView`s."""
+        """Remove the rows of tensors and modules from the trees of a state, as their specs are cached.
+
+        Of optimizers keep only the groups, as `OptimizerView`s.
+        """
         members = iter(self.members)
         for tree in trees:
             tree.rows = [row for row in tree.rows if row.kind is not Kind.TENSOR and row.kind is not Kind.MODULES]
@@ -97,41 +102,41 @@ class Description:
                     )
 
     def in_order(self, values: Iterable[ValueSpec]) -> tuple[ValueSpec, ...]:
-        """Return the values in the order in which the first description had them."""
+        """Return the values in the order in which they were first described."""
         by_name = {value.name: value for value in values}
         return tuple([by_name[name] for name in self.values])
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
-    """Return an optimizer's part of `Description.members`, which holds no tensor."""
+    """Return an optimizer's name, and the FQNs of each of its groups, for `Description.members`. It holds no tensor."""
     return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
 
 
 class LastStates:
-    """The descriptions of the last two states: enough for a job that saves its model and its whole state by turns."""
+    """A cache of the last two descriptions: enough for a job that saves its model and its whole state by turns."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Drop both descriptions."""
+        """Drop both cached descriptions."""
         self._items: tuple[tuple[Any, Description], ...] = ()
 
     def find(self, key: Any) -> Description | None:
-        """Return the description of a state with these facts, or None."""
+        """Return the cached description whose key (facts and options of the save) equals this one, or None."""
         return next((known for other, known in self._items if other == key), None)
 
     def keep(self, key: Any, known: Description) -> None:
-        """Keep a description in place of the older one."""
+        """Cache a description under its key; drop the older of the two."""
         self._items = ((key, known), *self._items[:1])
 
 
 KNOWN = LastStates()
-"""The descriptions that this process keeps."""
+"""The cache of descriptions in this process."""
 
 
 def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
-    """Return the facts of a state, in order to find its description of an earlier save; None if they may not suffice for that."""
+    """Return the facts about a state by which to find its cached description; None if the state may have other relevant facts."""
     facts: list[Any] = []
     tensors: list[Any] = []
     # others: parameters and keys of optimizers, which must be among the tensors
@@ -179,7 +184,7 @@ def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
 
 
 def _first_like(numbers: Iterable[int]) -> list[int]:
-    """Return for each number the index of the first equal one.
+    """Return for each number the index of the first number equal to it.
 
     >>> _first_like([7, 5, 7])
     [0, 1, 0]

@@ -1,4 +1,4 @@
-"""Layouts: the places of a local tensor's elements in the global tensor, whatever strides its memory has; and the job's mesh.
+"""Layouts: where the elements of a local tensor lie in the global tensor, whatever its strides; and the job's mesh.
 
 A `Layout` is geometry only, so optimizer state can share the layout of its parameter even if its strides differ. Together with a
 tensor it gives the pieces of `core.catalog.specs`:
@@ -32,7 +32,7 @@ from ..errors import UsageError
 
 
 class LocalBox(NamedTuple):
-    """A box of the global tensor (`offsets`, `lengths`) that begins at `local_offsets` in the local one."""
+    """A box of the global tensor (`offsets`, `lengths`), and where it begins in the local tensor (`local_offsets`)."""
 
     local_offsets: Ints
     offsets: Ints
@@ -43,9 +43,10 @@ class LocalBox(NamedTuple):
 class Layout:
     """The part of a global tensor of shape `shape` that a local tensor of shape `local_shape` holds.
 
-    With `flat_start` the local tensor is flat: its element ``k`` is element ``flat_start + k`` of the row-major concatenation of
-    `boxes`, and their `local_offsets` have no meaning. With `flat_shape` too, elements are counted in a tensor
-    of that shape instead, in row-major order, in which each box begins at its `local_offsets`.
+    Without `flat_start`, the local tensor consists of `boxes`. With `flat_start` it is flat: its element ``k`` is element
+    ``flat_start + k`` of all `boxes` laid end to end in row-major order, and their `local_offsets` have no meaning. With
+    `flat_shape` too, elements are counted in a tensor of that shape instead, in row-major order, in which each box begins at its
+    `local_offsets`.
     """
 
     shape: Ints
@@ -64,7 +65,10 @@ class Layout:
         return prod(self.shape) == 0 or (len(self.boxes) == 1 and self.boxes[0].lengths == self.shape)
 
     def pieces(self, memory: torch.Tensor) -> tuple[Piece, ...]:
-        """Return the pieces that `memory`, a tensor of shape `local_shape`, holds. Empty pieces are left out."""
+        """Return the pieces of the global tensor that `memory` holds, which has shape `local_shape`.
+
+        Empty pieces are left out.
+        """
         assert tuple(memory.shape) == self.local_shape, (memory.shape, self.local_shape)
         if self.flat_start is None:
             strides = tuple(memory.stride())
@@ -79,7 +83,7 @@ class Layout:
 
 @lru_cache(maxsize=1 << 16)
 def whole(shape: Ints, replication: Replication = Replication.PLAIN) -> Layout:
-    """Return the layout of a tensor that is whole on this rank."""
+    """Return the layout of a tensor that this rank holds completely."""
     zeros = (0,) * len(shape)
     return Layout(shape, shape, (LocalBox(zeros, zeros, shape),), replication)
 
@@ -90,7 +94,7 @@ def _box(box: LocalBox, strides: Ints) -> Piece:
 
 
 def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Iterator[Piece]:
-    """Yield the pieces of the run ``[first, first + count)`` of the concatenated boxes, elements `step` apart in memory."""
+    """Yield the pieces for elements ``first : first + count`` of boxes laid end to end; elements are `step` apart in memory."""
     box_first = 0
     for box in boxes:
         size = prod(box.lengths)
@@ -102,7 +106,10 @@ def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Ite
 
 
 def _cut_run(box: LocalBox, shape: Ints, first: int, count: int, step: int) -> Piece:
-    """Return the piece of a box, possibly empty, in the run ``[first, first + count)`` of a flattened tensor of this shape."""
+    """Return the part of a box in elements ``first : first + count`` of a flattened tensor of this shape, as a piece.
+
+    The piece may be empty.
+    """
     strides = row_major_strides(shape)
     start = _num_before(box, strides, shape, first)
     stop = _num_before(box, strides, shape, first + count)
@@ -111,7 +118,7 @@ def _cut_run(box: LocalBox, shape: Ints, first: int, count: int, step: int) -> P
 
 
 def _num_before(box: LocalBox, strides: Ints, shape: Ints, index: int) -> int:
-    """Count the elements of a box before a flat index of the tensor around it, whose shape is `shape`."""
+    """Count the elements of a box before element `index` of a flattened tensor with this shape, in which the box lies."""
     if index >= prod(shape):
         return prod(box.lengths)
     before = 0
@@ -124,7 +131,7 @@ def _num_before(box: LocalBox, strides: Ints, shape: Ints, index: int) -> int:
 
 
 class RankSet(NamedTuple):
-    """The ranks that take part: their global ranks in order, and the index of this process among them."""
+    """The ranks that take part in a save or load: their global ranks in order, and the index of this process among them."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -135,7 +142,7 @@ class RankSet(NamedTuple):
 
 
 def group_of(process_group: Any) -> RankSet:
-    """Return the ranks of a process group, or of the default group for None; this process alone for `ALONE` or no group."""
+    """Return the ranks of a process group; of the default group for None, only this process for `ALONE` or without a group."""
     if process_group is ALONE or not (dist.is_available() and dist.is_initialized()):
         return RankSet((0,), 0)
     group = dist.group.WORLD if process_group is None else process_group  # torch 2.6 has no ranks for None
@@ -143,7 +150,7 @@ def group_of(process_group: Any) -> RankSet:
 
 
 def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
-    """Return the mesh that the caller passes.
+    """Check the ``mesh=`` that the caller passes, and return it as a `Mesh`.
 
     Raises
     ------
@@ -171,7 +178,10 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
 
 
 def found_mesh(meshes: Iterable[DeviceMesh], group: RankSet, *, ddp_groups: Sequence[tuple[int, ...]]) -> Mesh | None:
-    """Return the mesh that the state shows, or None; `ddp_groups` are the ranks of each process group that DDP uses."""
+    """Find the job's mesh: the mesh of DTensors that spans all ranks, or one axis ``dp`` if DDP does; else None.
+
+    `meshes` are the meshes of DTensors in the state, `ddp_groups` the ranks of each process group that DDP uses.
+    """
     best: DeviceMesh | None = None
     sees_part = False
     for mesh in dict.fromkeys(m for found in meshes for m in (found, root_mesh(found))):
@@ -193,7 +203,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a mesh was sliced from, or the mesh itself."""
+    """Return the mesh from which a mesh was sliced, or the mesh itself if it is not a slice."""
     # torch has no public name for it. Without it, placements are not recorded if the state shows slices alone.
     root = getattr(mesh, "_get_root_mesh", None)
     found = root() if callable(root) else mesh

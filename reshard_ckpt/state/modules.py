@@ -1,9 +1,9 @@
-"""The tensors and values of a module as rows, under the names that they have without its wrappers.
+"""The tensors and values of a module as rows, under names without the parts that wrappers add.
 
 1. ``state_dict(keep_vars=True)`` gives the tensors and values of the module. It also puts an FSDP2 module that an eval forward
    left unsharded back to its shards, so it must be called before any optimizer is looked at.
-2. Each key is followed down from the root. A step that only leads through a wrapper (DDP, ``torch.compile``, activation
-   checkpointing, ``AveragedModel``) is dropped; a user's submodule that happens to be called ``module`` stays.
+2. Each key is followed down from the root module. A part of it that only leads through a wrapper (DDP, ``torch.compile``,
+   activation checkpointing, ``AveragedModel``) is dropped; a user's submodule that happens to be called ``module`` stays.
 3. A load writes into the module's own tensors. If ``state_dict`` returns other tensors, made by a hook, ``load_state_dict`` is
    called at the end. Extra state goes to ``set_extra_state`` of the module that gave it.
 """
@@ -35,21 +35,21 @@ from .tensors import is_plain_tensor, is_tensor_like, named_parts
 EXTRA_STATE = "_extra_state"
 
 _HOLD_MODULE = (DistributedDataParallel, DataParallel, AveragedModel)
-"""Wrappers that hold the module inside as their child `MODULE`."""
+"""Wrappers that store the wrapped module as their child `MODULE`."""
 
 
 class ModuleRows(NamedTuple):
-    """The state of a module as rows.
+    """The tensors and values of a module.
 
     Attributes
     ----------
     rows
-        Its tensors and values, under the names that they have without its wrappers.
+        A row for each tensor and value, under names without the parts that wrappers add.
     takers
         For each value by name: its key in `ModuleState.raw`, and the module whose ``set_extra_state`` takes it back. The module
         is None if a hook has put the value into the state dict.
     is_own
-        Whether all of its tensors are the module's own, so that a write into them changes the module.
+        Whether all of these tensors are the module's own, so that a write into them changes the module.
     """
 
     rows: tuple[Entry, ...]
@@ -58,16 +58,16 @@ class ModuleRows(NamedTuple):
 
 
 class ModuleState:
-    """A module at a path of the state, whose name there is `name`, and the state dict that it has just given.
+    """A module in the state (under `name`), with its state dict as of now.
 
     Attributes
     ----------
     raw
-        Its state dict as torch gives it.
+        The state dict as torch gives it.
     children
         The module and all modules in it, by name.
     flat
-        Its parts that FSDP1 wraps, if there are any.
+        The parts of the module that FSDP1 wraps; None if there are none.
 
     Raises
     ------
@@ -86,14 +86,14 @@ class ModuleState:
 
     @cached_property
     def opened(self) -> ModuleRows:
-        """The rows, once something asks for them: a save that knows the module from the save before does not.
+        """The tensors and values of the module. They are made on first use: a save with a cached description does not need them.
 
         Raises
         ------
         UnsupportedError
-            It is on the meta device.
+            The module is on the meta device.
         NameCollisionError
-            Two keys have one clean name.
+            Two keys have the same name without the parts that wrappers add.
         """
         module, name, path, raw, flat = self.module, self.name, self._path, self.raw, self.flat
         _refuse_meta(module, raw, name)
@@ -142,7 +142,7 @@ class ModuleState:
 
 
 def _keeps_vars(module: nn.Module) -> bool:
-    """Tell whether the module's ``state_dict`` takes torch's arguments; a class may have one of its own."""
+    """Tell whether the module's ``state_dict`` can be called with ``keep_vars=True``; a class may have a method of its own."""
     if type(module).state_dict is nn.Module.state_dict and "state_dict" not in vars(module):
         return True  # `inspect` takes a tenth of a millisecond
     try:
@@ -153,7 +153,7 @@ def _keeps_vars(module: nn.Module) -> bool:
 
 
 class ModulePlace(NamedTuple):
-    """The end of a state dict key: its name without wrappers, the module there, and whether DDP or FSDP holds that module."""
+    """The end of a state dict key: its name without wrappers, the module with the entry, and whether DDP or FSDP wraps that."""
 
     fqn: str
     owner: nn.Module
@@ -162,7 +162,7 @@ class ModulePlace(NamedTuple):
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
-    """Refuse a module that has no memory yet.
+    """Refuse a module with tensors on the meta device, which have no memory; the message says how to give it memory.
 
     Only the program can give it memory: it knows the device, the values of buffers outside of the state dict, and the optimizers
     that hold the parameters that ``to_empty`` replaces.
@@ -185,10 +185,9 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
 
 
 def locate(root: nn.Module, key: str) -> ModulePlace:
-    """Follow a state dict key down the modules.
+    """Follow a state dict key from the root module down to the module that holds the entry.
 
-    The hooks of some wrappers have dropped their own step from the key already, so a wrapper that the key does not name is
-    entered too.
+    The hooks of some wrappers have already dropped their part of the key, so a wrapper that the key does not name is entered too.
     """
     fsdp = _fsdp_classes()
     module, under_ddp, under_fsdp = root, False, isinstance(root, fsdp)
@@ -210,11 +209,11 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
-    """Enter wrappers until the step names the wrapper that was entered last, or the module wraps no other one.
+    """Go from a wrapper to the wrapped module, through several wrappers if need be, for one part (`step`) of a state dict key.
 
     Returns
     -------
-    The module inside the entered wrappers, whether the step names the last of them, and whether one of them was DDP.
+    The module inside the entered wrappers, whether `step` names the last of them, and whether one of them was DDP.
     """
     ddp = False
     while True:
@@ -229,7 +228,7 @@ def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper holds the module inside; None if a module wraps no other one."""
+    """Return the attribute name under which a wrapper holds the wrapped module; None if the module is not a wrapper."""
     if isinstance(module, _HOLD_MODULE):
         return MODULE
     for name in WRAPPED:
@@ -239,7 +238,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 class ModulesTarget:
-    """The modules under one key, being loaded: `values` names the values that they want."""
+    """The modules under one key of the state, as the target of a load. `values` are the names of values that they want."""
 
     def __init__(self, name: str, states: Sequence[ModuleState]) -> None:
         self.name = name
@@ -281,7 +280,7 @@ class ModulesTarget:
 
 
 def is_nothing(value: Any) -> bool:
-    """Tell whether a value stands for a module or optimizer that some rank does not have: None or an empty container."""
+    """Tell whether a value is None or an empty container, which stands for a module or optimizer that only other ranks have."""
     return value is None or (isinstance(value, list | tuple | dict) and not value)
 
 
@@ -290,5 +289,5 @@ def _fsdp1_class() -> Any:
 
 
 def _fsdp_classes() -> Any:
-    """Return the classes of modules that FSDP1 wraps, and of those to which ``fully_shard`` was applied."""
+    """Return the classes of modules wrapped by FSDP1 and of modules passed to ``fully_shard`` (FSDP2)."""
     return _fsdp1_class(), known_class("torch.distributed.fsdp", "FSDPModule")

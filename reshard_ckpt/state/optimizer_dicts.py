@@ -1,4 +1,4 @@
-"""The forms of an optimizer's state dict, as plain data.
+"""The forms in which an optimizer's state dict occurs: by number, by FQN, and flattened; conversions between them.
 
 1. *By number*, as torch's ``state_dict()`` gives it, which numbers the parameters of all groups in a row:
    ``{"state": {0: …}, "param_groups": [{"params": [0]}]}``.
@@ -7,8 +7,8 @@
    gives it with ``flatten_optimizer_state_dict=True``. Trainers with pipeline stages use it, for such dicts can be put together.
    It is saved by FQN, so that a checkpoint holds the same names whichever of the two a trainer uses.
 
-All that reads or writes one of these forms, for this library or in a file of another one, does so by the functions here. Groups
-are kept by FQN: hyperparameters, and ``params``, the FQNs.
+All code that reads or writes one of these forms, in a live state or in a file of another library, uses the functions here. They
+return parameter groups by FQN: hyperparameters, and ``params``, the FQNs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Form = Literal["by number", "by FQN", "flattened"]
 
 
 def form_of(value: Mapping[Any, Any]) -> Form | None:
-    """Tell the form of an optimizer's state dict; None for any other dict."""
+    """Return the form of an optimizer's state dict; None for a dict that is not one."""
     if value.get(GROUPS) is None:
         return "flattened" if is_flattened(value) else None
     if is_numbered(value):
@@ -32,7 +32,7 @@ def form_of(value: Mapping[Any, Any]) -> Form | None:
 
 
 class PlainDict(dict[Any, Any]):
-    """A dict that is saved as it stands, though it may look like an optimizer's."""
+    """A dict that is saved entry by entry as it is, even if it looks like an optimizer's state dict."""
 
 
 def is_numbered(value: Any) -> bool:
@@ -50,7 +50,7 @@ def is_numbered(value: Any) -> bool:
 
 
 def are_numbered_groups(value: Any) -> bool:
-    """Tell whether a value is a list of parameter groups, each a dict whose ``"params"`` are ints."""
+    """Tell whether a value is a list of parameter groups whose ``"params"`` are numbers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -60,7 +60,7 @@ def are_numbered_groups(value: Any) -> bool:
 
 
 def beside_numbers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a numbered state dict besides its groups and the state of their parameters."""
+    """Return the other entries of a numbered state dict: without its groups, and without the state of numbered parameters."""
     numbers = {number for group in tree["param_groups"] for number in group["params"]}
     state = {k: v for k, v in tree["state"].items() if type(k) is not int or k not in numbers or not isinstance(v, Mapping)}
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
@@ -68,7 +68,7 @@ def beside_numbers(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
-    """Tell whether a dict has the shape of an optimizer's state dict keyed by FQN."""
+    """Tell whether a dict looks like an optimizer's state dict keyed by FQN."""
     state, groups = value.get("state"), value.get("param_groups")
     return (
         isinstance(state, Mapping)
@@ -78,7 +78,7 @@ def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
 
 
 def are_named_groups(value: Any) -> bool:
-    """Tell whether a value is a list of parameter groups, each a dict whose ``"params"`` are strings."""
+    """Tell whether a value is a list of parameter groups whose ``"params"`` are strings."""
     return isinstance(value, list) and all(isinstance(group, dict) and _is_names(group.get("params")) for group in value)
 
 
@@ -109,10 +109,10 @@ def is_flattened(value: Any) -> bool:
 
 
 class GroupOfEach(list[dict[str, Any]]):
-    """One group for each parameter, as a flattened state dict has them; those with equal hyperparameters are saved as one."""
+    """A list of parameter groups with one group for each parameter, as a flattened state dict gives them."""
 
     def merged_groups(self) -> list[dict[str, Any]]:
-        """Merge parameters with equal hyperparameters into one group; return the new list of groups."""
+        """Return new groups in which parameters with equal hyperparameters are together, for saving."""
         return grouped((fqn, group) for group in self for fqn in group["params"])
 
 
@@ -130,10 +130,10 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
 
 
 class OptimizerGroups(NamedTuple):
-    """The parameter groups of a file, by FQN.
+    """The parameter groups of a file of another library, by FQN.
 
-    `named` maps the number of a parameter, as text, to its name, if the file says both. `by_number` tells whether the file
-    numbers any parameter.
+    `named` maps the number of a parameter, as text, to its name, if the file has both. `by_number` tells whether the file numbers
+    any parameter.
     """
 
     groups: list[dict[str, Any]]
@@ -142,7 +142,7 @@ class OptimizerGroups(NamedTuple):
 
 
 def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
-    """Convert groups whose parameters are numbers or FQNs to groups by FQN; return None if a parameter is neither.
+    """Convert parameter groups that list numbers or FQNs to groups by FQN; return None if a parameter is neither.
 
     A number without a name in ``param_names`` becomes the same number as text.
     """
@@ -159,7 +159,7 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
 
 
 def param_names(group: Mapping[str, Any]) -> list[str] | None:
-    """Return the ``param_names`` of a group, which torch adds if the optimizer was given ``named_parameters()``; else None."""
+    """Return the ``param_names`` of a group, which torch adds to optimizers made from ``named_parameters()``; else None."""
     params, names = group.get("params"), group.get("param_names")
     if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
         return None
@@ -167,7 +167,7 @@ def param_names(group: Mapping[str, Any]) -> list[str] | None:
 
 
 def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
-    """Map the number of each parameter to its name; return None if a group has no names, or if two numbers have one name."""
+    """Map the number of each parameter to its name in ``param_names``. Return None if a group has no names, or names repeat."""
     names: dict[int, str] = {}
     for group in groups:
         own = param_names(group)
@@ -178,12 +178,12 @@ def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | Non
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of a state dict by FQN as they are saved."""
+    """Return the groups of a state dict by FQN in the form to save: single-parameter groups are merged."""
     return groups.merged_groups() if isinstance(groups, GroupOfEach) else groups
 
 
 class Flattened:
-    """A flattened state dict as an object whose state is the nested one; a load updates the flattened one."""
+    """Wraps a flattened state dict as an object with ``state_dict()`` by FQN; loading into it updates the flattened dict."""
 
     def __init__(self, flat: MutableMapping[str, Any]) -> None:
         self._flat = flat
@@ -196,7 +196,7 @@ class Flattened:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Make an optimizer's state dict by FQN from a flattened one; each parameter is a group of its own."""
+    """Convert a flattened optimizer state dict to one by FQN, in which each parameter has a group of its own."""
     groups = _groups(flat)
     state: dict[str, dict[str, Any]] = {}
     for fqn, key, name in _states(flat, groups):
@@ -205,14 +205,14 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield every hyperparameter of every parameter, under its name in a flattened state dict."""
+    """Yield every hyperparameter of every parameter: its key in a flattened state dict, and its value."""
     for group in groups:
         for fqn in group["params"]:
             yield from ((f"{GROUPS}.{fqn}.{key}", value) for key, value in group.items() if key != "params")
 
 
 def flat_hyperparameter(name: str) -> tuple[str, str] | None:
-    """Divide the name of a hyperparameter in a flattened state dict into FQN and key; None for any other name.
+    """Divide the key of a hyperparameter in a flattened state dict into FQN and hyperparameter; None for any other key.
 
     >>> flat_hyperparameter("param_groups.layer.weight.lr"), flat_hyperparameter("state.layer.weight.step")
     (('layer.weight', 'lr'), None)
@@ -222,7 +222,7 @@ def flat_hyperparameter(name: str) -> tuple[str, str] | None:
 
 
 def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a loaded state dict by FQN under the keys of the flattened one that it was made of."""
+    """Convert a loaded state dict by FQN to a flattened one that has exactly the keys of `flat`."""
     groups = _groups(flat)
     home = {fqn: group for group in tree[GROUPS] for fqn in group["params"]}
     out = {f"{GROUPS}.{fqn}.{key}": home[fqn][key] for fqn, group in groups.items() for key in group}
@@ -230,7 +230,7 @@ def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any
 
 
 def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the hyperparameters of each parameter in a flattened state dict: ``{fqn: {key: value}}``."""
+    """Return the hyperparameters of each parameter in a flattened state dict, as ``{fqn: {name: value}}``."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         if (found := flat_hyperparameter(name)) is not None:
@@ -239,9 +239,9 @@ def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _states(flat: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield the FQN, the key and the whole name for each name of state in a flattened state dict.
+    """Divide each key of state in a flattened state dict; yield FQN, the key of the state, and the whole key.
 
-    FQNs and keys may both have dots. A name is cut behind the longest FQN that has a group.
+    FQNs and keys of state may both have dots. A key is divided behind the longest FQN that has a group.
     """
     for name in flat:
         if not name.startswith(f"{STATE}."):

@@ -1,8 +1,8 @@
-"""Loading the state of optimizers, by the FQN of their parameters (`OptimizersTarget`), and the optimizers that can be held back.
+"""Loading into optimizers, by the FQN of their parameters (`OptimizersTarget`); and which optimizers' steps can be delayed.
 
 The optimizer may never have stepped.
 
-1. For each parameter, the links of the catalog say which state it has. State that the optimizer holds is loaded in place; the
+1. For each parameter, the links in the catalog say which state was saved. State that the optimizer holds is loaded in place; the
    rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.
 2. Before anything changes, each group finds its hyperparameters by the FQNs of its parameters.
 3. After the tensors are in place, new state is put into the optimizer, state that the checkpoint does not have is taken out, and
@@ -34,19 +34,22 @@ from .walk import optimizers_of
 
 
 class ParamPlan(NamedTuple):
-    """The state of one parameter, being loaded: `tensors` and `values` by state key, under all names that each is saved as."""
+    """The load of one parameter's state: by state key, the rows of `tensors` to load, and the names of `values`.
+
+    A key has several rows or names if the parameter is tied and its state was saved under several names.
+    """
 
     slot: ParamSlot
     tensors: Mapping[str, tuple[Entry, ...]]
     values: Mapping[str, tuple[str, ...]]
     new: frozenset[str]
-    """The keys in `tensors` that were allocated here, and are not in the optimizer yet."""
+    """The keys of `tensors` whose tensors were allocated for this load, and are not in the optimizer yet."""
 
 
 def saved_keys(name: str, links: Mapping[str, StateLink]) -> dict[str, dict[str, str]]:
-    """List by FQN which state keys of one optimizer the checkpoint holds, each with its saved name.
+    """Return the state keys that the checkpoint has for one optimizer, by FQN: ``{fqn: {key: saved name}}``.
 
-    A key with dots is left out, so it is unexpected: torch's optimizers have no such keys.
+    A key with dots is left out, so that the load reports it as unexpected: torch's optimizers have no such keys.
     """
     keys: dict[str, dict[str, str]] = {}
     for full, (optimizer, fqn, key, _) in links.items():
@@ -58,16 +61,16 @@ def saved_keys(name: str, links: Mapping[str, StateLink]) -> dict[str, dict[str,
 
 
 class OptimizersTarget:
-    """The optimizers under one key, being loaded.
+    """The optimizers under one key of the state, as the target of a load.
 
     Attributes
     ----------
     rows
         The tensors to load.
     values
-        The names of values that must be there.
+        The names of values that the checkpoint must have.
     unplaced
-        Saved tensors whose place on this rank is unknown, each with the reason.
+        By name, the saved tensors whose place on this rank is unknown, each with the reason.
     """
 
     def __init__(
@@ -121,7 +124,10 @@ class OptimizersTarget:
         return ParamPlan(slot, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
-        """Allocate a saved state tensor that the optimizer lacks. If its place is unknown, note why, and return None."""
+        """Allocate a tensor for saved state that the optimizer lacks.
+
+        If its place is unknown, note why in `unplaced`; return None.
+        """
         index = self._catalog.index(name)
         shape, dtype = self._catalog.shape(index), TORCH_DTYPES[self._catalog.dtype(index)]
         if owner.param is None or owner.layout is None:
@@ -159,7 +165,10 @@ class OptimizersTarget:
         return "." in below and not any(below == key or below.startswith(f"{key}.") for key in self._beside)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Return a line for each problem of the values. It must be called before any tensor changes."""
+        """Choose the hyperparameters of each group, and return a line for each problem.
+
+        To be called before any tensor changes.
+        """
         problems = list(dict.fromkeys(self.unplaced.values()))
         groups = values.get(self.groups_name) or []
         if not are_groups(groups):
@@ -182,7 +191,7 @@ class OptimizersTarget:
         return problems
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        """Put the loaded state into the optimizers; `skipped` are tensors that were not loaded."""
+        """Put loaded state and hyperparameters into the optimizers; `skipped` are the names of tensors that were not loaded."""
         for plan in self._plans:
             self._put(plan, values, skipped)
         for view in self._views:
@@ -233,7 +242,7 @@ def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> Non
 
 
 def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
-    """Return the optimizers of a state whose steps can be held back, and the local tensors that no other optimizer changes.
+    """Return the optimizers in a state whose steps can be delayed, and the local tensors that only these optimizers change.
 
     The optimizers may lie at any depth. Optimizers that they wrap count too, because these may be stepped by themselves.
     """
@@ -246,14 +255,14 @@ def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
 
 
 def can_be_held(optimizer: Optimizer) -> bool:
-    """Tell whether the steps of an optimizer can be held back; compiled steps and steps in a CUDA graph cannot."""
+    """Tell whether a hook can delay the steps of an optimizer; not if its step is compiled or in a CUDA graph."""
     step = vars(optimizer).get("step", type(optimizer).step)
     compiled = hasattr(step, "_torchdynamo_orig_callable")
     return not compiled and not any(group.get("capturable") for group in optimizer.param_groups)
 
 
 def owned_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """Return the local tensors of the parameters and of the state of optimizers."""
+    """Return the local tensors of the optimizers' parameters and of their state."""
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
     found = [local_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]

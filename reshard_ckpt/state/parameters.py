@@ -1,19 +1,20 @@
-"""The parameters of optimizers: who owns them in the state, and an optimizer of a state with the owners of its parameters.
+"""Optimizers and their parameters: find the parameter (module, name, layout) that each optimizer refers to.
 
-*Owners*: the parameters of a state, as its optimizers refer to them.
+`Owners` finds the owner of a parameter (`Owner`: its FQNs, and the tensor in the state with its layout):
 
 1. A parameter that a module or a dict holds is found by its identity.
 2. ``state_dict()`` hands out other tensors over the same memory. These are found by that memory, if they are exactly as large.
-3. A name leads to the tensor of that name, for its layout, as long as all tensors of the name are laid out alike.
+3. If an optimizer's state dict gives the name of a parameter, the tensor of that name is found, for its layout. All tensors of
+   that name must be laid out alike.
 4. A flat parameter of FSDP1 leads to all parameters that it is made of.
 
-*OptimizerView*: an optimizer, or its state dict by number, with the owners of its parameters.
+`OptimizerView` is an optimizer, or its state dict by number, with the owners of its parameters:
 
 1. An optimizer whose ``state_dict`` is torch's own is read as its state and groups. (Any other opens a tree: see `walk`.)
 2. The parameter of a number in a state dict comes from the first of these that the state shows: the optimizer that gave the dict,
    itself or inside another object; ``param_names``, which torch puts into groups that were made of ``named_parameters()``; for an
    optimizer with a ``state_dict`` of its own, the order of its own groups, as the contract of ``Optimizer.state_dict`` says.
-3. A state dict whose numbers nothing names is saved by number, as any dict is.
+3. If the state does not show the parameters of a numbered state dict, it is saved by number, as any dict is.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Numbers = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter: its FQNs, the key of the state under which it is, and the row with its layout.
+    """A parameter as the state holds it: its FQNs, the top-level `key` of the module or dict that has it, and its row.
 
     If only its name is known, `param` and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
     """
@@ -64,7 +65,7 @@ class Owner:
         return None if row is None else row.layout
 
     def layout_of_state(self, shape: Ints, name: str) -> Layout:
-        """Return the layout of a plain local tensor of the parameter's state; `name` is for messages.
+        """Return the layout of a plain tensor of this parameter's optimizer state, from its local shape; `name` is for messages.
 
         Raises
         ------
@@ -88,14 +89,14 @@ class Owner:
 
 
 class Owners:
-    """The parameters of the state.
+    """Finds the parameters in a state that its optimizers refer to.
 
     A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
 
     Parameters
     ----------
     rows
-        Every tensor of modules and of plain dicts: the key of the state that it is under, and its row.
+        Every tensor of modules and of plain dicts: the key of the module or dict, and the tensor's row.
     """
 
     def __init__(self, rows: Iterable[tuple[str, Entry]]) -> None:
@@ -121,7 +122,10 @@ class Owners:
                 self._by_id[id(param)] = replace(first_owner, fqns=(*first_owner.fqns, fqn))
 
     def all_of(self, param: torch.Tensor) -> tuple[Owner, ...]:
-        """Find the owner of a parameter, or the owners of the parts of a flat parameter; empty if the state holds none."""
+        """Return the owner of a parameter; several for a flat parameter of FSDP1, one for each part.
+
+        Empty if the state lacks it.
+        """
         if id(param) in self._inside:
             return tuple(self._inside[id(param)].values())
         owner = self._by_id.get(id(param))
@@ -132,7 +136,7 @@ class Owners:
         return () if owner is None else (owner,)
 
     def named(self, param_name: str) -> Owner:
-        """Find the owner of a parameter that is known by its name."""
+        """Return the owner of a parameter by its name in an optimizer's state dict. Without a layout if the name is ambiguous."""
         name = unwrapped(param_name)
         for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
             if found := self._by_name.get(fqn):
@@ -151,7 +155,7 @@ class Owners:
 
     @cached_property
     def _by_name(self) -> dict[str, list[Owner]]:
-        """Map each FQN to its owners. A tensor that is not a parameter is also found by each end of its name.
+        """The owners by FQN. A tensor that is not an `nn.Parameter` is also found by each end of its name.
 
         For example, ``student.layer.weight`` is found as ``layer.weight`` and as ``weight``.
         """
@@ -178,7 +182,7 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
-    """Tell whether a tensor is the very memory of a parameter, also if that is empty."""
+    """Tell whether a tensor has exactly the same memory as a parameter, even if both are empty."""
     if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
         return False
     first, second = _local(tensor), _local(param)
@@ -186,7 +190,7 @@ def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
 
 
 class ParamSlot(NamedTuple):
-    """A parameter whose state this rank may have: that state and its key there, the parameter's owner, and its group."""
+    """A parameter whose state an optimizer may have here: the dict of states and its key there, its owner, and its group."""
 
     state: State
     key: Any
@@ -201,13 +205,13 @@ class OptimizerView:
     Attributes
     ----------
     groups
-        Each group that its user sees, with the owners of its parameters.
+        Each parameter group that the user sees, with the owners of its parameters.
     followers
-        Groups of an optimizer inside, which must have the same hyperparameters.
+        Groups of an optimizer inside this one, which get the same hyperparameters.
     flat
         The part of the state that belongs to flat parameters of FSDP1, if there are any.
     beside
-        The keys of the state that are not parameters.
+        Keys of the state that do not belong to parameters.
     """
 
     name: str
@@ -218,13 +222,13 @@ class OptimizerView:
     beside: tuple[str, ...] = ()
 
     def entries(self) -> Iterator[tuple[ParamSlot, Mapping[str, Any]]]:
-        """Yield the parameters that have state, and their state."""
+        """Yield each parameter that has state, with its state."""
         # The state may be a defaultdict, where looking would make an entry.
         return ((slot, slot.state[slot.key]) for slot in self.slots if slot.key in slot.state)
 
 
 def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
-    """Yield the key and the row of every tensor that may be a parameter: those of modules first, then those of dicts."""
+    """Yield every tensor that may be a parameter, as the key of its module or dict and its row: first modules, then dicts."""
     for row in rows_of(trees, Kind.MODULES):
         yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
     for row in rows_of(trees, Kind.TENSOR):
@@ -233,13 +237,14 @@ def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
 
 
 def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
-    """Find the parameters of each optimizer: its row gets `OptimizerView`s as its value, also the row of a state dict by number.
+    """Find the parameters of each optimizer in the trees of a state. Rows of optimizers get `OptimizerView`s as their value.
 
-    A state dict whose numbers nothing names becomes the rows of an ordinary dict.
+    So do rows of state dicts that number the parameters. If the state does not show which parameter a number is, the state dict
+    becomes rows like an ordinary dict.
 
     Returns
     -------
-    The names of these state dicts, and a line for each optimizer inside of another one that leaves out its state.
+    The names of these state dicts, and messages about optimizers inside of another one that leaves out their state.
 
     Raises
     ------
@@ -295,12 +300,12 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
 
 
 def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState | None]:
-    """Return the slots of parameters, and the state of flat ones.
+    """Return a `ParamSlot` for each parameter of an optimizer, and the state of flat parameters of FSDP1, if there are any.
 
     Parameters
     ----------
     held
-        The key of a parameter in the state, its owner or the owner of a part of it, and its group.
+        For each parameter, or part of a flat one: the parameter's key in the state, the owner, and the group.
     """
     slots: list[ParamSlot] = []
     flat: FlatState | None = None
@@ -316,7 +321,7 @@ def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -
 
 
 def _owners_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> tuple[Owner, ...]:
-    """Find the owner of a parameter in a group of an optimizer, or those of the parts of a flat parameter.
+    """Return the owner of a parameter in a group of an optimizer; several if it is a flat parameter of FSDP1.
 
     Raises
     ------
@@ -349,7 +354,7 @@ def _check_distinct(name: str, groups: Iterable[tuple[Mapping[str, Any], tuple[O
 
 
 def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> OptimizerView:
-    """View a state dict by number; `members` are the owners of its numbers."""
+    """Return the `OptimizerView` of a state dict that numbers its parameters; `members` has the owners of each number."""
     tree = row.value
     groups = [(group, tuple(owner for number in group["params"] for owner in members[number])) for group in tree["param_groups"]]
     _check_distinct(row.name, groups)
@@ -359,7 +364,7 @@ def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> Optim
 
 
 def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
-    """Find the owners of each number in a state dict; None if the state does not show them.
+    """Find the parameter of each number in a state dict; return its owners by number, or None if the state does not show them.
 
     `source` is the optimizer that gave out the state dict; None if it is not known.
 
@@ -387,7 +392,7 @@ def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -
 
 
 def _source(watched: Watched, tree: Mapping[str, Any]) -> Optimizer | None:
-    """Return the optimizer that a state dict keyed by number came from; None if no known optimizer gave it or has its tensors."""
+    """Return the optimizer that gave out a numbered state dict, or whose tensors it has; None if no known one did."""
     for optimizer, given in watched.given:
         if tree is given or tree["param_groups"] is given["param_groups"] or tree["state"] is given["state"]:
             return optimizer
@@ -395,7 +400,7 @@ def _source(watched: Watched, tree: Mapping[str, Any]) -> Optimizer | None:
 
 
 def _holds_state_of(optimizer: Optimizer, tree: Mapping[str, Any]) -> bool:
-    """Tell whether the state in a dict is this optimizer's own, entry by entry."""
+    """Tell whether all tensors in a numbered state dict are this optimizer's own."""
     numbers = _numbers_of(optimizer, tree["param_groups"])
     entries = [(number, entry) for number, entry in tree["state"].items() if type(number) is int]
     if numbers is None or not any(_tensors(entry) for _, entry in entries) or not all(n in numbers for n, _ in entries):
@@ -413,7 +418,7 @@ def _tensors(entry: Any) -> list[tuple[Any, torch.Tensor]]:
 
 
 def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Numbers | None:
-    """Return the parameter of each number in an optimizer's groups; None if the groups have other sizes."""
+    """Map the numbers in a state dict's groups to an optimizer's parameters, in order; None if the groups have other sizes."""
     own = optimizer.param_groups
     if [len(group["params"]) for group in own] != [len(group["params"]) for group in groups]:
         return None
@@ -427,7 +432,10 @@ def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, tuple[Owner, ..
 
 
 def keep_dtypes(optimizer: Optimizer, given_out: Mapping[str, Any]) -> None:
-    """Put tensors of `given_out`, which an optimizer has loaded, back in their own dtype: torch casts them to the parameter's."""
+    """Give state tensors back the dtype in which they were loaded, after torch's ``load_state_dict`` has cast them.
+
+    `given_out` is the state dict that was loaded: torch casts its tensors to the dtype of the parameter.
+    """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
     for number, param in (_numbers_of(optimizer, given_out["param_groups"]) or {}).items():

@@ -1,4 +1,4 @@
-"""Placements of DTensors that a user teaches this library by two functions (`register_placement`):
+"""Placements of DTensors that torch does not have, which a user defines by two functions (`register_placement`):
 
 1. `recognize` returns the dim that a placement cuts, and its numbers, which the catalog keeps.
 2. `cut` returns the ranges that each coordinate keeps of that dim, or of the flattened rest.
@@ -28,16 +28,16 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     Parameters
     ----------
     name
-        Its word in catalogs, in rules of `checkpoint.reshard` and in reports: an identifier, such as ``"blocks"``. Rules write
-        the dim, unless it flattens, and then the numbers: ``blocks(0, 2, 1, 1)``.
+        The word for the placement in catalogs, in rules of `checkpoint.reshard` and in reports: an identifier, such as
+        ``"blocks"``. Rules write the dim, unless the placement flattens, and then the numbers: ``blocks(0, 2, 1, 1)``.
     recognize
         From ``(placement, shape)``, the placement on one mesh axis of a DTensor and the DTensor's global shape: None if the
         placement has another kind, else ``(dim, numbers)``. ``dim`` counts from 0, and is None if `flattens`. ``numbers`` are
         integers from which, with the size of the axis, `cut` knows everything.
     cut
-        From ``(ranges, numbers, num, index)``: the part of ``ranges`` that coordinate ``index`` of ``num`` keeps. Both are
-        lists of ``(first, length)`` in order: elements of the dim, or of the row-major flattening. All coordinates together keep
-        all of it.
+        From ``(ranges, numbers, num, index)``: the part of ``ranges`` that coordinate ``index`` of ``num`` keeps. Both are lists
+        of ``(first, length)`` in order: elements of the dim, or of the row-major flattening. All coordinates together keep all of
+        it.
     flattens
         Whether it cuts the flattened rest, after all axes that cut dims. ``ranges`` is then one range, and the kept part is one
         range; the local tensor is contiguous, of any shape with so many elements. Otherwise the local tensor has the kept ranges
@@ -74,7 +74,7 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Registered:
-    """A registered kind: makes the functions of the table from the two functions of the user."""
+    """A placement that a user registered; makes the functions of a `PlacementKind` from the user's two functions."""
 
     name: str
     recognize: Recognize
@@ -82,14 +82,17 @@ class _Registered:
     flattens: bool
 
     def is_as(self, other: _Registered) -> bool:
-        """Tell whether another registration has these very functions, whatever equality a user's class defines."""
+        """Tell whether another registration has the same two functions.
+
+        Identity counts: a user's class may define equality otherwise.
+        """
         pairs = (self.recognize, other.recognize), (self.cut, other.cut)
         # Python makes a method anew each time it is asked for, and compares methods by the object that they are of.
         is_same = all(first is second or (isinstance(first, MethodType) and first == second) for first, second in pairs)
         return is_same and self.flattens == other.flattens
 
     def kind(self) -> PlacementKind:
-        """Return the kind for the table; on an axis of another size, it has no placement."""
+        """Return this placement as a `PlacementKind`. On an axis of another size than the saved one, it has no equivalent."""
         return PlacementKind(
             name=self.name,
             form=f"{self.name}(number, …)" if self.flattens else f"{self.name}(dim, number, …)",
@@ -122,7 +125,7 @@ class _Registered:
         return replace(region, ranges=(*region.ranges[:dim], tuple(ranges), *region.ranges[dim + 1 :]))
 
     def _kept(self, ranges: Sequence[Range], placement: AxisPlacement, num: int, index: int) -> list[Range]:
-        """Return the ranges that a coordinate keeps, once they are known to lie within the given ranges."""
+        """Call the user's `cut`, and check that the ranges that it keeps lie within the given ranges; return them."""
         kept = [(int(first), int(length)) for first, length in self.cut(list(ranges), placement.coords, num, index)]
         inside = all(
             length >= 0 and (not length or any(low <= first and first + length <= low + size for low, size in ranges))

@@ -1,4 +1,4 @@
-"""The policies of `TouchedRows`: each notes the uses or the values of one table's rows, and gives each row a score."""
+"""The policies of `TouchedRows`: each watches the rows of one embedding table, and scores how much each row needs saving."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import torch
 from numpy.typing import NDArray
 
 Scores = NDArray[Any]
-"""A score for each row, as `engine.saving.touched` merges them."""
+"""The scores of a table's rows, (rows,), bool or a number; `engine.saving.touched` merges those of all ranks."""
 
 
 class Policy(Protocol):
-    """The scores of one table under a policy. Made from its number of rows, the fraction to save, and this rank's part of it."""
+    """The interface of all policies: an object that keeps the scores of one table's rows.
+
+    It is made from the table's number of rows, the fraction of them to save, and this rank's part of the table.
+    """
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None: ...
 
     def add(self, rows: torch.Tensor) -> None:
-        """Note uses of rows, 1-D int64."""
+        """Note that training used these rows, 1-D int64."""
 
     def scores(self, memory: torch.Tensor) -> Scores:
-        """Return the score of each row."""
+        """Return the score of each row, (rows,); a row with 0 need not be saved. `memory` is this rank's part of the table."""
 
     def take(self, chosen: NDArray[np.bool_], memory: torch.Tensor) -> None:
-        """Forget the scores of the chosen rows, which are saved now."""
+        """Reset the scores of the rows in the mask `chosen`, (rows,), because they are saved now."""
 
 
 class Touched:
-    """Rows that were marked, as a bitmap on the device of the indices: rows / 8 bytes."""
+    """Policy "touched": a bitmap of the rows that training has updated, on the device of the indices; rows / 8 bytes."""
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
         self._num_bytes, self._num_rows = -(-num_rows // 8), num_rows
@@ -48,7 +51,7 @@ class Touched:
             self._bits[at] = self._bits[at] | (1 << position)
 
     def add_where(self, is_touched: torch.Tensor) -> None:
-        """Note the rows for which `is_touched`, 1-D bool, is True, without waiting for its device."""
+        """Note the rows that `is_touched`, (rows,) bool, marks, without waiting for the device that it is on."""
         if self._bits is None:
             self._bits = torch.zeros(self._num_bytes + 1, dtype=torch.uint8, device=is_touched.device)
         padded = torch.zeros(self._num_bytes * 8, dtype=torch.uint8, device=is_touched.device)
@@ -68,7 +71,7 @@ class Touched:
 
 
 class MostUsed:
-    """The number of uses of each row since the row was saved: 4 bytes a row."""
+    """Policy "most_used": the number of uses of each row since it was last saved; 4 bytes a row."""
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
         self._counts = torch.zeros(num_rows, dtype=torch.int32, device=memory.device)
@@ -85,7 +88,10 @@ class MostUsed:
 
 
 class Sampled:
-    """Every second use, in a list of at most ``fraction`` of the rows: 8 bytes each. A full list drops rows at random."""
+    """Policy "sampled": a list of every second row that was used, of at most ``fraction`` of the rows, 8 bytes each.
+
+    A full list drops rows at random.
+    """
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
         self._num_rows, self._limit, self._skip = num_rows, ceil(fraction * num_rows), 0
@@ -109,9 +115,9 @@ class Sampled:
 
 
 class LargestChange:
-    """The squared distance of each row from its saved value: a copy of this rank's part of the table.
+    """Policy "largest_change": the squared distance of each row from its value when it was saved; it keeps a copy of that value.
 
-    A row that became NaN or infinite is farthest. One that was so when it was saved, and is unchanged, has no distance.
+    A row that became NaN or infinite counts as farthest. A row that is NaN or infinite and has not changed since has distance 0.
     """
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:

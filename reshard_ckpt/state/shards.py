@@ -1,4 +1,4 @@
-"""Declarations of frameworks about their tensors and values.
+"""Classes by which frameworks and users declare what their tensors and values are.
 
 `LocalShard` and `FlatShard` declare the part of a global tensor that a local tensor is. `Shards` declares that several local
 tensors are parts of one global tensor. `PerRank` declares that each rank has a value of its own. Each may stand in the state in
@@ -52,7 +52,7 @@ def _inside(label: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
 
 
 def _disjoint(label: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
-    """Refuse boxes that overlap: if two elements have one place, one of them would be lost."""
+    """Raise LayoutError if two boxes overlap: two elements would have one place, and one of them would be lost."""
     boxes = [b for b in boxes if prod(b[1])]
     if len(boxes) < 2 or not boxes[0][0]:
         if len(boxes) > 1:
@@ -78,7 +78,7 @@ def _check_tensor(kind: str, tensor: Any) -> None:
 
 
 class LocalShard:
-    """A local tensor that is one box of a global one, or several.
+    """A local tensor that is one box of a global tensor, or several boxes.
 
     Ranks that declare the same box are replicas: they hold the same bytes and share the writing.
 
@@ -91,7 +91,7 @@ class LocalShard:
     offsets
         Where the local tensor begins in the global one, for each dim. The box has the local tensor's shape.
     pieces
-        Instead of `offsets`: ``(local_offsets, offsets, lengths)`` of each box, for a local tensor that several boxes make up
+        Instead of `offsets`: ``(local_offsets, offsets, lengths)`` of each box, for a local tensor that consists of several boxes
         (fused QKV, SwiGLU). Boxes may not overlap, neither in the local tensor nor in the global one. Elements of the local
         tensor that no box covers are padding, which is neither saved nor loaded.
 
@@ -141,7 +141,7 @@ class LocalShard:
 
 
 def _boxes(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints | None) -> tuple[LocalBox, ...]:
-    """Check the boxes of a global tensor that are declared as pieces; with `local_shape`, they lie in a local tensor too."""
+    """Check the boxes that a user declares as pieces of a global (and a local) tensor, and return them."""
     fields = ("local_offsets", "offsets", "lengths") if local_shape is not None else ("offsets", "lengths")
     boxes = []
     for i, piece in enumerate(pieces):
@@ -162,7 +162,7 @@ def _boxes(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints | No
 
 
 class FlatShard:
-    """A local tensor that is a run of a flattened one, as ZeRO and distributed optimizers hold it.
+    """A local tensor that is a run of a flattened tensor, as ZeRO and distributed optimizers hold it.
 
     Parameters
     ----------
@@ -176,8 +176,9 @@ class FlatShard:
         ``(offsets, lengths)`` of each box that was flattened; by default the one box that is the whole tensor. A distributed
         optimizer over tensor parallelism flattens the tp-local shard: give that box here.
     local_shape
-        The shape of the tensor that was flattened, where `pieces` are ``(local_offsets, offsets, lengths)`` of boxes in it, as
-        for `LocalShard`: of a fused weight whose halves lie apart in the global one. `start` counts its elements.
+        The shape of the tensor that was flattened, if its boxes lie apart in the global tensor, as the halves of a fused weight
+        do. `pieces` are then ``(local_offsets, offsets, lengths)`` of boxes in it, as for `LocalShard`, and `start` counts its
+        elements.
 
     Raises
     ------
@@ -235,7 +236,7 @@ class FlatShard:
 
 
 class Shards:
-    """Several local tensors that are parts of one global tensor, as a rank with several layers of a stacked weight holds them.
+    """Several local tensors that are parts of one global tensor, such as a rank's layers of a weight with all layers stacked.
 
     Parameters
     ----------
@@ -278,7 +279,7 @@ class PerRank:
     ----------
     value
         Any plain value, or an object with ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. After a load, `value`
-        is this rank's (an object has been given it through ``load_state_dict``).
+        is the value of this rank (an object has received it through ``load_state_dict``).
     combine
         Called when the world size differs from the saved one, with all saved values in order of rank: either
         ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns this
@@ -300,7 +301,7 @@ class PerRank:
         self._takes_rank = combine is not None and _takes_rank(combine)
 
     def combined(self, values: Sequence[Any], rank: int, size: int) -> Any:
-        """Return the value that `combine` makes of all saved values for this rank."""
+        """Call `combine` with the saved values of all ranks, and return this rank's value."""
         assert self.combine is not None
         return self.combine(list(values), rank, size) if self._takes_rank else self.combine(list(values))
 
@@ -325,14 +326,14 @@ def _takes_rank(combine: Callable[..., Any]) -> bool:
 
 
 class Value:
-    """One value for all ranks that may have tensors in it, saved and loaded whole, without a template.
+    """One value, the same on all ranks, that may have tensors in it. A load replaces it whole, whatever its tensors' shapes were.
 
     Parameters
     ----------
     value
-        A plain value, with dense or sparse tensors anywhere in it, or an object with ``state_dict`` and ``load_state_dict``. All
-        ranks that have it must have the same. After a load, `value` is the saved one, with its tensors on the CPU, whatever it
-        was before (an object has been given it through ``load_state_dict``).
+        A plain value, with dense or sparse tensors anywhere in it, or an object with ``state_dict`` and ``load_state_dict``. It
+        must be the same on all ranks that have it. After a load, `value` is the saved value, with its tensors on the CPU,
+        whatever it was before (an object has received it through ``load_state_dict``).
 
     Examples
     --------
@@ -352,9 +353,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class PerRankValues:
-    """The saved values of all ranks under one name, in order of rank. `values` may decode each value only when it is indexed.
+    """The saved values of all ranks under one name, in order of rank. `values` may decode a value only when it is indexed.
 
-    `lost` are the ranks whose value nobody has any more: they keep the value that they have.
+    `lost` are ranks whose saved value no longer exists anywhere (after a failure): they keep the value that they have now.
     """
 
     values: Sequence[Any]

@@ -1,4 +1,4 @@
-"""The part of a state that one rank saves or loads, added tensor by tensor and value by value, for calls of other libraries."""
+"""The state of one rank, built tensor by tensor and value by value, for save and load functions of other libraries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .shards import FlatShard, LocalShard
 from .tensors import local_memory
 
 CLAIM_PATH = encode_path([])
-"""The path of claims; no value of a state has it."""
+"""The path of a `claim`, which no real value of a state has."""
 
 
 class StateBuilder:
-    """Describes what one rank saves or loads: add tensors and values, then ask for the `Captured` or the `Target`.
+    """Builds the tensors and values that one rank saves or loads: add them, then call `captured` or `target`.
 
     Examples
     --------
@@ -39,14 +39,14 @@ class StateBuilder:
         self._out = Describer(None)
 
     def tensor(self, name: str, shard: LocalShard | FlatShard, *, offered: bool = True, written: bool = False) -> None:
-        """Add the part of a tensor that this rank holds.
+        """Add this rank's part of a tensor, under the tensor's name.
 
         Parameters
         ----------
         offered
-            False: this rank takes part in the save, but other ranks save the tensor.
+            Whether this rank's elements are offered to the save. With False other ranks must save them.
         written
-            True: a load writes into the part.
+            Whether a load writes into the part.
 
         Raises
         ------
@@ -59,15 +59,15 @@ class StateBuilder:
             self._out.add([Entry(name, (), Kind.TENSOR, shard, memory=memory, layout=layout)])
 
     def value(self, path: Path, value: Any) -> None:
-        """Add a value by the keys that lead to it in the state."""
+        """Add a value at its path, the keys that lead to it in the state."""
         self._out.add([Entry(name_of(path), path, Kind.VALUE, value)])
 
     def claim(self, name: str) -> None:
-        """Declare a name that another rank saves. `SaveOptions.check_names` gets all claimed names, on rank 0."""
+        """Announce a name that another rank saves. On rank 0, `SaveOptions.check_names` gets the announced names of all ranks."""
         self._out.add([Entry(name, (), Kind.VALUE, None)])
 
     def captured(self, warnings: tuple[str, ...] = ()) -> Captured:
-        """Return the content of a save. When it is saved, rank 0 gives each of `warnings` as a warning."""
+        """Return all added tensors and values, to be saved. Rank 0 shows each of `warnings` to the user when it saves them."""
         return Captured(tuple(self._out.tensors), tuple(self._out.values), None, warnings)
 
     def target(
@@ -76,13 +76,16 @@ class StateBuilder:
         check: Callable[[Mapping[str, Any]], list[str]],
         finish: Callable[[Mapping[str, Any], Iterable[str]], None],
     ) -> Target:
-        """Return the target of a load; `values` are the names of saved values, which `check` and `finish` get; see `Target`."""
+        """Return all added tensors as the target of a load. `values` are the names of saved values that `check` and `finish` get.
+
+        See `Target` for these two functions.
+        """
         names = tuple(values)
         return Target(tuple(self._out.tensors), names, (), names, check, finish)
 
 
 def zero_outside(shard: LocalShard | FlatShard, shape: Ints, name: str) -> None:
-    """Set the elements of a tensor's part that lie outside of a smaller global shape to zero."""
+    """Set the elements of this rank's part of a tensor to zero if they lie outside of `shape`, a smaller global shape."""
     with torch.no_grad():
         memory, layout = local_memory(shard, name)
         for piece in layout.pieces(memory):

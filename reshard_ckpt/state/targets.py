@@ -1,4 +1,4 @@
-"""The values of a checkpoint, given to the parts of the state that want them.
+"""Targets of loaded values: give each value of a checkpoint to the part of the state that it belongs to.
 
 *Router*: a value goes to the part with the longest name that leads to its own name. So a value below an object's own tree goes to
 that object, and not to the dict around it.
@@ -34,30 +34,33 @@ _MISSING = object()
 
 
 class ValueTarget(Protocol):
-    """A part of the state that takes values: modules, optimizers, or a tree of containers."""
+    """A part of the state that takes loaded values: the modules or optimizers under one key, or a tree of dicts and lists."""
 
     name: str
 
     @property
     def values(self) -> Sequence[str]:
-        """The names of values that the checkpoint must have."""
+        """The names of values that this part of the state wants; the checkpoint must have them."""
         ...
 
     def takes(self, name: str, /) -> bool:
-        """Tell whether a value below its name belongs to it, and not to the container around it."""
+        """Tell whether a value, whose name lies below that of this part, belongs to it and not to the container around it."""
         ...
 
     def check(self, values: Mapping[str, Any], /) -> list[str]:
-        """Judge the saved values below its name, before anything changes, and return one line for each problem."""
+        """Check the saved values that belong to this part, before anything changes. Return one line for each problem."""
         ...
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str], /) -> None:
-        """Take these values, after all tensors are in place; `skipped` are the names of tensors that were not loaded."""
+        """Put the values into this part of the state once all tensors are in place; `skipped`: tensors that were not loaded."""
         ...
 
 
 class Router:
-    """The parts of a state, and the values under its top-level keys, the `prefixes`."""
+    """Gives each value of a checkpoint to the part of the state with the longest name that leads to the value's name.
+
+    `prefixes` are the top-level keys of the state; values elsewhere are ignored.
+    """
 
     def __init__(self, parts: Sequence[ValueTarget], prefixes: tuple[str, ...]) -> None:
         self.prefixes = prefixes
@@ -69,22 +72,22 @@ class Router:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The names of all required values."""
+        """The names of all values that the checkpoint must have."""
         return tuple(dict.fromkeys(name for part in self._parts for name in part.values))
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Let each part judge its values; return all problems."""
+        """Let each part of the state check the values that belong to it; return the lines about all problems."""
         routed = self._route(values)
         return [problem for part in self._parts for problem in part.check(routed.get(id(part), {}))]
 
     def finish(self, values: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
-        """Let each part take its values."""
+        """Let each part of the state take the values that belong to it; `skipped` are names of tensors that were not loaded."""
         routed, missed = self._route(values), frozenset(skipped)
         for part in self._parts:
             part.finish(routed.get(id(part), {}), missed)
 
     def _route(self, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the values of each part, by the part's id."""
+        """Divide values by the part of the state that they belong to: ``{id(part): {name: value}}``."""
         routed: dict[int, dict[str, Any]] = {}
         for name, value in values.items():
             if not any(name == p or name.startswith(f"{p}.") for p in self.prefixes):
@@ -101,7 +104,7 @@ class Router:
 
 
 class Prefixes:
-    """Tells which names of a tree are above any of the saved names."""
+    """A set of saved names in which to look up whether any of them lies below a given name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = names
@@ -111,13 +114,13 @@ class Prefixes:
         return sorted(self._names)
 
     def include(self, name: str) -> bool:
-        """Tell whether any saved name lies below this one."""
+        """Tell whether any of the names lies below this one (begins with it and a dot)."""
         at = bisect_left(self._sorted, f"{name}.")
         return at < len(self._sorted) and self._sorted[at].startswith(f"{name}.")
 
 
 class ValueOrigin(NamedTuple):
-    """A value in the catalog: its path in the saved state, its kind, and each key of the path as it was saved, with its type."""
+    """Where a saved value lies in the state: its path, its kind, and its saved keys, which also record the class of each dict."""
 
     path: Path
     kind: ValueKind
@@ -125,20 +128,20 @@ class ValueOrigin(NamedTuple):
 
 
 class TreeTarget:
-    """One tree of the state, being loaded.
+    """One tree of dicts and lists in the state, as the target of loaded values.
 
     Parameters
     ----------
     tree
-        The tree, as scanned.
+        The tree, as the walk over the state has found it.
     saved
-        The values of the checkpoint, by name.
+        Where each value of the checkpoint lies in the state, by name.
     has_below
-        Whether the checkpoint has anything below a name.
+        Takes a name, and returns whether the checkpoint has anything below it.
     group
         The ranks that load.
     adds
-        Whether values that the tree lacks are added to it, or passed over.
+        Whether values that the tree lacks are added to it, or ignored.
     """
 
     def __init__(
@@ -176,14 +179,14 @@ class TreeTarget:
                     self._check_kept(row.name, row.path)
 
     def _nodes(self, path: Path) -> list[Any]:
-        """Return the tree's root, and what lies at each step of a path."""
+        """Return the nodes of the tree along a path: its root first, and the node at the path last."""
         nodes = [self._root]
         for key in self._relative(path):
             nodes.append(_child(nodes[-1], key))
         return nodes
 
     def _check_kept(self, name: str, path: Path) -> None:
-        """Refuse a tensor of a mapping that returns other memory each time it is asked: the loaded bytes would be lost."""
+        """Refuse a tensor from a mapping that returns another tensor at each access: the loaded bytes would be lost."""
         *above, first = self._nodes(path)
         again = self._nodes(path)[-1]
         if is_tensor_like(first) and is_tensor_like(again) and _address(first, name) != _address(again, name):
@@ -196,12 +199,12 @@ class TreeTarget:
         return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Collect the changes that the values would make to the tree. Return one line for each value that does not fit."""
+        """Collect the changes that these values make to the tree. Return one line for each value that does not fit."""
         self._updates, self._added, self._held = [], [], []
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
     def _judge(self, name: str, value: Any) -> list[str]:
-        """Collect the change for one value, or return why it does not fit."""
+        """Collect the change that one value makes. Return a line for each problem if it does not fit."""
         row = self._slots.get(name)
         if row is not None and row.kind is Kind.GROUPS:
             return self._take_groups(row, name, value)
@@ -258,7 +261,10 @@ class TreeTarget:
         return problems
 
     def _add(self, name: str, value: Any) -> str | None:
-        """Add a value that the tree lacks to the dict that it was saved in."""
+        """Plan to add a value that the tree lacks to the dict that it was saved in.
+
+        Return a line about the problem if it cannot be added.
+        """
         saved = self._saved[name]
         if name in self._tensors:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
@@ -274,7 +280,7 @@ class TreeTarget:
         return None
 
     def _is_elsewhere(self, path: Path) -> bool:
-        """Tell whether a path leads through None or an empty list, in place of a stage or optimizer of another rank."""
+        """Tell whether a path leads through None or an empty list, which stands for a stage or optimizer of other ranks."""
         node = self._root
         for key in self._relative(path):
             if isinstance(node, Mapping):
@@ -284,7 +290,7 @@ class TreeTarget:
         return False
 
     def _fits(self, path: Path) -> bool:
-        """Tell whether a path leads through dicts that exist, or that can be made; a list cannot be made."""
+        """Tell whether a value can be added at a path: dicts along it exist or can be made; lists cannot be made."""
         if name_of(path[: len(self._tree.path)]) != self.name:
             return False
         node = self._root
@@ -301,7 +307,7 @@ class TreeTarget:
         return bool(relative) and (node is _MISSING or (isinstance(node, Mapping | list | tuple) and not node))
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        """Make the changes that `check` found, and give the tree back to the object that it came from."""
+        """Make the changes that `check` has collected. If the tree is the state of an object, give it back to the object."""
         for path, value in self._updates:
             self._root = _put(self._root, path, value, path)
         for i in in_order([saved.steps for saved, _ in self._added]):
@@ -322,7 +328,7 @@ class TreeTarget:
 
 
 def _may_make(node: Any) -> bool:
-    """Tell whether a container is a mapping other than a dict, which may make the values that it returns."""
+    """Tell whether a container is a mapping other than a dict, so that it may make a new object at each access."""
     return isinstance(node, Mapping) and not isinstance(node, dict)
 
 
@@ -331,9 +337,9 @@ def _address(value: TensorLike, name: str) -> int:
 
 
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
-    """Set the value at a path, and return the node, which is changed itself; of a tuple, return a changed copy.
+    """Set the value at a path below a node, and return the node. A tuple cannot be changed: return a changed copy of it.
 
-    Missing dicts are made. Their class is the one that the steps of the saved path show.
+    Missing dicts are made, of the class that the saved keys (`steps`) record.
     """
     if not path:
         return value
@@ -353,5 +359,8 @@ def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
 
 
 def _child(node: Any, key: Any) -> Any:
-    """Return a child of a container; of a tensor that is made of others, the one of this name."""
+    """Return the child of a container under a key.
+
+    For a tensor that consists of other tensors, it is the inner tensor of that name.
+    """
     return getattr(node, key) if is_tensor_like(node) else node[own_key(key)]

@@ -1,8 +1,8 @@
-"""The tensors of a state: the local memory of each, and the part of the global tensor that it holds.
+"""The tensors of a state: find the local memory of each, and the part of the global tensor that it holds.
 
 A tensor is a plain one, a DTensor, a `LocalShard` or a `FlatShard`. Tensors of other classes that say which part they are become
-`LocalShard`s. They are told by their attributes and not by their class, so nothing is imported for them, and a class of a newer
-release of torch works with older releases:
+`LocalShard`s. They are recognized by their attributes and not by their class, so nothing is imported for them, and a class of a
+newer release of torch works with older releases:
 
 1. A tensor with `global_shape` and, for each of its boxes, `global_offsets`, `local_offsets` and `local_sizes`: torch 2.14's
    `CheckpointableTensor`. If it has fewer dims than the global tensor, its rows are the leading dims, merged.
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
 TORCH_CLASSES = (torch.Tensor, torch.nn.Parameter)
-"""Classes that leave torch's dispatch alone, and have no layout of their own."""
+"""Tensor classes that keep torch's dispatch, and whose objects are plain tensors without a layout of their own."""
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
 _Declared = tuple[torch.Tensor, Ints, list[tuple[Ints, Ints, Ints]]]
-"""A local tensor, the shape of the global one, and the pieces that it holds, as `LocalShard` takes them."""
+"""A tensor's own declaration: the local tensor, the global shape, and the pieces that it holds, as `LocalShard` takes them."""
 
 
 def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
-    """Tell whether a value is saved as a tensor."""
+    """Tell whether a value is saved as a tensor: a tensor of any class, or a declared shard."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard)
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Tell whether a tensor cannot say which part it is, as nearly all tensors are, or is torch's DTensor around such a one."""
+    """Tell whether a tensor is a plain tensor, or a DTensor around one, with no attributes that could declare another layout."""
     if type(value) is dtensor_class():
         value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
     return type(value) in TORCH_CLASSES and not value.__dict__
 
 
 def find_memory(rows: Iterable[Entry], *, writes: bool = False) -> None:
-    """Find the local memory and the layout of each row that is a tensor; `writes` as for `local_memory`."""
+    """Set the memory and the layout of each row that is a tensor; `writes` as for `local_memory`."""
     for row in rows:
         if row.kind is Kind.TENSOR and row.memory is None:
             row.memory, row.layout = local_memory(row.value, row.name, row.replication, row.owner, writes=writes)
@@ -78,14 +78,17 @@ def local_memory(
     *,
     writes: bool = False,
 ) -> tuple[torch.Tensor, Layout]:
-    """Find the memory of a tensor, DTensor, LocalShard or FlatShard, without autograd, and its layout. No grad may be enabled.
+    """Return the local memory (a tensor without autograd) and the layout of a tensor, DTensor, LocalShard or FlatShard.
+
+    Call it under ``torch.no_grad()``.
 
     Parameters
     ----------
     replication, owner
-        Declare the layout of a plain tensor, which does not show one itself: it is whole, or state of a parameter.
+        The layout of a plain tensor, which does not show it itself: whole, and replicated as declared; or like the parameter
+        `owner` whose state it is.
     writes
-        Refuse memory that a load cannot write in place.
+        Whether to refuse memory that a load cannot write in place.
 
     Raises
     ------
@@ -114,7 +117,10 @@ def local_memory(
 
 
 def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tensor:
-    """Return the tensor without autograd, once it is known to be plain strided memory; with `writes`, to be writable too."""
+    """Return a tensor's memory without autograd.
+
+    Refuse a tensor that is not plain strided memory; with `writes`, also overlaps.
+    """
     is_plain = (
         type(tensor) in TORCH_CLASSES
         and tensor.layout is torch.strided
@@ -128,7 +134,10 @@ def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tens
 
 
 def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tensor:
-    """Return the memory of a tensor that is a lazily conjugated view, or of a class of its own; refuse any other."""
+    """Return the memory of a lazily conjugated or negated view, or of a tensor of an unknown class.
+
+    Refuse a tensor whose data cannot be read as plain memory, such as a nested, meta, fake or quantized one.
+    """
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
     if tensor.is_nested:
@@ -160,7 +169,7 @@ def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tens
 
 
 def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
-    """Refuse memory with several elements in one place."""
+    """Refuse a tensor whose strides put several elements in one place, as expanded views do."""
     extent = 1
     for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1 and memory.numel():
@@ -173,7 +182,7 @@ def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
 
 
 def _single_part(value: TensorLike, name: str) -> TensorLike:
-    """Return the one tensor that is saved for a tensor of an optimizer's state."""
+    """Return the tensor to save for a tensor of optimizer state. Refuse one that consists of several local shards."""
     value, *more = parts_of(value, name)
     if more:
         raise UnsupportedError(
@@ -184,14 +193,14 @@ def _single_part(value: TensorLike, name: str) -> TensorLike:
 
 
 def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
-    """Return the tensors that are saved and loaded for a value: itself, or the shards that it says it is made of.
+    """Return the tensors to save for one tensor of the state: the tensor itself, or the shards that it declares.
 
     Raises
     ------
     UnsupportedError
-        It claims to be a part in an unknown way.
+        It claims to be a part of a tensor in an unknown way.
     LayoutError
-        The parts that it names do not fit.
+        The parts that it declares do not fit.
     """
     if isinstance(value, Shards):
         return value.parts
@@ -211,12 +220,14 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
 
 
 def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[tuple[str, Path, TensorLike]]:
-    """Yield the tensors that are saved and loaded for a value, each with its name and its path; see `parts_of`.
+    """Yield the name, the path and the tensor of each tensor to save for one tensor of the state.
+
+    There are several if it declares shards (`parts_of`), or if it consists of inner tensors, as quantized weights of torchao do.
 
     Raises
     ------
     UnsupportedError
-        The place of a tensor that it is made of is unknown.
+        The place of an inner tensor is unknown.
     """
     parts = parts_of(value, name)
     # Private, as in `_declared`: a class of others need not have the view that `to_local` makes.
@@ -240,9 +251,10 @@ def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[t
 
 
 def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str) -> LocalShard:
-    """Return the shard of an inner tensor, each of whose elements stands for a block of the outer tensor that `layout` cuts.
+    """Return an inner tensor of a DTensor's local tensor as a shard, cut where the outer tensor is cut.
 
-    A dim of one element stands for the whole dim of the outer tensor, and is the same on all ranks that share it.
+    Each element of it stands for a block of the outer tensor, whose layout is `layout`. Along a dim of one element it stands for
+    the whole dim, and is the same on all ranks that share it.
     """
     shape = tuple(inner.shape)
     # blocks: for each dim, how many elements of the outer tensor an inner element stands for; 0 for the whole dim
@@ -264,7 +276,7 @@ def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str)
 
 
 def _declared(value: Any) -> Iterable[_Declared]:
-    """Return the parts that a tensor says it is made of; an empty result if it says nothing."""
+    """Return the parts of a global tensor that a tensor declares by its attributes; empty if it declares nothing."""
     if is_dtensor(value):
         # Private, but `to_local` makes an autograd node and waits for collectives, for every tensor of every save.
         local: Any = getattr(value, "_local_tensor", None)
@@ -283,7 +295,7 @@ def _declared(value: Any) -> Iterable[_Declared]:
 
 
 def _listed(local: Any, shape: Ints) -> _Declared:
-    """Return this rank's part of a Megatron-FSDP DTensor. Parts are uneven, so the local tensor says where its own lies."""
+    """Return this rank's part of a DTensor of Megatron-FSDP. Parts are uneven, so the local tensor itself says where it lies."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         sizes = [tuple(chunk.sizes) for chunk in chunks]
@@ -318,7 +330,7 @@ def _checkpointable(tensor: Any) -> Iterator[_Declared]:
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-    """Return rows of a tensor whose first dim is several leading dims, merged, as a view that has all dims."""
+    """View some rows of a tensor, whose first dim is several leading dims merged, as a box of shape `size` with all dims."""
     num_merged = len(size) - tensor.ndim + 1
     rows = prod(size[:num_merged])
     fits = 0 < tensor.ndim < len(size) and len(first) == tensor.ndim and not any(first[1:])
@@ -337,5 +349,5 @@ def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dt
 
 
 def _one_box(local: torch.Tensor, shape: Ints, offsets: Iterable[int]) -> _Declared:
-    """Return the part of a tensor whose local tensor is one box, which begins at `offsets`."""
+    """Return the declared part for a local tensor that is one box of the global tensor, which begins at `offsets`."""
     return local, shape, [((0,) * local.ndim, tuple(offsets), tuple(local.shape))]

@@ -1,13 +1,13 @@
-"""The rows of embedding tables that training used, for saves that write only some rows (`TouchedRows`).
+"""Tracking of the rows of embedding tables that training used, for saves that write only some rows (`TouchedRows`).
 
-1. Hooks on modules see the indices of each forward pass. A row changes in the optimizer's step after it, so the policy
-   ``"touched"`` keeps the indices until that step, and only then marks them. It also marks each row that has a gradient in the
+1. Hooks on modules see the indices of each forward pass. A row changes only in the optimizer step after it, so the policy
+   ``"touched"`` keeps the indices until that step, and then marks the rows. It also marks each row that has a gradient in the
    step, which may come from an earlier forward pass.
-2. `begin` finds the tables in the state of a save by their memory. `engine.saving.touched` merges the scores of all ranks, and
-   chooses the rows. `take` then forgets the score of each chosen row.
-3. `committed` notes the id of the checkpoint. Only a save with that checkpoint as its base trusts the scores. A failed save, or a
-   change of a table, or of its optimizer's state, outside optimizer steps (its version shows it), clears the id, so that the
-   next save compares blocks. So does a save that gives a table another name.
+2. `TouchedRows.begin` finds the tables in the state of a save by their memory. `engine.saving.touched` merges the scores of all
+   ranks, and chooses the rows. `Table.take` then resets the scores of the chosen rows.
+3. `TouchedRows.committed` notes the id of the checkpoint. Only a save with that checkpoint as its base trusts the scores. The id
+   is cleared, so that the next save compares blocks, by a failed save; by a change of a table or of its optimizer's state outside
+   optimizer steps (its version counter shows it); and by a save that gives a table another name.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .dtensor import dtensor_layout, is_dtensor, local_of
 from .row_policies import POLICIES, Scores, Touched
 
 MAX_WAITING = 64
-"""Forward passes without a step whose indices are kept one by one; those of more are joined."""
+"""The most forward passes since the last step whose indices are kept one by one; with more, they are joined into one list."""
 
 
 class Table:
-    """One table of a tracker, on this rank.
+    """One embedding table that a `TouchedRows` tracks, on this rank.
 
     Attributes
     ----------
     parameter
-        The parameter, or the local memory of a table whose module keeps several in one.
+        The parameter, or the local memory of a table whose module keeps several tables in one tensor.
     name, num_rows, first
-        Of the save in progress: the name and the number of rows of the global tensor, and the global row that `scores` begins at.
+        In the save in progress: the name and the number of rows of the global table, and the global row of the first score.
     num_uses
         The number of modules that use the parameter.
     renorms
@@ -71,15 +71,15 @@ class Table:
         return memory
 
     def _begin_anew(self) -> None:
-        """Forget all scores and waiting rows: the table is new, or has another shape or dtype than before."""
+        """Reset all scores and forget the rows of forward passes: the table is new, or has another shape or dtype than before."""
         self._looks = self.parameter.shape, self.parameter.dtype
         self._store = self._policy(self.parameter.shape[0], self._fraction, self.memory)
         self._waiting: list[torch.Tensor] = []
 
     def note(self, state: Iterable[torch.Tensor] = ()) -> bool:
-        """Note that all changes so far of the table, and of these tensors of its optimizer's state, are known.
+        """Accept the present contents of the table, and of these tensors of its optimizer's state, as known.
 
-        Return whether there was an unknown one: a change since they were noted last, or a tensor that was never noted.
+        Return whether there was an unknown change: a change since the last call, or a tensor that is new here.
         """
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
@@ -89,15 +89,15 @@ class Table:
         return is_unknown
 
     def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return the local tensors of the optimizer's state of this table that have one row for each row of the table."""
+        """Return the local tensors of this table's optimizer state that have a row for each row of the table."""
         values = optimizer.state.get(self.parameter, {}).values()
         state = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
         return [memory for memory in state if memory.shape[:1] == self.memory.shape[:1]]
 
     def is_moved_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of this optimizer may move rows without a gradient. An optimizer that cannot be tried may.
+        """Tell whether a step of this optimizer may change rows without a gradient; True also if that cannot be tried out.
 
-        The learning rate counts as 1, because it changes from step to step.
+        It is tried with a learning rate of 1, because the real one changes from step to step.
         """
         group = {**_group_of(optimizer, self), "lr": 1.0}
         key = type(optimizer), comparable(hyperparameters(group))
@@ -107,7 +107,7 @@ class Table:
 
     @torch.no_grad()
     def use(self, rows: torch.Tensor) -> None:
-        """Note the rows of a forward pass."""
+        """Note the rows that a forward pass looks up: a tensor of indices, of any shape."""
         rows = local_of(rows).detach().flatten().long()
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
@@ -120,7 +120,7 @@ class Table:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Note that a step has updated the rows used so far, and all rows with a gradient.
+        """Note that an optimizer step has updated the rows looked up since the last step, and all rows with a gradient.
 
         Rows have a gradient of an earlier forward pass if a loop does not clear it, steps twice, or keeps the graph.
         """
@@ -133,7 +133,7 @@ class Table:
         self.updated()
 
     def _rows_with(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return which rows of the parameter have a gradient on this rank, 1-D bool; all rows if that is unknown."""
+        """Return a mask of the parameter's rows, (rows,) bool, that have a gradient on this rank; all rows if that is unknown."""
         local: torch.Tensor = local_of(gradient)
         has = local.flatten(1).any(1) if local.ndim > 1 else local.bool()
         if not is_dtensor(self.parameter):
@@ -149,14 +149,14 @@ class Table:
 
     @torch.no_grad()
     def updated(self) -> None:
-        """Note that the rows used so far have been updated."""
+        """Mark the rows of the forward passes so far as updated."""
         for rows in self._waiting:
             self._store.add(rows)
         self._waiting.clear()
         self.note()
 
     def locate(self, tensor: LocalTensor) -> None:
-        """Take the place in the global tensor from a tensor of the state that has this table's memory."""
+        """Note the table's global name and number of rows, and the first row here, from the state's tensor with its memory."""
         spec = tensor.spec
         self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0
         if self._counts_memory or not is_dtensor(self.parameter):  # the indices of a DTensor's module count global rows
@@ -170,7 +170,7 @@ class Table:
 
     @torch.no_grad()
     def scores(self) -> Scores:
-        """Return the score of each row from `first` on; rows with a score of 0 need no saving."""
+        """Return the score of each row, from global row `first` on; a row with score 0 need not be saved."""
         if self.is_fused:  # the last backward pass may have updated these, or may do so yet
             for rows in self._waiting:
                 self._store.add(rows)
@@ -178,18 +178,18 @@ class Table:
 
     @torch.no_grad()
     def take(self, chosen: NDArray[np.bool_]) -> None:
-        """Forget the scores of rows that are saved now; `chosen` has an entry for each global row."""
+        """Reset the scores of rows that are saved now; `chosen` is a mask of all rows of the global table."""
         num = self.memory.shape[0] if self._counts_memory else self.parameter.shape[0]
         self._store.take(chosen[self.first : self.first + num], self.memory)
 
 
 class TouchedRows:
-    """Rows of embedding tables that training used, for ``rows=`` of `save`, `async_save` and `Manager.save`.
+    """Tracks the rows of embedding tables that training used, for ``rows=`` of `save`, `async_save` and `Manager.save`.
 
-    With ``base=`` such a save writes only the chosen rows of each table, and of each state of the optimizer with as many rows. It
-    refers to the base for the other rows. Every other tensor is compared block by block. The rows count from the last save with
-    this tracker: where the base is another checkpoint, or where tables were loaded since, the tables are compared block by block
-    too. So the first save may have any base, or none.
+    With ``base=`` such a save writes only the chosen rows of each table, and of the optimizer state that has a row for each of
+    them. It refers to the base for the other rows. Every other tensor is compared with the base block by block. The rows count
+    from the last save with this tracker: if the base is another checkpoint, or if tables were loaded since, the tables are
+    compared block by block too. So the first save may have any base, or none.
 
     Make it after the model is sharded and loaded, before its first forward pass. Ranks share their rows when they save.
 
@@ -201,18 +201,18 @@ class TouchedRows:
     policy
         ``"touched"``: all rows that a step updated, so that the checkpoint is bit for bit that of a whole save. It needs an
         optimizer that leaves all other rows alone: SparseAdam, Adagrad without weight decay, or SGD without momentum and weight
-        decay. It keeps 1 bit a row, and the indices of the forward passes since the last step.
-        The other policies save fewer rows, as in CPR (Maeng et al., 2020). All other rows in the checkpoint are then older than
-        it; its catalog names the tables. ``"most_used"`` (MFU): the rows with the most uses since they were saved; 4 bytes a row.
-        ``"sampled"`` (SSU): rows drawn at random from those in use; 8 × `fraction` bytes a row. ``"largest_change"`` (SCAR): the
-        rows whose values are farthest from those saved; a copy of this rank's part of the tables.
+        decay. It keeps 1 bit a row, and the indices of the forward passes since the last step. The other policies save fewer
+        rows, as in CPR (Maeng et al., 2020). In the checkpoint, the rows that are not saved have older values; its catalog names
+        the tables. ``"most_used"`` (MFU): the rows with the most uses since they were saved; 4 bytes a row. ``"sampled"`` (SSU):
+        rows drawn at random from those in use; 8 × `fraction` bytes a row. ``"largest_change"`` (SCAR): the rows whose values are
+        farthest from those saved; a copy of this rank's part of the tables.
     fraction
         For all but ``"touched"``: the share of the rows of each table that a save writes, by default 1/8.
     bits
-        8 or 4: each row of a table that a save chooses has so many bits an element in its file, between the row's least and
-        greatest element (asymmetric, per row, as in Check-N-Run, Eisenman et al., 2022), and 8 bytes more. A load returns rounded
-        values; the catalog names the tables. State of the optimizer stays exact, and so does a save that chooses no rows. By
-        default all rows are exact.
+        8 or 4: the number of bits that an element of a chosen row has in its file. Elements are rounded to steps between the
+        row's least and greatest element (asymmetric, per row, as in Check-N-Run, Eisenman et al., 2022); each row takes 8 bytes
+        more. A load returns the rounded values; the catalog names the tables. Optimizer state stays exact, and so does a save
+        that chooses no rows. By default all rows are exact.
 
     Raises
     ------
@@ -263,7 +263,7 @@ class TouchedRows:
             self._handles.append(register(_WeakHook(call)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
-        """Note that these rows of a table were changed by other means than a step, such as by your own code."""
+        """Note that rows of a table were changed outside of optimizer steps, such as by your own code."""
         table = self._tables.get(id(parameter))
         if table is None:
             raise UsageError("mark: this parameter is no table of this TouchedRows; pass one of the module that it was made of")
@@ -275,13 +275,13 @@ class TouchedRows:
         table.updated()
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks from modules and optimizers; nothing is tracked any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def begin(self, tensors: Iterable[LocalTensor]) -> Sequence[Table]:
-        """Begin a save of a state with these tensors, and return the tables in it.
+        """Begin a save of a state that has these tensors, and return the tracked tables among them.
 
         Raises
         ------
@@ -314,9 +314,10 @@ class TouchedRows:
         return list(found)
 
     def _look_at_state(self, tensors: Sequence[LocalTensor], found: Mapping[Table, Sequence[str]]) -> None:
-        """Trust the rows no more after an unknown change of optimizer state, or if tensors traded names since the last save.
+        """Forget `since`, the save from which rows count, if optimizer state changed in an unknown way or tensors traded names.
 
-        A table, or its state, with the name of another tensor of that save would refer to rows of the other one.
+        If a table or its state had the name of another tensor in the last save, its unchanged rows would refer to the rows of
+        that tensor.
         """
         # before, held: the memory of each tensor of the last save and of this one, by name
         before, held = self._held, {spec.name: _memory_key(memory) for spec, memory in tensors}
@@ -336,7 +337,7 @@ class TouchedRows:
                 self._look(table, [memory])
 
     def committed(self, save_id: str) -> None:
-        """Note that the save in progress was committed."""
+        """Note that the save in progress was committed with this id. Rows count from it, unless something unknown has changed."""
         self._pending = False
         self.since = None if self._was_changed else save_id
 
@@ -348,7 +349,7 @@ class TouchedRows:
         return table
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook one module, if it looks rows up in tables."""
+        """Register forward hooks on a module that looks rows up in tables; do nothing for any other module."""
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             table = self._table(module.weight)
             self._handles.append(module.register_forward_pre_hook(_WeakHook(self._of_lookup, table), with_kwargs=True))
@@ -370,7 +371,10 @@ class TouchedRows:
         table.note()
 
     def _of_batched(self, tables: Sequence[Table], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the rows of FBGEMM's tables: one feature after the other, each in bags; its backward pass updates them."""
+        """Note the rows that a forward pass of an FBGEMM module looks up in its tables; its backward pass will update them.
+
+        The indices are ordered by feature, each feature with the same number of bags.
+        """
         if not torch.is_grad_enabled():
             return
         named = dict(zip(("indices", "offsets"), args, strict=False)) | dict(kwargs)
@@ -395,7 +399,7 @@ class TouchedRows:
             self._look(table, table.state_in(optimizer))
 
     def _look(self, table: Table, state: Iterable[torch.Tensor] = ()) -> None:
-        """Trust the rows no more if something unknown has changed the table, or tensors of its optimizer's state."""
+        """Forget `since`, the save from which rows count, if the table or its optimizer's state changed in an unknown way."""
         if table.note(state):
             self.since, self._was_changed = None, True
 
@@ -414,17 +418,17 @@ class TouchedRows:
 
 
 def _memory_key(memory: torch.Tensor) -> tuple[Any, ...]:
-    """Return equal values for tensor objects that have the same memory."""
+    """Return a key that is equal for all tensor objects over the same memory."""
     return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
 
 
 def _version(memory: torch.Tensor) -> int:
-    """Return a number that rises with each change that torch sees; 0 for tensors of inference mode, which count none."""
+    """Return torch's version counter of a tensor, which rises with each change; 0 for inference tensors, which have none."""
     return 0 if memory.is_inference() else memory._version
 
 
 class _WeakHook:
-    """A hook that keeps no tracker alive: it calls a method, with leading arguments, as long as its object is there."""
+    """A hook that calls a method with leading arguments, but does not keep the method's object alive."""
 
     def __init__(self, method: Callable[..., None], *first: Any) -> None:
         self._method, self._first = weakref.WeakMethod(method), first
@@ -436,7 +440,7 @@ class _WeakHook:
 
 
 def _check_exact(table: Table, names: Sequence[str]) -> None:
-    """Refuse a table whose rows change without being looked up."""
+    """Refuse a table if rows may change that no tracked module looked up."""
     advice = "base= alone compares blocks and is exact; or pass another policy= to TouchedRows"
     if len(names) > table.num_uses:
         raise UsageError(
@@ -452,15 +456,16 @@ def _check_exact(table: Table, names: Sequence[str]) -> None:
 
 
 def _group_of(optimizer: torch.optim.Optimizer, table: Table) -> Mapping[str, Any]:
-    """Return the group of an optimizer that has a table."""
+    """Return the parameter group of an optimizer that lists a table."""
     group: Mapping[str, Any] = next(g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"]))
     return group
 
 
 def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Try whether an optimizer changes a row without a gradient, or its state: two steps of a new one on a table of two rows.
+    """Try out whether an optimizer changes a row without a gradient, or that row's state, in two steps on a small table.
 
-    Return None if that cannot be tried: the class takes more than the hyperparameters of the group, as one that wraps another.
+    A new optimizer of the same class steps on a table of two rows. Return None if it cannot be made from the hyperparameters of
+    the group, such as one that wraps another optimizer.
 
     >>> table = nn.Parameter(torch.ones(3, 2))
     >>> tried = [torch.optim.Adagrad([table]), torch.optim.AdamW([table]), torch.optim.SGD([table], momentum=0.9)]

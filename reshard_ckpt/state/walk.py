@@ -1,6 +1,6 @@
 """The walk over the state that a user passes: each tensor, value and object in it becomes a row with a name.
 
-The state is a tree of dicts and lists. A save and a load walk it alike, so that a name means the same for both:
+The state is a tree of dicts and lists. A save and a load walk it in the same way, so that a name means the same in both:
 
 1. A dict is always opened. A list or tuple is opened only if it holds more than plain values; otherwise it is one value. An empty
    container is one value too.
@@ -36,27 +36,30 @@ from .shards import PerRank, Shards, Value
 from .tensors import is_plain_tensor, is_tensor_like, named_parts
 
 StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
-"""Return the steps of a path into a dict, in the order of its values."""
+"""A function that returns the path keys of a dict's values, in their order, as `steps` does."""
 
 MAX_SHOWN = 6
-"""A message about a path that is too long shows this number of keys."""
+"""The number of keys of a too long path that an error message shows."""
 
 _MOST_CHILDREN = 10_000
-"""Longer containers in an object are data, such as the indices of a sampler, and are not searched for optimizers."""
+"""The most children of a container in an object that is searched for optimizers; longer ones hold data, such as indices."""
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
-"""Types of most values. Nothing is inside of them."""
+"""Types of most values in a state; objects of these types contain nothing."""
 
 
 class Verbatim(dict[Any, Any]):
-    """A state dict whose keys are the tensors' names. They are kept unchanged, including the parts that wrappers add to them."""
+    """A state dict whose keys are already the names of its tensors.
+
+    They are kept unchanged, even parts that wrappers have added.
+    """
 
 
 @dataclass(slots=True)
 class Watched:
-    """The optimizers in an object, and the state dicts that they gave out while the object was asked for its own.
+    """The optimizers inside an object, and the state dicts that they returned during the object's own ``state_dict()``.
 
-    Two optimizers that have equal groups and no state yet can be told apart by nothing else.
+    This tells which optimizer a state dict belongs to, even if two optimizers have equal groups and no state yet.
     """
 
     optimizers: tuple[Optimizer, ...] = ()
@@ -64,7 +67,7 @@ class Watched:
 
     @classmethod
     def state_dict_of(cls, obj: Any) -> tuple[Any, Watched]:
-        """Call an object's ``state_dict()``, and watch the optimizers in it meanwhile."""
+        """Call an object's ``state_dict()`` and return it, with the state dicts that optimizers inside returned meanwhile."""
         watched = cls(tuple(optimizers_of(obj)))
         with ExitStack() as hooks:
             for optimizer in watched.optimizers:
@@ -77,18 +80,18 @@ class Watched:
 
 @dataclass(slots=True)
 class Tree:
-    """A container and the rows in it.
+    """A tree of dicts and lists in the state, and the rows for the tensors, values and objects in it.
 
     Attributes
     ----------
     sink
-        Takes the root back after a load, if the tree belongs to an object.
+        Takes the root back after a load, if the tree is the state of an object.
     owner
         That object.
     watched
         The optimizers in that object.
     given
-        State dicts by number in this tree, each with the optimizer that gave it.
+        Numbered optimizer state dicts in this tree, each with the optimizer that gave it.
     """
 
     path: Path
@@ -101,7 +104,7 @@ class Tree:
 
 
 def walk(state: Mapping[Any, Any]) -> list[Tree]:
-    """Return the trees of the state: the state itself, then one for each object that has a state of its own.
+    """Return the trees of a state: its own, then one for each object in it with a ``state_dict()`` of its own.
 
     Raises
     ------
@@ -128,7 +131,7 @@ def walk(state: Mapping[Any, Any]) -> list[Tree]:
 
 
 def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
-    """Open the tree that an object returns as its state."""
+    """Call the ``state_dict()`` of the object in a row, and return it as a tree."""
     obj, rows = row.value, list[Entry]()
     if isinstance(obj, torch.Generator):
         tree = Tree(row.path, obj.get_state(), rows, obj.set_state)
@@ -140,12 +143,12 @@ def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
 
 
 def rows_of(trees: Iterable[Tree], *kinds: Kind) -> list[Entry]:
-    """List the rows of trees in order: those of the given kinds, or all."""
+    """List the rows of all trees in order; only rows of these kinds, if any are given."""
     return [row for tree in trees for row in tree.rows if not kinds or row.kind in kinds]
 
 
 def by_number(row: Entry) -> list[Entry]:
-    """Return the rows of an optimizer's state dict whose numbers have no names: it is saved as any dict is."""
+    """Return the rows for a numbered optimizer state dict whose parameters are unknown: it is saved like any dict."""
     tree, rows = row.value, list[Entry]()
     beside = beside_numbers(tree).get("state", {})
     state = {key: entry for key, entry in tree["state"].items() if key not in beside}
@@ -154,10 +157,10 @@ def by_number(row: Entry) -> list[Entry]:
 
 
 def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf) -> None:
-    """Add the rows of a value and of everything below it; `above` are the ids of the containers that lead to it.
+    """Add the rows for a value and for everything inside it; `above` are the ids of the containers around it.
 
     The order of the tests matters. Exact types come first, for speed. A tensor, a `PerRank` and a module may have a `state_dict`
-    too, so they are told before objects; a list of modules comes before lists.
+    too, so they come before objects; a list of modules comes before lists.
     """
     kind = type(value)
     name = name_of(path)
@@ -218,7 +221,7 @@ def _add_dict(rows: list[Entry], value: Mapping[Any, Any], path: Path, above: tu
 
 
 def _checked_above(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `above` for the children of a container, once it is known to be neither too deep nor inside of itself."""
+    """Return `above`, the ids of the containers around this one, with its own. Refuse it if too deep, or inside of itself."""
     if len(above) >= MAX_STEPS:
         raise UnsupportedError(
             f"{name_of(path[:MAX_SHOWN])}…: dicts and lists are nested deeper than {MAX_STEPS} levels here; flatten the state"
@@ -229,7 +232,7 @@ def _checked_above(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int,
 
 
 def steps(value: Mapping[Any, Any]) -> list[Any]:
-    """Return the steps to the children of a dict, in order: its keys; for a dict of tensors, without the parts of wrappers.
+    """Return the path keys of a dict's values, in order: its keys; for a dict of tensors, without the parts that wrappers add.
 
     So ``model.state_dict()`` of a compiled or DDP model has the names of the plain model, as the model itself has. Keys that
     would collide stay as they are.
@@ -245,7 +248,7 @@ def steps(value: Mapping[Any, Any]) -> list[Any]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Tell whether an object gives and takes its state by itself."""
+    """Tell whether an object has ``state_dict`` and ``load_state_dict`` methods, or is a ``torch.Generator``."""
     if isinstance(value, type):
         return False
     if isinstance(value, torch.Generator):
@@ -254,12 +257,12 @@ def is_stateful(value: Any) -> bool:
 
 
 def state_of(value: Any) -> Any:
-    """Ask an object for its whole state."""
+    """Return the whole state of an object: its ``state_dict()``, or the state of a ``torch.Generator``."""
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 
 def give_state(value: Any, state: Any) -> None:
-    """Give an object the state that `state_of` returned."""
+    """Load a state that `state_of` has returned into an object."""
     if isinstance(value, torch.Generator):
         value.set_state(state)
     else:
@@ -275,7 +278,7 @@ def _module_of(value: Any) -> nn.Module | None:
 
 
 def _modules(value: Any) -> tuple[nn.Module, ...] | None:
-    """Return the modules of a module, a stage, or a list of them; None for any other value."""
+    """Return the modules if the value is a module, a pipeline stage, or a list of these; None for any other value."""
     values = value if isinstance(value, list | tuple) else (value,)
     found: list[nn.Module] = []
     for each in values:
@@ -291,7 +294,7 @@ def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
 
 
 def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...]) -> Entry:
-    """Return the row of a list of optimizers. One optimizer with a ``state_dict()`` of its own becomes the row of an object.
+    """Return the row for one or several optimizers. A single optimizer with a ``state_dict()`` of its own is a row of an object.
 
     Raises
     ------
@@ -310,7 +313,7 @@ def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...])
 
 
 def _check_names(trees: Iterable[Tree]) -> None:
-    """Refuse two paths that give one name, and an object without a name, which could not be told from the state itself."""
+    """Refuse a state in which two paths give one name, or in which a module, optimizer or object has an empty name."""
     seen: dict[str, Path] = {}
     for row in rows_of(trees):
         check_text(row.name, "a name")
@@ -328,7 +331,7 @@ def _spelled(path: Path) -> str:
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer's ``state_dict()`` may hold more than the state of its parameters and its groups."""
+    """Tell whether an optimizer's ``state_dict()`` may hold more than its groups and the state of its parameters."""
     if hasattr(optimizer, "consolidate_state_dict"):
         return False  # ZeroRedundancyOptimizer: its state_dict() wants the whole state on this rank, so its partitions are read
     # The hooks have no public name; where a release calls them otherwise, they are not seen.
@@ -339,7 +342,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 def optimizers_of(obj: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in the attributes of an object, and the object itself: inner ones first, each once."""
+    """Yield each optimizer that the attributes of an object lead to, inner ones first, and the object itself if it is one."""
     yield from _reached(obj, set())
 
 
@@ -362,7 +365,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
 
 
 def left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each inner optimizer whose state is missing in the outer optimizer's ``state_dict()``."""
+    """Yield a warning for each optimizer inside another one whose state is missing in the outer one's ``state_dict()``."""
     inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
     if not inside or hasattr(optimizer, "consolidate_state_dict"):
         return

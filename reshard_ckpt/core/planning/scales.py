@@ -125,8 +125,8 @@ def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "
     ----------
     blocks
         Sizes (rows, columns) of the blocks of a weight that one number of a scale may stand for. With None, no scale is applied,
-        because
-    the format does not say how. method
+        because the format does not say how.
+    method
         The method by which weights are quantized, if the checkpoint says so. Then every tensor of 8 bits an element counts as
         quantized, whether or not it has a scale.
     """
