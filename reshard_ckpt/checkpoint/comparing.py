@@ -214,7 +214,7 @@ def _with_sorted_params(value: Any, as_groups: bool) -> Any:
 
 
 MAX_LEAVES = 16
-"""The most differences that are listed for one value; with more, the whole value is listed as one."""
+"""The most differences that a diff lists for one value; with more, the whole value is listed as one difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
 
 
 def is_identical(a: Any, b: Any) -> bool:
-    """Tell whether two values are identical."""
+    """Tell whether two values are identical, down to the types and bits that a catalog would encode."""
     return encode_value(a, "a value") == encode_value(b, "a value")
 
 

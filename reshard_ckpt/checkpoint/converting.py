@@ -45,7 +45,7 @@ from .topology_options import renamed_catalog
 MODEL = "model"
 MAX_SHARD_SIZE = "5GB"
 WRITTEN_HERE = ("safetensors", "torch", "dcp", "reshard")
-"""The formats that this module writes. Others have a `Format.write`."""
+"""The formats that this module writes itself. The `Format` of any other has a function `write`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Checkpoints(Protocol):
         """Load the newest whole checkpoint; if there is none, raise an error whose message begins with `reason`."""
 
     def names(self) -> Sequence[str]:
-        """List the names of tensors in the newest checkpoint, on this rank alone."""
+        """List the names of tensors in the newest checkpoint. Each rank does so by itself."""
 
     def go_on_from(self, step: int) -> None:
         """Record that training continues from this step, even if no checkpoint of it exists."""

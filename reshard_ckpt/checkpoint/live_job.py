@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in the plan's tables on this rank. The memory that the plan takes is proportional to it."""
+        """The number of rows in the tables of the plan on this rank. The plan's memory is proportional to it."""
         held = 0 if self.source.held is None else len(self.source.held.rank)
         return held + len(self.source.catalog.rows.file) + len(self.moves.parts.owner)
 
@@ -117,7 +117,7 @@ def _agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, in
 
 
 class Job:
-    """One rank's side of a live reshard: planned once by `begin`, then run any number of times."""
+    """One rank's side of a live reshard: `begin` plans once, after which the state can be moved any number of times."""
 
     plan: Plan
     _first: Opened | None

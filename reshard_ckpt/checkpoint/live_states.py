@@ -147,7 +147,7 @@ class States:
         return Opened(self.held(captured), wanted, saved, target, values, ignored, unfit)
 
     def layout_of(self, opened: Opened) -> bytes:
-        """Return a digest that changes if the layout of either state changes."""
+        """Return a digest of the layouts of both states on this rank; it changes if either layout does."""
         parts = []
         for local in (opened.held, opened.wanted):
             encoded = encode_metadata(local.local_metadata)

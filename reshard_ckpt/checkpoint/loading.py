@@ -301,7 +301,7 @@ def _open_exchange_among(process_group: Any, timeout_s: float, members: Sequence
 
 
 def wanted_names(target: Target) -> tuple[str, ...]:
-    """List the names of the values and tensors that a target wants."""
+    """List the names of the values and tensors that a load target wants."""
     return (*target.values, *[spec.name for spec, _ in target.tensors])
 
 

@@ -93,7 +93,7 @@ def check_suffix(file: pathlib.Path, suffixes: tuple[str, ...], noun: str, inste
 
 
 def _report(path: Path) -> bytes:
-    """Make the page of a whole checkpoint."""
+    """Make the HTML page of a whole checkpoint: bytes of each rank, mesh, tensors by size, timeline."""
     found, plotting = inspect(path), load_plotting()
     try:
         saved: Timeline | None = read_timeline(path)
@@ -107,7 +107,7 @@ def _report(path: Path) -> bytes:
 
 
 def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> bytes:
-    """Draw one tensor's cut over ranks; with `to`, also on another mesh."""
+    """Draw how one tensor is cut over the ranks that saved it; with `to`, also over the ranks of another mesh."""
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:

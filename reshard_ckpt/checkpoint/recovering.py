@@ -135,7 +135,7 @@ class Recovery:
 
     @property
     def _source(self) -> State:
-        """The state that this rank offers to the others; empty if it is not alive."""
+        """The state from which this rank sends parts to others in a recovery; empty if the rank is not alive."""
         return self._state if self._alive is True else self._alive or {}
 
     def run(self) -> RecoveryReport:

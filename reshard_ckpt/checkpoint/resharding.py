@@ -268,7 +268,7 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
 
 
 def _check_target(source: Storage, target: Storage) -> None:
-    """Refuse a destination that is the source itself, or a file."""
+    """Refuse a destination that is the source checkpoint itself, or a file."""
     is_source = source.url == target.url
     if os.path.isdir(source.url) and os.path.isdir(target.url):
         is_source = os.path.samefile(source.url, target.url)

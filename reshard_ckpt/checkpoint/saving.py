@@ -395,7 +395,7 @@ def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
 
 
 def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
-    """Begin to save as `save_captured` does; the state is copied before this returns."""
+    """Begin a save of the tensors and values that `capture` describes; they are copied before this returns its handle."""
     return _begin(path, capture, SaveOptions(compare_first=True, **options))
 
 

@@ -21,11 +21,11 @@ class SelectedNames(NamedTuple):
     unreadable: list[str]
 
     def where(self, keeps: Callable[[str], bool]) -> SelectedNames:
-        """Keep the names for which a function returns True."""
+        """Return the selected names for which a function returns True."""
         return SelectedNames(*([name for name in names if keeps(name)] for names in self))
 
     def refuse_unreadable(self, saved: Catalog) -> None:
-        """Raise the error of the first tensor or value that cannot be read."""
+        """Raise the error of the first selected tensor or value that cannot be read."""
         for name in self.unreadable:
             raise saved.unreadable[name]
 

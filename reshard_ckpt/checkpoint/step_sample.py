@@ -64,7 +64,7 @@ class StepSample:
         return Target(tensors, (), (), (), lambda values: [], lambda values, skipped: None)
 
     def differing(self) -> list[str]:
-        """Name the tensors whose elements differ from those of the checkpoint."""
+        """Name the tensors of the sample whose elements differ from those of the checkpoint."""
         found = []
         for (spec, memory), (_, saved) in self._read:
             own = empty_bytes(saved.nbytes)

@@ -21,7 +21,7 @@ from rich.text import Text
 from ..errors import visible
 
 MAX_DRAWN = 300
-"""The most rows that rich draws and folds; it takes milliseconds for each. Longer tables are printed as plain text."""
+"""The most rows of a table that rich draws and folds, as each takes milliseconds. Longer tables are printed as plain text."""
 
 SHORT, MIN_NAME = 12, 16
 """Widths in characters: columns up to the first one are folded last, and the column of names keeps the second one."""
@@ -31,7 +31,7 @@ _WORD = re.compile(r"[^\s/]*/+|[^\s/]+")
 
 
 class Preview(str):
-    """A cell that is cut, not folded, if its column is narrower."""
+    """A cell of a table that is cut, not folded, if its column is narrower."""
 
 
 def _guide(name: str) -> str:
@@ -71,7 +71,7 @@ def _wrapped(cell: str, width: int) -> list[str]:
 
 
 def _words(cell: str) -> Iterator[str]:
-    """Yield the words of a cell, each with the blanks that follow it."""
+    """Yield the words of a table's cell, each with the blanks that follow it."""
     ends = [found.start() for found in _WORD.finditer(cell)] + [len(cell)]
     yield from (cell[a:b] for a, b in pairwise(ends))
 
@@ -87,7 +87,7 @@ class Columns:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether rich may draw the table on a terminal; it may not if there are too many rows."""
+        """Whether rich may draw the table on a terminal. It may not if the table has too many rows."""
         return len(self.rows) <= MAX_DRAWN
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -125,7 +125,7 @@ class Columns:
 
     @property
     def _name_column(self) -> int:
-        """The index of the column of names: the first one with a heading, or 0."""
+        """The index of a table's column of names: the first column with a heading, or 0."""
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
     def _widths(self, room: int) -> list[int]:

@@ -68,7 +68,7 @@ def _print(found: Diff, values: bool) -> None:
 
 
 def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
-    """Make a row for each tensor that differs; equal layers share a row, with the sum of counts and the largest differences."""
+    """Make a table row for each tensor that differs; equal layers share a row, with summed counts and the largest differences."""
     lines: list[tuple[str, ...]] = []
     for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
         group = [tensors[i] for i in leaves]
@@ -86,7 +86,7 @@ def _names(what: str, names: Sequence[str], cells: Sequence[tuple[str, ...]] | N
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """Make a row for each change; layers with the same change share one."""
+    """Make a table row for each `Change`; layers with the same change share a row."""
     return _names(what, [change.name for change in changes], [(words(change.a), "→", words(change.b)) for change in changes])
 
 
@@ -99,7 +99,7 @@ def _relative(of: ValueChange) -> str:
 
 
 def _count_suffix(leaves: Sequence[int]) -> str:
-    """Spell the number of names that share a row, if there are several."""
+    """Return ``×`` and the number of names that share a table row; empty for a single name."""
     return f" ×{len(leaves):,}" if len(leaves) > 1 else ""
 
 

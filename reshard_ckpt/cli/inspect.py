@@ -72,7 +72,7 @@ def inspect(
 
 
 def _steps(lines: Sequence[StepLine]) -> Columns:
-    """Make the table of the steps of a run."""
+    """Make the table that lists the checkpoints of a run."""
     rows = [
         (
             "" if line.step is None else str(line.step),
@@ -87,7 +87,7 @@ def _steps(lines: Sequence[StepLine]) -> Columns:
 
 
 def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = False) -> list[list[str | Columns]]:
-    """Turn an inspection into paragraphs to print: summary, tree, single tensors, values, statistics."""
+    """Turn an `Inspection` into paragraphs to print: summary, tree, single tensors, values, statistics."""
     detailed = {tensor.name for tensor in found.tensors} | set(found.values)
     chosen: list[list[str | Columns]] = [
         [_summary(found)] if whole else [],
@@ -159,7 +159,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
 
 
 def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str | Columns]:
-    """Make the paragraph of one tensor, with a table of its shards."""
+    """Make the paragraph that ``inspect`` prints of a single tensor, with a table of its shards."""
     head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {size_text(tensor.num_bytes)}"
     where = placement(tensor.placement)
     head += f", {where}" if where else ""
@@ -174,7 +174,7 @@ def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str 
 
 
 def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
-    """Return the cells of one shard's row in the table of shards."""
+    """Return the cells of one shard's row in a tensor's table of shards."""
     return (
         str(list(shard.offsets)),
         str(list(shard.lengths)),
@@ -202,7 +202,7 @@ def _stats(found: Inspection) -> Columns:
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
-    """Convert an inspection to plain data; only tensors given by their full name have `shards`."""
+    """Convert an `Inspection` to plain data, for JSON; only tensors given by their full name have `shards`."""
     from ..checkpoint.inspecting import ValueLine
 
     of = found.summary

@@ -78,7 +78,7 @@ def _option(option: Typed, value: str | None) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    """Spell a Python value as arguments: a text, or the parts of a list or dict, each quoted if a shell needs that."""
+    """Spell a Python value as command-line arguments: one text, or the parts of a list or dict, quoted if a shell needs it."""
     try:
         plain = ast.literal_eval(value.replace("…", "'…'"))
     except (ValueError, SyntaxError):

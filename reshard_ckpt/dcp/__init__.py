@@ -51,7 +51,7 @@ _PASSED_ON = frozenset(
         "stateful",
     }
 )
-"""Names of torch's module that trainers also use, and that this module passes on unchanged."""
+"""Names of `torch.distributed.checkpoint` that trainers also use, and that ``reshard_ckpt.dcp`` passes on unchanged."""
 
 _INSTEAD = {
     "save_state_dict": "torch has deprecated it; call save",

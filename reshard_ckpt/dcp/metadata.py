@@ -105,7 +105,7 @@ def _value_for_rank(name: str, saved: SavedValue) -> Any:
 
 
 def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
-    """Convert a catalog to the `Metadata` that DCP's planners use."""
+    """Convert the catalog of a source to the `Metadata` that DCP's planners use."""
     described: dict[str, Any] = {}
     for name in saved.names:
         index = saved.index(name)

@@ -16,7 +16,7 @@ from ..storage.protocol import key_parts, read_parts
 CONFIG = "config.json"
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
-"""The largest index that is read: over a million tensors."""
+"""The largest index file in bytes that is read; it lists over a million tensors."""
 
 WeightFiles = Mapping[str, frozenset[str] | None]
 """By the key of each weight file, the names of the tensors to read from it; None stands for all of its tensors."""

@@ -172,7 +172,7 @@ PART_BYTES = 64 << 20
 """The most bytes of a tensor that are written in one part; several processes divide the parts of a large tensor."""
 
 MAX_HEADER_BYTES = 48 << 20
-"""A new file is begun before its header has this many bytes: safetensors reads up to 100 MB."""
+"""The most bytes of a header that is written; a larger one is avoided by a new file. safetensors reads up to 100 MB."""
 
 
 def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int], Run]) -> list[NewFile]:

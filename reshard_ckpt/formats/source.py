@@ -165,7 +165,7 @@ OWN = {
     "rank-files": "reshard_ckpt.formats.rank_files:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }
-"""The entry points of this package, as in pyproject.toml."""
+"""The entry points of this package's own formats, as in pyproject.toml."""
 
 Formats = Callable[[], tuple[Format, ...]]
 """A function that lists the foreign formats to try, in order. It is called only if a path holds no checkpoint of this library."""

@@ -1,4 +1,4 @@
-"""The managers with memory that this process has open, by storage path: for `reshard_ckpt.nebula` and DeepSpeed's engines."""
+"""The runs (managers with a memory tier) that this process has open, for `reshard_ckpt.nebula` and DeepSpeed's engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _tag_of(run: Manager, step: int) -> str | None:
 
 
 def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, bool]:
-    """Choose the step for a new tag: the number at its end, or the step after the newest if another tag has that number.
+    """Choose the step for a new tag: the number at its end, or the next step if there is no number or another tag has it.
 
     Collective. Rank 0 chooses, because nodes know different steps.
 
@@ -98,6 +98,6 @@ def close_run(run: Manager) -> None:
 
 @atexit.register
 def close_runs() -> None:
-    """Close all runs. Called at the end of the process too."""
+    """Close all open runs. It is also called at the end of the process."""
     while RUNS:
         RUNS.pop().close()

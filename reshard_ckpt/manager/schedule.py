@@ -69,7 +69,7 @@ class SaveCosts:
 
     @contextmanager
     def saving(self) -> Iterator[list[SaveReport]]:
-        """Record the ``with`` block as a save. The block appends the report of the save to the list."""
+        """Measure the ``with`` block as a save. The block appends the save's report to the list that this yields."""
         reports: list[SaveReport] = []
         self.begin()
         try:

@@ -213,7 +213,7 @@ class StoredSteps:
         return _Listing(committed, old, frozenset().union(*young.values()))
 
     def prune(self) -> None:
-        """Remove the steps that the rule does not keep."""
+        """Remove the steps that the retention rule does not keep, and files of removed steps whose time of grace has ended."""
         with self.pruning:
             looking, self._looking = self._looking, self._look
             seen = looking()

@@ -296,7 +296,7 @@ def _draw_wanted(axes: Axes, of: Wanted, shape: Ints, titles: tuple[str, str]) -
 
 
 def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
-    """Draw a row for each new rank and a column for each saved rank; the shade is the share of the new rank's bytes."""
+    """Draw the matrix "who feeds whom": a row for each new rank, a column for each saved one, shaded by the share of bytes."""
     names, amounts, wanted, saved = of_wanted.names, of_wanted.amounts, of_wanted.fed.wanted, of_wanted.fed.saved
     rows, columns = min(len(names), MAX_GROUPS), min(len(known), MAX_GROUPS)
     # size[i, j]: bytes that the ranks of row i take from the ranks of column j; shares: the same as a share of the row.

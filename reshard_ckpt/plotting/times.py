@@ -44,7 +44,7 @@ _COLOURS = {
 
 @styled()
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Draw a row for each thread of each rank, with its steps; if there are too many ranks, the busiest ones."""
+    """Draw the timeline of a save: a row of steps for each thread of each rank; of too many ranks, only the busiest."""
     rows, hidden = _rows(timeline)
     labels = [fitted(timeline.label(rank) + ("" if thread == "caller" else f" {thread}"), 8, 200) for rank, thread in rows]
     left = max((text_width(label, 8) for label in labels), default=20.0) + 24
@@ -78,7 +78,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
 
 def timeline_title(timeline: Timeline) -> str:
-    """Return the title of the picture: the length of the save and the number of ranks."""
+    """Return the title of a timeline's picture: the length of the save and the number of ranks."""
     return f"A save of {timeline.seconds:.3g} s on {plural(timeline.num_ranks, 'rank')}"
 
 
@@ -122,7 +122,7 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 
 @styled()
 def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
-    """Draw the share of time that a job loses over the interval between its saves: to memory, to the store, or both."""
+    """Draw the share of time that a job loses over the interval between its saves, with and without a memory tier."""
     memory, store, _ = tiers(job)
     figure = new_figure(GOODPUT_WIDTH, GOODPUT_HEIGHT)
     axes = add_axes(figure, 70, 56, GOODPUT_WIDTH - 100, GOODPUT_HEIGHT - 110)

@@ -139,7 +139,7 @@ class FileReader:
         self._tagged, self._known = tagged, dict[bytes, Any]()
 
     def open(self, key: str) -> TorchFile:
-        """Open a file; raise a `CorruptError` if it is missing."""
+        """Open a file of the store by its key; raise a `CorruptError` if it is missing."""
         name, size = f"{self._storage.url}: {key}", self._storage.size(key)
         if size is None:
             raise CorruptError(f"{name} is missing; copy it, or use another checkpoint")

@@ -69,7 +69,7 @@ def laid_out(described: bytes, storages: Sequence[bytes | StreamedTensor]) -> Re
 
 
 def directory_of(records: Records, crcs: Iterable[int]) -> bytes:
-    """Return the end of a file, given the CRC-32 of each tensor whose bytes the caller writes, in order."""
+    """Return the last bytes of a file of ``torch.save``, given in order the CRC-32 of each tensor that the caller writes."""
     streamed = iter(crcs)
     all_crcs = [zlib.crc32(data) if isinstance(data, bytes) else next(streamed) for _, data in records]
     return directory([record for record, _ in records], all_crcs)

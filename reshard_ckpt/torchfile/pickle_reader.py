@@ -82,7 +82,7 @@ class Opaque:
 
 
 def attributes_of(made: Any) -> dict[Any, Any] | None:
-    """Return the attributes of an instance of a class that a stand-in names; None for anything else."""
+    """Return the attributes of the object that a `StandInObject` stands for; None for anything else."""
     return made.state if isinstance(made, StandInObject) and isinstance(made.state, dict) else None
 
 

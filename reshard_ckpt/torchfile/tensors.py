@@ -108,7 +108,7 @@ def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 ENCODED = StandInFunction("bytes", _encoded)
-"""Decodes bytes that are spelled as text: protocols before 3 have no operation for bytes."""
+"""The stand-in of a function that makes bytes of text: pickle protocols before 3 have no operation for bytes."""
 
 
 def stored_at(identity: Any) -> SavedStorage:

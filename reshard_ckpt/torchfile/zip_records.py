@@ -26,7 +26,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 HEAD_BYTES = 16
 ALIGNMENT = 64
 MAX_PICKLE_BYTES = 1 << 30
-"""The most bytes of the pickle of one file: a thousand times the size that a large model needs."""
+"""The largest pickle of one file in bytes: a thousand times the size that a large model needs."""
 
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED, _SIZES_BEHIND = 1, 8
@@ -100,7 +100,7 @@ class ZipRecords:
         return key in self._members
 
     def size(self, key: str) -> int:
-        """Return the number of bytes of a record."""
+        """Return the number of bytes of the record `key`."""
         return self._members[key].file_size
 
     def crc(self, key: str) -> int:
@@ -112,7 +112,7 @@ class ZipRecords:
         return [key for key in self._members if key.startswith("data/") and key != "data/"]
 
     def begin(self, key: str) -> int:
-        """Return the position of a record's bytes in the file: behind its header, whose length only the header itself tells."""
+        """Return the byte of the file at which the record `key` begins: behind its header, which alone tells its own length."""
         if key not in self._begins:
             member = self._members[key]
             header = self._read(member.header_offset, _LOCAL_HEADER_BYTES)
@@ -222,7 +222,7 @@ def whole_record(record: ZipRecord, data: bytes) -> bytes:
 
 
 def directory(records: Sequence[ZipRecord], crcs: Iterable[int]) -> bytes:
-    """Return the end of a zip, which lists its records with the CRC-32 of each."""
+    """Return the last bytes of a zip: the directory of its records, with the CRC-32 of each."""
     end = _End(records[-1].end)
     with zipfile.ZipFile(cast(BinaryIO, end), "w") as archive:
         archive.filelist += (record.info(crc) for record, crc in zip(records, crcs, strict=True))

@@ -33,14 +33,14 @@ BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The options that the blocks of a config set; None for options that they leave open."""
+    """The options that the blocks of a DeepSpeed config set; None for each option that the config leaves open."""
 
     host_buffer_bytes: int | None = None
     nebula: NebulaBlock | None = None
 
 
 def config_of(engine: Any) -> Mapping[str, Any]:
-    """Return the config of an engine, as the user gave it."""
+    """Return the config dict of a DeepSpeed engine, as the user gave it."""
     found = engine.config if isinstance(engine.config, dict) else getattr(engine._config, "_param_dict", {})
     return found if isinstance(found, Mapping) else {}
 

@@ -41,7 +41,7 @@ from .values import NOT_VALUES, Path
 
 
 def copied(value: Any) -> Any:
-    """Copy the tensors in a value of the user, who may change them during the save."""
+    """Copy the tensors inside a value of the user's ``client_state``, because the user may change them during the save."""
 
     def change(path: Path, node: Any) -> Any:
         if isinstance(node, torch.Tensor):
@@ -75,7 +75,7 @@ def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None
 
 
 def _is_first(engine: Any) -> bool:
-    """Tell whether this rank is the first of the ranks that have the same layers."""
+    """Tell whether this rank is the first of the ranks that hold the same layers, and so saves the buffers."""
     from deepspeed.utils import groups
 
     if groups._get_sequence_data_parallel_rank() != 0:
@@ -342,7 +342,7 @@ def _finish_all() -> None:
 
 
 class _Running:
-    """A save that is under way, and the steps that follow its commit."""
+    """A background save that is under way, and the steps that follow its commit, such as writing ``latest``."""
 
     def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool, timeout_s: float) -> None:
         self.info, self._handle, self._timeout_s = info, handle, timeout_s
@@ -382,6 +382,6 @@ class _Running:
 
 
 def write_latest(root: str, tag: str, *, timeout_s: float = 600.0) -> None:
-    """Replace the tag in the file ``latest`` of a root, atomically."""
+    """Replace the tag in the file ``latest`` of a DeepSpeed root, atomically."""
     with open_storage(root, timeout_s=timeout_s) as storage:
         storage.publish(LATEST[0], tag.encode())

@@ -88,7 +88,7 @@ def _global_names(engine: Any) -> dict[str, str]:
 
 
 def base_optimizer(engine: Any) -> Any:
-    """Return torch's optimizer from inside of its wrappers; None if the engine has no optimizer."""
+    """Return torch's optimizer inside of DeepSpeed's wrappers; None if the engine has no optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
@@ -115,7 +115,7 @@ class EngineState:
         return self._renamed.get(local, local)
 
     def _flat_params(self) -> list[Params] | None:
-        """Return the parameters of each flat group, in order; None if the optimizer does not flatten parameters."""
+        """Return the parameters of each flat group of the optimizer, in order; None if it does not flatten parameters."""
         engine, optimizer = self._engine, self._optimizer
         if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
             return None
@@ -198,7 +198,7 @@ class EngineState:
                     yield fqn, key, value.clone() if isinstance(value, torch.Tensor) else value
 
     def _entries_apart(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the state of torch's own optimizer, and master weights that are not flattened."""
+        """Yield state of an optimizer that does not flatten: torch's own state, and master weights, as FQN, key and part."""
         state = base_optimizer(self._engine).state
         for param, owner in chain.from_iterable(self._apart()):
             fqn = self.names[param]
@@ -314,7 +314,7 @@ class EngineState:
         return chosen
 
     def update_parameters(self) -> None:
-        """Copy loaded master weights to the module's parameters."""
+        """Copy loaded master weights to the parameters of the module, which are often of half precision."""
         optimizer = self._optimizer
         # Optimizers with `update_lp_params` copy by themselves. The others are told apart by the attribute with their masters.
         if hasattr(optimizer, "update_lp_params"):

@@ -81,7 +81,7 @@ class TagFiles:
 
     @property
     def num_models(self) -> int:
-        """The number of model-parallel ranks."""
+        """The number of model-parallel ranks that saved this checkpoint."""
         return 1 + max(mp for mp, _ in self.models)
 
 
@@ -191,7 +191,7 @@ _EXPERT = re.compile(r"(?P<layer>(?:.*\.)?deepspeed_moe\.experts\.deepspeed_expe
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a name is that of an expert's parameter or buffer."""
+    """Tell whether a name is that of a parameter or buffer of a MoE expert."""
     return _EXPERT.fullmatch(name) is not None
 
 

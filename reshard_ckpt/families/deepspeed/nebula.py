@@ -66,14 +66,14 @@ class NebulaRun:
         self._last = max(self._tags(self._manager), default=-1)
 
     def save(self, tag: str, state: Mapping[str, Any], **options: Any) -> checkpoint.SaveHandle:
-        """Begin a save to memory, with the options of `checkpoint.async_save`."""
+        """Begin a save of the run to the memory of nodes, with the options of `checkpoint.async_save`."""
         digits = re.search(r"\d+$", tag)
         number = int(digits[0]) if digits else -1
         self._last = number if number > self._last else self._last + 1
         return self._manager.async_save(self._last, state, metadata={TAG: tag}, **options)
 
     def close(self) -> None:
-        """Copy the newest checkpoint to the storage path, and close the run."""
+        """Copy the newest checkpoint of the run from memory to the storage path, and close the run."""
         close_run(self._manager)
 
     def find(self, load_dir: str, tag: Any) -> Saved | None:
@@ -148,7 +148,7 @@ class NebulaRun:
         return Saved(path, catalog, partial(self._manager.load, step), partial(self._manager.read, step))
 
     def _tags(self, manager: checkpoint.Manager) -> dict[int, str]:
-        """Return the tags of a run by step, in order. Collective, as new nodes do not know the checkpoints in others' memory."""
+        """Map the steps of a run to their tags, in order. Collective: new nodes do not know checkpoints in others' memory."""
         every: list[dict[int, str]] = values_of_all("list tags of", self._block.path, tags_of(manager), timeout_s=self._timeout_s)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))
 

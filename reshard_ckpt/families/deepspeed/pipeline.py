@@ -21,7 +21,7 @@ from .values import place_of
 from .without_zero import SAMPLE
 
 TIED = "tied_modules."
-"""The beginning of the names of tied modules."""
+"""The beginning of the names of parameters in tied modules of a pipeline."""
 
 
 def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> dict[str, FileTensor]:

@@ -31,12 +31,12 @@ NOT_VALUES = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "universal_checkpoint_info",
 })  # fmt: skip
-"""Keys of model states that describe tensors; all other keys are values, of DeepSpeed or of ``client_state``."""
+"""Keys in a file of model states that describe tensors. All others are values of DeepSpeed, or of ``client_state``."""
 Path = tuple[Any, ...]
 
 
 OWN = "deepspeed."
-"""The beginning of the names of DeepSpeed's own modules."""
+"""The beginning of the module names of DeepSpeed's own classes."""
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:

@@ -28,7 +28,7 @@ from .places import Params, open_state
 from .values import StateAdder, add_group, add_shard
 
 SAMPLE = 64
-"""Number of elements to compare at each of three places of a parameter."""
+"""The number of elements to compare at each of three places of a parameter, to prove its name by bytes."""
 
 
 def add_without_zero(

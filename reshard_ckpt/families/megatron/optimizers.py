@@ -216,7 +216,7 @@ def _saved_parts(common: Any) -> list[dict[str, Any]]:
 
 
 def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the groups in the common state of one optimizer; None if it has none."""
+    """Return the parameter groups in the common state of one optimizer; None if it has none."""
     inner = part.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else None

@@ -306,7 +306,7 @@ _OWN_MODULES = re.compile(
     r"|(decoder|encoder)\.(final_(layer)?norm|layers\.(\d+\.)?(self_attention|cross_attention|input_layernorm|pre_mlp_layernorm|mixer)"
     r"|layers\.(\d+\.)?mlp\.(experts|router|shared_experts)))\b"
 )
-"""Names of modules that models of Megatron have, and those of Hugging Face's libraries and of torch do not."""
+"""Matches names of modules in Megatron's models; models of Hugging Face's libraries and of torch have no such modules."""
 _added: dict[str, Cut] = {}
 
 

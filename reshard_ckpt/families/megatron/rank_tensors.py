@@ -338,7 +338,7 @@ def _number_layers(
 
 
 def _count_experts(chunks: Chunks) -> int:
-    """Return the number of experts on one rank."""
+    """Count the experts that one rank holds, by the numbers in the names of its tensors."""
     numbers = [
         int(match[2] if match.re is _EXPERT else match[3])
         for _, state in chunks

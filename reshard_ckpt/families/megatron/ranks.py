@@ -118,7 +118,7 @@ class _Files:
         return size
 
     def _check(self, found: set[str]) -> None:
-        """Check that there is a folder for each rank, and no other."""
+        """Check that the folder has a folder for each model-parallel rank, and none for any other rank."""
         say = f"{self.where}: its args say TP {self.tp}, PP {self.pp} and EP {self.ep}"
         # One folder after the other: a list of all would take too much memory if hostile args claim very many ranks.
         lacking = next((folder for folder in map(self.folder, self._ranks()) if folder not in found), None)

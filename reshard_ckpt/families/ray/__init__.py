@@ -1,1 +1,1 @@
-"""Ray Train: its reports of checkpoints that this library saves."""
+"""Ray Train: reporting checkpoints to it that the workers save through this library."""

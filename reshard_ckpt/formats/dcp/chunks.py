@@ -33,16 +33,16 @@ from .metadata import Chunk, Extent, SavedTensor
 NAME = "dcp"
 
 NEAR_BYTES = 4 << 10
-"""Heads closer together than this are read in one request."""
+"""Heads of chunks that are fewer bytes apart than this are read in one request."""
 
 WINDOW_BYTES = 1 << 20
-"""The most bytes of a request for several heads."""
+"""The most bytes of one request that reads several heads of chunks."""
 
 BATCH = 256
 """The number of requests in one batch; a thread reads a batch before it hands the bytes over."""
 
 MAX_THREADS = 8
-"""Threads that read heads. They wait for the store more than they compute."""
+"""The most threads that read heads of chunks. They wait for the store more than they compute."""
 
 MAX_SAFETENSORS_HEADER = 100 << 20
 """The largest header of a safetensors file that is read; safetensors itself refuses larger ones."""

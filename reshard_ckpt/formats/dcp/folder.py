@@ -78,7 +78,7 @@ def read_folder(storage: Storage) -> Metadata:
 
 
 def refuse_begun(storage: Storage, key: str = METADATA_KEY) -> None:
-    """Raise a `CorruptError` if a save was killed just before it replaced these metadata: it had replaced the tensors by then."""
+    """Raise a `CorruptError` if a save was killed between replacing the tensors of the folder and replacing this metadata."""
     if storage.size(key) is not None and storage.size(f"{key}.tmp") is not None:
         raise CorruptError(
             f"{storage.url}: has {key}.tmp, so a later save there replaced files and did not end; use another checkpoint"

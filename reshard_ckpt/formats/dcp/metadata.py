@@ -101,7 +101,7 @@ class Metadata:
     paths: Mapping[str, tuple[Key, ...]]
     """By FQN, the keys that lead to a tensor or value in the saved state. If none were recorded, the name is the only key."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of another library's metadata, such as ``user_defined_dict``; not checked."""
+    """Other fields of the metadata of another library, such as ``user_defined_dict``; they are not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
     """By FQN, the error of a tensor or value that cannot be read because ranks disagree about it."""
 

@@ -43,7 +43,7 @@ class GroupEntry:
 
 
 def key_path(encoded: bytes) -> KeyPath:
-    """Decode the path of a value to keys as DCP spells them: ints for indices, and strings."""
+    """Decode the encoded path of a value into keys as DCP has them: ints for indices of lists, and strings."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in saved_path(decode_path(encoded)))
 
 

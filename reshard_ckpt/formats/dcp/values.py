@@ -19,7 +19,7 @@ from .chunks import FileSizes
 from .metadata import Extent
 
 MAX_VALUE_BYTES = 4 << 30
-"""The largest value that is read; it is held in memory whole."""
+"""The largest value in bytes that is read, because a value is held in memory whole."""
 
 
 @dataclass(frozen=True, slots=True)
