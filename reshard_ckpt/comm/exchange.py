@@ -167,8 +167,7 @@ def open_exchange(
 def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
     """Tell whether a process group has a backend made for memory of this device type, such as ``"cpu"`` or ``"cuda"``.
 
-    gloo also takes memory of accelerators, but copies it through the host, which the caller does by itself. So it counts for CPUs
-    only.
+    gloo also takes memory of accelerators, but copies it through the host. So it counts for host memory only.
     """
     if (group := group_of(process_group)) is None:
         return False

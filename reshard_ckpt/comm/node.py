@@ -84,7 +84,7 @@ def _lost(timeout_s: float) -> Any:
 
 
 class NodeComm(StoreComm):
-    """The `Comm` (messages of one session) that speaks through the leader of its machine; a `StoreComm` without one.
+    """The messages of one session (`Comm`) of a rank that speaks through the leader of its machine, if there is one.
 
     Parameters
     ----------

@@ -255,7 +255,7 @@ class StoreComm:
     def is_for_others(self, call: bytes) -> bool:
         """Tell whether another rank has refused this session, or opened it for another call.
 
-        For a rank that has not opened it yet.
+        Call it before this rank opens the session.
         """
         with self._reachable():
             arrived = self._inbox_of(0)

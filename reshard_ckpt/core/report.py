@@ -245,7 +245,7 @@ def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise an error if a text (a name, say; `what` says it in the message) cannot be written to a catalog.
+    """Raise an error if a text cannot be written to a catalog; the message calls it `what`, such as "a name".
 
     Raises
     ------

@@ -398,8 +398,8 @@ _UNCHANGED = ("dtype", "kind", "ndim", "shape", "placement", "optimizer", "key")
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
     """Return the catalog with only the tensors and values of these names.
 
-    Entries of the result are sorted by name, even if names in `catalog` were changed and are not. If a selected tensor is an
-    alias of one that is not selected, it takes over the rows, and other selected aliases of the same bytes become its aliases.
+    The result is sorted by name, also if `catalog` is not, because its names were changed. If a selected tensor is an alias of
+    one that is not selected, it takes over the rows, and other selected aliases of the same bytes become its aliases.
     """
     table, chosen = catalog.tensors_table, frozenset(values)
     kept = [value for value in catalog.values_table if value.name in chosen]

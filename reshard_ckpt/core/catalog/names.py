@@ -8,10 +8,6 @@ Wrappers:
    only evidence of such a wrapper is that *every* key begins with it, except ``n_averaged``, the counter of an ``AveragedModel``.
    Then the first part of each key is dropped, once. If a tensor was saved with this part and is wanted without it, or the other
    way round, a load finds it, provided that only one saved name fits (`core.planning.match`).
-2. DDP, ``DataParallel`` and ``AveragedModel`` store it as ``module``, a name that users choose too. In a dict of tensors, the
-   only evidence of such a wrapper is that *every* key begins with it, except ``n_averaged``, the counter of an ``AveragedModel``.
-   Then the first step is dropped, once. If a tensor was saved under the other of the two names, a load finds it, provided that
-   only one saved name fits (`core.planning.match`).
 
 Links: state is named ``<optimizer>.state.<FQN>.<key>``. Each of the three may have dots in it, and a parameter may be called
 ``state.x.exp_avg``, so the way to divide such a name is recorded when it is saved: as the number of dotted parts that are the

@@ -89,8 +89,8 @@ class PlacementKind:
         Returns the placement for a DTensor's placement object, from ``(axis, placement, shape)``; None if the object is of
         another kind.
     resize
-        Returns the placement on an axis of `num` coordinates for one that was saved on an axis of `saved`, from ``(placement,
-        saved, num)``; None if nothing is equivalent. Kinds without this function stay unchanged.
+        Returns the placement on an axis of `num` coordinates for one that was saved on an axis of `saved`, from
+        ``(placement, saved, num)``; None if nothing is equivalent. Kinds without this function stay unchanged.
     """
 
     name: str

@@ -214,7 +214,7 @@ def as_boxes(lengths: I64, start: I64, count: I64) -> tuple[Mask, I64, I64]:
 def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
     """Cut each box that has more than `limit` bytes along its outer dims.
 
-    Return the box's index, offsets and lengths of each part.
+    Return for each part the index of its box, and its offsets and lengths.
 
     Parts are in row-major order, and each is contiguous in its box. A part has at least one element, also if that is more than
     `limit`.

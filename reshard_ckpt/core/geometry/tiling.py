@@ -105,7 +105,10 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
 
 
 def _swept(one: TensorBoxes, other: TensorBoxes, right: I64, first: I64, last: I64, crowded: Mask) -> tuple[I64, I64, I64]:
-    """Sort the boxes of crowded tensors along a dim, and narrow the candidates of each box: ``right[first[i] : last[i]]``."""
+    """Sort the boxes of crowded tensors along a dim, so that each box of `one` is compared with fewer boxes of `other`.
+
+    These are ``right[first[i] : last[i]]`` for box i.
+    """
     # place: positions in right of boxes of crowded tensors; low, high: their bounds along the dim of their tensor.
     place = np.flatnonzero(crowded[other.tensor[right]])
     boxes = right[place]
@@ -335,7 +338,7 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """Return a dim and coordinate at which to halve a region: the middle face of boxes, on the dim with the most faces."""
+    """Return a dim and coordinate at which to halve a region: the median of the boxes' edges, on the dim with most edges."""
     faces = []
     for dim in range(len(low)):
         first, last = begin[:, dim], end[:, dim]

@@ -19,8 +19,8 @@ from ..geometry.columns import ColumnTable, concatenated
 from ..geometry.runs import I64
 
 ROW_ALIGN_BYTES = 256 << 10
-"""The largest slice of an item's outermost dim, in bytes, to which a cut is moved so that both parts are boxes. (A slice may also
-be at most 2 % of a rank's share.)"""
+"""A cut moves to the nearest edge between slices of an item's outermost dim, so that both parts are boxes, if a slice has at most
+this many bytes, and at most 2 % of a rank's share."""
 
 
 class ReplicaGroup(NamedTuple):

@@ -202,9 +202,7 @@ def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node
 
 
 def spread_over_rounds(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
-    """Choose a round for each part, so that the parts from one rank to another are spread evenly over all rounds.
-
-    Return (parts,).
+    """Return the round of each part, (parts,), such that the parts between two ranks are spread evenly over all rounds.
 
     >>> zero = np.zeros(4, np.int64)
     >>> [spread_over_rounds(zero, zero + 1, zero + 10, 2, round_bytes).tolist() for round_bytes in (40, 20)]

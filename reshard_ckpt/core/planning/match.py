@@ -46,11 +46,9 @@ class Match(NamedTuple):
 
 
 def matches(name: str, patterns: Sequence[str] | bool) -> bool:
-    """Tell whether a name matches any of the patterns.
+    """Tell whether a name matches any of the patterns; a bool in place of patterns means all names or none.
 
-    A pattern is a name (which also matches all names below it) or shell-style.
-
-    A bool in place of patterns means all names or none.
+    A pattern is a name, which also matches all names below it, or has wildcards as in a shell.
 
     >>> matches("model.emb.weight", ["*.emb.*"]), matches("model.emb.weight", ["model.emb"]), matches("x", False)
     (True, True, False)

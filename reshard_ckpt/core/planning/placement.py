@@ -171,7 +171,8 @@ def _with_cuts(
 
     Parameters
     ----------
-    shape : (T, D), ndim : (T,) held
+    shape : (T, D), ndim : (T,)
+    held
         The pieces that all ranks hold, in order of tensor.
     bounds : (B, D), (B, D)
         The lowest corner of each box that `held` numbers, and the one behind its highest; padded on the left.

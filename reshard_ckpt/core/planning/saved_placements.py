@@ -149,8 +149,8 @@ class SavedPlacements:
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
     def unit_key(self, name: str) -> Unit:
-        """Return a key that all tensors of one parameter's state share.
+        """Return a key shared by all state of one parameter, which stays on the same coordinates.
 
-        They stay on one coordinate; a parameter is on its own.
+        A parameter itself has another key.
         """
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)

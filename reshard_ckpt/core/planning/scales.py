@@ -66,8 +66,8 @@ Place = tuple[int, int]
 class Scale:
     """The scale of a quantized tensor.
 
-    `index` is the scale's index in the catalog; `block` are the lengths, by dim, of the block of elements that one of its numbers
-    is for.
+    `index` is the index of the scale's tensor in the catalog. Each number of the scale belongs to a block of elements; `block`
+    has the lengths of a block by dim.
     """
 
     index: int
@@ -177,7 +177,7 @@ def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints
 
 
 def block_of(shape: Ints, scale: Ints, blocks: Iterable[Ints]) -> Ints | None:
-    """Return the block (lengths by dim) of a weight that one number of its scale is for; None if the shapes leave it open.
+    """Return the lengths of the blocks of a weight that share one number of its scale; None if the shapes leave it open.
 
     >>> block_of((256, 384), (), []), block_of((256, 384), (256, 1), []), block_of((256, 384), (256,), [])
     ((256, 384), (1, 384), (1, 384))

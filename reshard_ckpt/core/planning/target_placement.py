@@ -33,7 +33,7 @@ from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 
 @dataclass(frozen=True, slots=True)
 class TargetPlacement:
-    """The placement of one tensor on a mesh, also together with other tensors.
+    """The placement of one tensor on a mesh, alone or in a vector of several tensors.
 
     ``axes`` has a placement for each axis of the mesh; a placement that shards also has the position of its axis in the order in
     which axes cut the dim. A flat axis cuts the flattened tensor into equal runs. If the tensor has a ``vector`` (number of the
@@ -127,7 +127,7 @@ class _Placer:
     def _stages(self, size: int, saved_size: int) -> dict[str, Ints]:
         """Map tensors to the pipeline stages that hold them.
 
-        Optimizer state lies with its parameter, tied tensors on the stages of all.
+        Optimizer state lies with its parameter. Tied tensors lie on every stage that holds one of them.
         """
         if size == 1:
             return {}
@@ -384,7 +384,7 @@ def _ascending(numbers: Sequence[int]) -> bool:
 
 
 def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each optimizer with the FQNs of its parameters, in order, from decoded values by name."""
+    """Yield each optimizer with the FQNs of its parameters, in order, from the decoded values of a checkpoint."""
     for name, groups in values.items():
         optimizer = optimizer_of(name)
         if optimizer is not None and isinstance(groups, list | tuple):
