@@ -170,7 +170,7 @@ class Serving:
 
         Raises
         ------
-        StorageError
+        CorruptError
             That rank could not read the file.
         PeerError
             That rank did not answer.
