@@ -52,7 +52,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
     "rows": {"ints": "box start count file offset"},
     "values": {"texts": "name", "bytes": "path data", "ints": "kind inline num_blobs blobs optimizer key parameter"},
 }
-"""The fields of each section, by the form in which they are stored: columns (`_PACK`), or plain msgpack."""
+"""The fields of each section of a catalog, by the form in which they are stored: a form of columns (`_PACK`), or plain
+msgpack."""
 
 _PACK: dict[str, Callable[[Any], Any]] = {
     "ints": pack_ints,
@@ -187,7 +188,7 @@ def _file_columns(files: tuple[FileEntry, ...]) -> dict[str, Any]:
 
 
 _FILE_FIELDS = ("key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint")
-"""The columns of files that every catalog has, in the order of `FileEntry`."""
+"""The columns that the table of files has in every catalog, in the order of `FileEntry`."""
 
 
 def _tensor_columns(table: TensorTable) -> dict[str, Any]:
@@ -298,7 +299,7 @@ def _decode_mesh(info: Table) -> Mesh | None:
 
 
 def _split(table: Table, field: str, counts: I64, items: list[Any]) -> list[tuple[Any, ...]]:
-    """Divide the items of a flat column among the entries: entry i gets the next ``counts[i]`` items."""
+    """Divide the items of a flat column among the entries of a table: entry i gets the next ``counts[i]`` items."""
     if len(counts) and int(counts.max()) > len(items):
         raise table.corrupt(field, f"counts {int(counts.max())} of {len(items)} items")
     bounds = [0, *np.cumsum(counts).tolist()]
@@ -322,7 +323,7 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
 
 
 def _refuse_repeated(table: Table, field: str, names: Sequence[str]) -> None:
-    """Refuse a column that stores one name for all entries: a few bytes would become many objects before any check."""
+    """Raise an error for a column that stores one name for all entries: few bytes would become many objects before a check."""
     if len(names) > 1 and names[0] == names[-1]:
         raise table.corrupt(field, f"holds {names[0]!r:.80} twice")
 
@@ -346,7 +347,7 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
 
 
 def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
-    """Read the packed rows of one file: in order of place, as the catalog's own writer has them."""
+    """Decode the packed rows of one file, in order of their place there."""
     try:
         packed = tuple(PackedRows(*rows) for rows in msgpack.unpackb(data, use_list=False)) if data else ()
         if all([*map(type, rows)] == [int, int, int, str, int] and rows.is_sound() for rows in packed):
@@ -357,7 +358,7 @@ def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
 
 
 def _decode_links(table: Table, count: int) -> dict[str, I64]:
-    """Read the columns that link optimizer state to parameters."""
+    """Read the columns of links, which tie tensors of optimizer state to their optimizer, key and parameter."""
     optimizer, key, parameter = (table.ints(field, count) for field in _LINKS)
     return {"optimizer": optimizer, "key": key, "parameter": parameter - 1}
 
@@ -384,7 +385,7 @@ def _decode_tensors(table: Table) -> TensorTable:
 
 
 def _decode_dtypes(table: Table, count: int) -> Any:
-    """Read the dtypes: a catalog has its own list of codes, because `CODES` may grow from version to version."""
+    """Read the dtype of each tensor. A catalog has its own list of codes, because `CODES` may grow from version to version."""
     listed, dtype = table.texts("dtypes"), table.ints("dtype", count)
     unknown = [code for code in listed if code not in CODES]
     if unknown:

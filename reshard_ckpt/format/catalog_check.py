@@ -40,7 +40,7 @@ _MAX_KEY_CHARS = 1024
 
 
 def problems(catalog: Catalog) -> Iterator[str]:
-    """Yield the problems of a catalog; none if it can be trusted."""
+    """Yield a text for each problem of a catalog. If there are no problems, all its indices and ranges can be trusted."""
     yield from _info(catalog)
     yield from _texts(catalog)
     yield from _files(catalog)
@@ -53,7 +53,10 @@ def problems(catalog: Catalog) -> Iterator[str]:
 
 
 def excessive_claims(catalog: Catalog, num_bytes: int) -> Iterator[str]:
-    """Yield the claims of a catalog of `num_bytes` bytes that no save makes, and that would cost a reader much memory or time."""
+    """Yield a text for each claim of a catalog that no save makes and that would cost a reader much memory or time.
+
+    `num_bytes` is the size of its file.
+    """
     rows = catalog.rows
     sizes = np.array([file.size for file in catalog.files], np.float64)
     used = np.bincount(rows.file, weights=catalog.row_bytes, minlength=len(sizes))
@@ -68,7 +71,7 @@ def excessive_claims(catalog: Catalog, num_bytes: int) -> Iterator[str]:
 
 
 def is_safe_key(key: str) -> bool:
-    """Return whether a key stays below its root.
+    """Return whether a file's key is a path that stays below the root of its store.
 
     >>> is_safe_key("s1/rank00000-0.safetensors"), is_safe_key("../elsewhere"), is_safe_key("/etc/passwd")
     (True, False, False)
@@ -77,19 +80,19 @@ def is_safe_key(key: str) -> bool:
 
 
 def _is_in(folder: str, key: str) -> bool:
-    """Return whether a key is that of a file below this folder."""
+    """Return whether a key names a file below a folder."""
     return key.startswith(folder) and is_safe_key(key[len(folder) :])
 
 
 def _is_safe_checkpoint(path: str) -> bool:
-    """Return whether a path is "" (this checkpoint), or relative with all its ``..`` in front."""
+    """Return whether the path to a checkpoint is "" (the checkpoint itself), or relative with all its ``..`` in front."""
     while path.startswith("../"):
         path = path[3:]
     return path == "" or is_safe_key(path)
 
 
 def _first(mask: Mask | np.bool_) -> list[int]:
-    """List the index of the first True in a mask; an empty list if there is none."""
+    """Return the index of the first True in a mask, as a list; an empty list if there is none."""
     return [int(mask.argmax())] if mask.any() else []
 
 
@@ -198,7 +201,7 @@ def _links(table: TensorTable) -> Iterator[str]:
 
 
 def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64, num_tensors: int) -> Iterator[str]:
-    """Yield the problems of the links of tensors or values with these names."""
+    """Yield a text for each problem of the links that tie named tensors or values to optimizers and parameters."""
     if {len(optimizer), len(key), len(parameter)} != {len(names)}:
         yield f"{len(names)} entries have {len(optimizer)} optimizers, {len(key)} keys and {len(parameter)} parameters as links"
     for bad in _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors)):
@@ -243,7 +246,7 @@ def _rows(catalog: Catalog) -> Iterator[str]:
 
 
 def _row_boxes(catalog: Catalog, tensor: I64) -> Iterator[str]:
-    """Yield rows whose box is not in their tensor, or whose run is not in their box."""
+    """Yield a text for each row whose box is not within its tensor, or whose run is not within its box."""
     rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
     ends = boxes.offsets + boxes.lengths
     for dim in range(ends.shape[1]):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CELLS = 1 << 28
-"""The most entries of a matrix of one table, to bound the memory of readers: as int64 they take 2 GiB."""
+"""The most entries of a table's matrix (a column for each dim), to bound the memory of readers: as int64 they take 2 GiB."""
 
 MAX_COLUMNS = 32
 """The most columns of a matrix; a matrix of very many rows may have half as many."""
@@ -59,7 +59,7 @@ def pack_ints(values: I64 | NDArray[np.uint8] | Sequence[int]) -> list[Any]:
 
 
 def pack_matrix(values: I64) -> list[Any]:
-    """Encode the columns of a matrix, leftmost first."""
+    """Encode a matrix of integers (rows, D) as D columns, leftmost first."""
     return [pack_ints(column) for column in values.T]
 
 
@@ -79,7 +79,7 @@ def pack_texts(values: Sequence[str]) -> list[Any]:
 
 
 def pack_table(fields: Mapping[str, Any]) -> bytes:
-    """Encode the body of a table's section."""
+    """Encode a table's columns as the body of its section."""
     packed: bytes = msgpack.packb(dict(fields))
     return packed
 
@@ -97,7 +97,10 @@ def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One section, read field by field. `max_count` is the most entries of a column whose count the caller does not give."""
+    """One section of a catalog, read field by field.
+
+    `max_count` bounds the entries of a column whose count the caller does not give.
+    """
 
     name: str
     fields: dict[str, Any]
@@ -107,25 +110,25 @@ class Table:
         return CorruptError(f"catalog: {self.name}.{field} {why}; use another checkpoint")
 
     def field(self, field: str, kind: type) -> Any:
-        """Read a field other than a column; its type must be exactly `kind`."""
+        """Return a field that is not a column. Its type must be exactly `kind`."""
         value = self.fields.get(field)
         if type(value) is not kind:
             raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'not a ' + kind.__name__}")
         return value
 
     def ints(self, field: str, count: int | None = None) -> I64:
-        """Read a column of integers."""
+        """Decode a column of integers; it must have `count` entries, if given."""
         return self._ints(field, self.field(field, list), count)
 
     def column(self, form: str, field: str, count: int) -> list[Any]:
-        """Read a column of one of the forms "ints", "texts" and "bytes"."""
+        """Decode a column whose `form` is "ints", "texts" or "bytes"."""
         if form == "ints":
             numbers: list[int] = self.ints(field, count).tolist()
             return numbers
         return self.texts(field, count) if form == "texts" else self.byte_strings(field, count)
 
     def matrix(self, field: str, count: int) -> I64:
-        """Read a (count, D) matrix."""
+        """Decode a matrix of integers of shape (count, D)."""
         columns = self.field(field, list)
         if len(columns) > MAX_COLUMNS:
             raise self.corrupt(field, f"has {len(columns)} dims, over the {MAX_COLUMNS} that are read")
@@ -138,13 +141,13 @@ class Table:
         return out
 
     def byte_strings(self, field: str, count: int | None = None) -> list[bytes]:
-        """Read a column of byte strings."""
+        """Decode a column of byte strings; it must have `count` entries, if given."""
         count, starts, data = self._pieces(field, self.field(field, list), count)
         strings = [data[begin:end] for begin, end in pairwise(starts)]
         return strings if len(strings) == count else strings * count
 
     def texts(self, field: str, count: int | None = None) -> list[str]:
-        """Read a column of texts, each at most `MAX_NAME_BYTES` of UTF-8."""
+        """Decode a column of texts, each of at most `MAX_NAME_BYTES` of UTF-8."""
         count, starts, data = self._pieces(field, self.field(field, list), count, longest=MAX_NAME_BYTES)
         try:
             text = data.decode()
@@ -170,7 +173,10 @@ class Table:
         return values if len(values) == stored_count else np.full(stored_count, values[0])
 
     def _pieces(self, field: str, node: Any, count: int | None, longest: int = 2**62) -> tuple[int, list[int], bytes]:
-        """Read strings: return their number, the offsets at which the stored ones begin and the last one ends, and the bytes."""
+        """Decode a column of strings without cutting it: return their number, the offsets of the stored strings, and all bytes.
+
+        The last offset is the end. If all strings are alike, only one is stored.
+        """
         if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
             raise self.corrupt(field, "is not a column of strings")
         self._check_count(field, node[0], count)
@@ -210,7 +216,7 @@ TORCH_NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""Torch's name of each code of `core.catalog.specs`."""
+"""Torch's name of each dtype code of `core.catalog.specs`."""
 
 _CODES = {f"torch.{name}": code for code, name in TORCH_NAMES.items()}
 assert set(TORCH_NAMES) == set(CODES)

@@ -1,4 +1,4 @@
-"""The torch dtype of each code of a dtype. A catalog is read without this module: it imports torch, which takes seconds."""
+"""The torch dtype of each dtype code. It is a module of its own, because it imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from .columns import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
-"""By the code of `core.catalog.specs`."""
+"""The torch dtype of each dtype code of `core.catalog.specs`."""
 
 
 def code_named(wanted: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint but its catalog and its shards: their keys, block checksums, and the manifest.
+"""The names (keys) of all files of a checkpoint, and the encoding of two of them: block checksums and the manifest.
 
 Keys are relative to the checkpoint; ``docs/format.md`` is the specification.
 
@@ -40,19 +40,19 @@ RUN_LOCK_KEY = ".reshard_ckpt.lock"
 """The key of the lock in the root of a run; the job that manages the run holds it."""
 
 CONVERT_LOCK = "convert.lock"
-"""In an object store: the lease of a conversion that writes here, or that was killed."""
+"""Name of the lock in an object store that a conversion holds as a lease; it stays if the conversion was killed."""
 
 RESHARD_LOCK = "reshard.lock"
-"""The name of the lock of an offline reshard, in the folder of its files."""
+"""Name of the lock of an offline reshard, in the folder of the files that it writes."""
 
 SAVE_TIME = "%Y%m%dT%H%M%SZ"
-"""How the time in the id of a save is written, UTC; the texts sort as the times do."""
+"""The form of the time in the id of a save, UTC. Sorted as texts, such times are in order."""
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
-"""A time and digits: 8 random ones, or 32 that an offline reshard computes from its request."""
+"""The form of a save's id: a time, and 8 random digits, or 32 digits that an offline reshard computes from its request."""
 
 EXPORT = "safetensors"
-"""The folder, below a checkpoint, of its export for Hugging Face's libraries."""
+"""The name of the folder, below a checkpoint, that holds its export for Hugging Face's libraries."""
 
 
 def export_note_key(save_id: str) -> str:
@@ -61,7 +61,7 @@ def export_note_key(save_id: str) -> str:
 
 
 def exported_saves(keys: Iterable[str]) -> set[str]:
-    """Return the ids of the saves that an export in a checkpoint's folder was made from, by the keys of its files.
+    """Return the ids of the saves that an export was made from, found in the keys of its files.
 
     >>> exported_saves(["safetensors/model.safetensors", "safetensors/20260101T000000Z-0123abcd.exported"])
     {'20260101T000000Z-0123abcd'}
@@ -78,7 +78,7 @@ def timeline_key(save_id: str) -> str:
 
 
 def new_save_id() -> str:
-    """Make the id of one attempt to save: the time, for people, and random digits, to be unique."""
+    """Make the id of a new attempt to save: the time, for people, and random digits, so that it is unique."""
     return f"{time.strftime(SAVE_TIME, time.gmtime())}-{secrets.token_hex(4)}"
 
 
@@ -113,12 +113,12 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """Encode a manifest, sorted by path."""
+    """Encode a manifest from the SHA-256 of each file, by path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 
 def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
-    """Decode a manifest; return the digests by path.
+    """Decode a manifest, and return the SHA-256 of each file by path.
 
     Raises
     ------
@@ -144,7 +144,7 @@ BLOCK_BYTES = 128 * 1024
 1/16,384 of the data."""
 
 ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
-"""The sizes of a block that a reader takes; a hostile file could ask for blocks of one byte, or of the whole file."""
+"""The block sizes that a reader accepts; a hostile file could ask for blocks of one byte, or of the whole file."""
 
 _MAGIC = b"RSHDIGST"
 _VERSION = 1
@@ -203,7 +203,7 @@ class BlockHasher:
 
     @property
     def values(self) -> Sequence[int]:
-        """The digests of all blocks that are full."""
+        """The digests of the blocks that are full so far."""
         return self._digests
 
     def update(self, data: Buffer) -> None:
@@ -229,7 +229,7 @@ class BlockHasher:
             self._open_bytes += view.nbytes - whole
 
     def close(self) -> list[int]:
-        """End a block that is begun with the bytes hashed so far; return the digests of all blocks."""
+        """Return the digests of all blocks. A block that is not full ends with the bytes hashed so far."""
         if self._open_bytes:
             self._digests.append(self._open.intdigest())
             self._open.reset()
@@ -243,10 +243,12 @@ class BlockHasher:
 
 
 def wrong_blocks(parts: Sequence[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
-    """Return the offsets of the blocks whose digest is not the one in `values`, which has the digests of all blocks of the file.
+    """Hash blocks of a file, and return the byte offsets of those whose digest differs from the one in `values`.
 
     Parameters
     ----------
+    values
+        The expected digests of all blocks of the file.
     parts
         Bytes of the file from offset `low` on, end to end: whole blocks, except for the last block of the file.
 
@@ -276,7 +278,7 @@ def _digests(parts: Sequence[Buffer], block_bytes: int) -> list[int]:
 
 
 def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:
-    """Encode a digests file: a header, then a little-endian uint64 for each block."""
+    """Encode a digests file: a header, then the digest of each block as a little-endian uint64."""
     column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     return _HEADER.pack(_MAGIC, _VERSION, block_bytes, file_size) + column.astype("<u8").tobytes()
 

@@ -43,7 +43,10 @@ class Named:
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
-    """Spell a time in ISO 8601. Return None if that would lose something: a named time zone, or the second of two equal hours."""
+    """Spell a date or time in ISO 8601.
+
+    Return None if that would lose something: a named time zone, or the second of two equal hours.
+    """
     zone = value.tzinfo
     if value.fold or (zone is not None and (type(zone) is not datetime.timezone or _zone_text(zone) is None)):
         return None
@@ -78,7 +81,7 @@ _BY_NAME = {(module, kind.__name__): kind for kind, (module, _, _) in _CLASSES.i
 
 
 def is_object(value: Any) -> bool:
-    """Return whether a value is an enum member, a `Named`, or of a class in the list."""
+    """Return whether a value is saved as a class name and a plain value: an enum member, a `Named`, or of a listed class."""
     return type(value) in _CLASSES or isinstance(value, Enum | Named)
 
 
@@ -96,7 +99,7 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """Return a key as a program without its classes would decode it: with plain values in place of objects.
+    """Return a dict's key as a program without the key's classes would decode it: with plain values in place of objects.
 
     >>> plain_key((pathlib.PurePosixPath("a"), 1))
     ('a', 1)
@@ -110,7 +113,7 @@ def plain_key(key: Hashable) -> Hashable:
 
 @contextmanager
 def names_kept() -> Iterator[None]:
-    """Within the ``with`` block, decode objects whose class is missing as `Named`, so that they can be written again whole."""
+    """Inside the ``with`` block, decode objects whose class is missing as `Named`, so that they can be saved again unchanged."""
     token = _KEEPS_NAMES.set(True)
     try:
         yield
@@ -119,7 +122,9 @@ def names_kept() -> Iterator[None]:
 
 
 def rebuilt(module: str, name: str, plain: Any) -> Any:
-    """Make an object again. Return its plain value if this program has no such class, or the class no such member.
+    """Make an object again from the name of its class and a plain value.
+
+    Return the plain value itself if this program has no such class, or the enum no such member.
 
     Raises
     ------
@@ -144,7 +149,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Look up a name in imported modules. Nothing is imported or called, and `getattr` is not used: it could run their code."""
+    """Look up a class by module and name among imported modules. Nothing is imported or called, which could run their code."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):
@@ -154,7 +159,10 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _member(kind: type[Enum], plain: Any) -> Any:
-    """Return the member with this value, or join flags to it. The class is not called: that could run its ``_missing_``."""
+    """Return the member of an enum that has this value; flags are joined.
+
+    The class is not called: that could run its ``_missing_``.
+    """
     members: list[Any] = list(kind.__members__.values())
     for member in members:
         if type(member._value_) is type(plain) and _equal(member._value_, plain):

@@ -21,11 +21,11 @@ from ..core.catalog.specs import ITEM_BYTES, Ints, escape, unravel
 from ..errors import CorruptError, UnsupportedError, UsageError
 
 ALIGNMENT = 64
-"""The data begin at a multiple of this many bytes. So all members are aligned in a mapped file if those with the largest elements
-come first."""
+"""The data of a file begin at a multiple of this many bytes. So all members are aligned in a mapped file if the members with the
+largest elements come first."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The largest JSON of one file that safetensors accepts."""
+"""The largest JSON header of a file, in bytes, that safetensors accepts."""
 
 METADATA = "__metadata__"
 
@@ -35,7 +35,7 @@ _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 
 
 class Member(NamedTuple):
-    """One tensor of a shard file, under its name there."""
+    """One tensor in a shard file (a *member*), with its name there, which may name a part of a saved tensor."""
 
     name: str
     dtype: str
@@ -44,7 +44,10 @@ class Member(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A parsed header. Members are sorted by offset; `offsets` has one for each, in bytes from the beginning of the file."""
+    """The parsed header of a safetensors file. Members are sorted by offset.
+
+    `offsets` has the first byte of each member, counted from the beginning of the file.
+    """
 
     members: tuple[Member, ...]
     offsets: Ints
@@ -53,7 +56,7 @@ class Header(NamedTuple):
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
-    """Return the box of the global tensor that a run of a box covers exactly; None if there is no such box.
+    """Return the smaller box that a run (`start`, `count`) of a box consists of; None if the run is not a box.
 
     >>> sub_box((10, 0), (4, 8), 8, 16)
     ((11, 0), (2, 8))
@@ -101,7 +104,7 @@ def _box_text(offsets: Ints, lengths: Ints) -> str:
 
 
 def opaque_name(value_name: str) -> str:
-    """Return the member name for the bytes of a value that another program encoded; this library does not decode them.
+    """Return the member name for a value that another program encoded and whose bytes this library does not decode.
 
     >>> opaque_name("extra.rng")
     'extra.rng@[torch.save]'
@@ -110,12 +113,12 @@ def opaque_name(value_name: str) -> str:
 
 
 def opaque_value(blob: str) -> str | None:
-    """Return the name of the value whose `opaque_name` this is; None for the name of any other blob."""
+    """Return the name of the value that a member holds, if `opaque_name` made the member's name; else None."""
     return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
 
 
 def header_cost(member: Member) -> int:
-    """Return the most bytes that one member takes in the header, to keep the header of a file below `MAX_HEADER_BYTES`."""
+    """Return an upper bound of the bytes that one member takes in a file's header; `MAX_HEADER_BYTES` limits the sum."""
     return len(json.dumps(member.name, ensure_ascii=False).encode()) + 21 * (len(member.shape) + 2) + 64
 
 
@@ -151,7 +154,7 @@ def header(members: Sequence[Member], metadata: Mapping[str, str], alignment: in
 
 
 def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> int:
-    """Return the number of bytes that `parse_header` needs, from the first 8 bytes of the file."""
+    """Return the size in bytes of a file's header, length field included, from the first 8 bytes of the file."""
     if len(data) < _LENGTH_BYTES:
         raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -198,7 +201,7 @@ def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dict of a JSON object; raise a `ValueError` if a key occurs twice, where `json` takes the last."""
+    """Make a dict of the pairs of a JSON object. Raise a `ValueError` if a key occurs twice; `json` would take the last."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -210,7 +213,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
-    """Parse one entry of the header; return the offset of its data from the end of the header, and the member."""
+    """Parse one entry of the header. Return the member, and the offset of its data from the end of the header."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]

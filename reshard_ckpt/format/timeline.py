@@ -1,4 +1,4 @@
-"""Timelines as columns: a few bytes for each step, so that rank 0 can keep those of 16,384 ranks in a moment.
+"""Timelines of saves as columns: a few bytes for each timed step, so that rank 0 can keep the steps of 16,384 ranks.
 
 1. A rank encodes its steps by `encode_steps`, as a msgpack list of integers: for each step the code of its name and thread, the
    gap since the previous step's end, the duration, and the bytes. Times are microseconds; the gap is negative if two threads
@@ -24,15 +24,15 @@ from ..errors import CorruptError
 FORMAT = "reshard_ckpt.timeline"
 VERSION = 3
 MAX_TIMELINE_BYTES = 256 << 20
-"""The largest timeline that is read: some thousand steps of each of 16,384 ranks."""
+"""The largest timeline in bytes that is read: some thousand steps of each of 16,384 ranks."""
 
 _SECOND = 1_000_000
 _LAST = 1 << 63
-"""The latest time, in microseconds."""
+"""The end of the range of valid times, in microseconds."""
 
 
 def encode_steps(steps: Iterable[tuple[str, str, float, float, int]], began_s: float) -> bytes:
-    """Encode the steps of one rank: name, thread, start, end, bytes. A step whose name has no code becomes ``"other"``."""
+    """Encode the steps of one rank, each as (name, thread, start, end, bytes). A name without a code becomes ``"other"``."""
     numbers: list[int] = []
     before = 0
     for name, thread, start_s, end_s, num_bytes in sorted(steps, key=lambda step: step[2]):
@@ -81,7 +81,7 @@ def encode_timeline(
 
 
 def decode_timeline(data: bytes, *, where: str) -> Timeline:
-    """Decode what `encode_timeline` made.
+    """Decode a timeline that `encode_timeline` encoded.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def decode_timeline(data: bytes, *, where: str) -> Timeline:
 
 
 def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads: Sequence[str]) -> Iterator[Step]:
-    """Yield the steps of one rank, as `encode_steps` encoded them."""
+    """Yield the steps of one rank that `encode_steps` encoded."""
     numbers, end = msgpack.unpackb(data), 0
     if type(numbers) is not list or any(type(number) is not int for number in numbers):
         raise ValueError(f"the steps of rank {rank} are not integers")
@@ -150,7 +150,7 @@ def _count(value: Any) -> int:
 
 
 def _times(value: Any, dtype: str) -> list[float]:
-    """Return the finite times that `value` holds: one number, or the bytes of many."""
+    """Return a list of times from one float, or from the bytes of many. Raise a `TypeError` if one is not finite, or negative."""
     times = np.frombuffer(value, dtype) if dtype else np.array([value], np.float64) if type(value) is float else None
     if times is None or not np.isfinite(times).all() or (times < 0).any():
         raise TypeError(f"{value!r:.80} is not a time")

@@ -1,4 +1,4 @@
-"""Encoding and decoding the values that are torch's: the part of `values` and `value_decode` that imports torch."""
+"""Encoding and decoding values of torch's types: the part of `values` and `value_decode` that imports torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SPARSE_PARTS = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The methods that return the parts of a sparse tensor, by its layout."""
+"""For each layout of sparse tensors, the names of the methods that return the parts of such a tensor."""
 _SPARSE_LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
 
 
 def _decode_size(body: Any, depth: int) -> torch.Size:
-    """Decode a size. It need not be the shape of a tensor: a size for `view` may have a -1."""
+    """Decode a `torch.Size`. It need not be the shape of a tensor: a size for `view` may have a -1."""
     sizes = typed_item(body, list)
     if any(type(size) is not int or not -(2**63) <= size < 2**63 for size in sizes):
         raise CorruptError(f"{sizes!r:.80} is not a torch.Size")
@@ -83,7 +83,7 @@ DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "torch.Size": _decode_size,
     "torch.device": lambda body, depth: torch.device(typed_item(body, str)),
 }
-"""By tag, as in `value_decode`."""
+"""For each tag of an encoded torch value, the function that decodes it."""
 
 
 def _encode_tensor(value: torch.Tensor, place: Any) -> Any:
@@ -111,4 +111,4 @@ ENCODERS: dict[type, Callable[[Any, Any], Any]] = {
     torch.Size: lambda value, place: {"torch.Size": list(value)},
     torch.device: lambda value, place: {"torch.device": str(value)},
 }
-"""By exact type, as in `values`."""
+"""For each torch type, the function that encodes a value of exactly this type."""

@@ -1,7 +1,7 @@
 """Decoding plain values: the reading half of `values`.
 
-Every part is checked before an object is made of it. A wrong part raises a `CorruptError`, or a builtin error that `decode_value`
-turns into one.
+Every part of an encoded value is checked before an object is made of it. A wrong part raises a `CorruptError`, or a builtin error
+that `decode_value` turns into one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 """How deep containers may nest. One container takes up to three levels of msgpack, which stops at a few hundred levels."""
 
 _MAX_DIMS = 64
-"""The most dims of an array, as numpy has it."""
+"""The most dims of an array: numpy's own limit."""
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -34,7 +34,7 @@ NUMPY_DTYPE = re.compile(r"[<>|](b1|i[1248]|u[1248]|f[248]|c8|c16|S[1-9]\d{0,8}|
 
 
 def decode_node(node: Any, depth: int) -> Any:
-    """Decode the value of a msgpack node; containers may nest `depth` levels below it."""
+    """Decode one node of msgpack's output, and all nodes below it. Containers may nest `depth` levels further."""
     kind = type(node)
     if kind in _LEAVES:
         return node
@@ -103,7 +103,7 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
-    """Check that elements of `item_bytes` in this shape fill `data`, and return the shape."""
+    """Check that `data` has exactly the bytes of an array of this shape with elements of `item_bytes`, and return the shape."""
     if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
         raise CorruptError(f"shape {shape!r:.80} is not a shape")
     if prod(shape) * item_bytes != len(data):

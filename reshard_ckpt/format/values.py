@@ -29,10 +29,10 @@ from .objects import is_object, parts_of, plain_key
 from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, decode_node
 
 MAX_STEPS = 256
-"""The most keys that lead to a value in the state: how deep the dicts of a state may nest."""
+"""The most keys on the path to a value in the state: how deep the dicts of a state may nest."""
 
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
-"""The integers that msgpack has a form for; others are encoded as bytes."""
+"""The smallest and largest integers that msgpack has a form for; others are encoded as bytes."""
 
 _NAN = float("nan")
 _LEAVES = frozenset({type(None), bool, bytes})
@@ -43,7 +43,7 @@ _BASES = (int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 @dataclass(slots=True)
 class _Place:
-    """The place of the encoder in the value, for messages. Only containers get one."""
+    """A place inside a value that is being encoded, for messages: the value's name, and the keys that lead to the place."""
 
     name: str
     parent: _Place | None = None
@@ -101,7 +101,7 @@ def encode_value(value: Any, name: str) -> bytes:
 
 
 def decode_value(data: bytes | bytearray | memoryview, *, name: str = "value") -> Any:
-    """Decode what `encode_value` made; tensors are on the CPU, arrays and tensors own their memory.
+    """Decode a value that `encode_value` encoded; tensors are on the CPU, arrays and tensors own their memory.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def decode_value(data: bytes | bytearray | memoryview, *, name: str = "value") -
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value can be saved without its class."""
+    """Tell whether `encode_value` can encode a value, so that it can be saved without its class."""
     try:
         encode_value(value, "a value")
     except CheckpointError:
@@ -126,7 +126,7 @@ def is_plain(value: Any) -> bool:
 
 
 def encode_path(keys: Sequence[Any]) -> bytes:
-    """Encode the keys that lead to a value in the state. The keys keep their types.
+    """Encode a path: the keys that lead to a value in the state. The keys keep their types.
 
     >>> decode_path(encode_path(["extra", 3, (1, "a")]))
     ('extra', 3, (1, 'a'))
@@ -135,17 +135,23 @@ def encode_path(keys: Sequence[Any]) -> bytes:
 
 
 def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    """Decode the keys that `encode_path` encoded; raise `CorruptError` for other bytes."""
+    """Decode a path that `encode_path` encoded; raise `CorruptError` for other bytes."""
     return keys_of(decode_steps(data))
 
 
 def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the keys of steps. A step into an OrderedDict, Counter or defaultdict is a dict with one key."""
+    """Return the keys in the steps of a decoded path.
+
+    A step is the key itself; a step into an OrderedDict, Counter or defaultdict is a dict of this kind with the key in it.
+    """
     return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
 
 
 def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    """Decode the steps of a path; `keys_of` returns their keys. Raise `CorruptError` for other bytes."""
+    """Decode a path into steps, which also say into which kind of dict a key leads (`keys_of`).
+
+    Raise `CorruptError` for other bytes.
+    """
     steps = decode_value(data, name="path in the state")
     if not isinstance(steps, list) or len(steps) > MAX_STEPS:
         raise CorruptError(f"path in the state: not a list of up to {MAX_STEPS} keys; use another checkpoint")
@@ -213,7 +219,7 @@ def _encode_object(value: Any, place: _Place) -> Any:
 
 
 def _check_keys(keys: Collection[Any], place: _Place) -> None:
-    """Refuse keys that a reader would refuse: too many with one hash, or two that are one key without their classes."""
+    """Raise an error for keys of a dict that a reader would refuse: too many with one hash, or two that are one plain key."""
     if too_many_alike(keys):
         place.refuse(f"more than {MAX_ALIKE} of its keys have the same hash, which would be slow to read; use text as keys")
     if not all(type(key) in _PLAIN_KEYS for key in keys) and len({plain_key(key) for key in keys}) < len(keys):
@@ -270,7 +276,7 @@ def _numpy_dtype_code(dtype: np.dtype[Any], place: _Place) -> str:
 
 
 def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
-    """Return the bytes of an array. Uninitialized memory may have invalid bools and text, which a reader would refuse."""
+    """Return the bytes of an array. Uninitialized memory may hold invalid bools, which are mended, or text, which is refused."""
     if value.dtype.kind == "b":
         value = value.view(np.uint8) != 0
     data = value.tobytes()

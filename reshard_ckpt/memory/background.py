@@ -1,4 +1,4 @@
-"""Writing generations to the store in the background.
+"""Writing generations (checkpoints in the memory of nodes) to the store in the background.
 
 1. `PersistRule` decides on rank 0 which generations go to the store.
 2. `Persisting` writes one of them in a thread, after the one before it is done. All ranks take part.
@@ -23,7 +23,7 @@ from .persist import persist
 
 
 class PersistRule:
-    """The interval between generations that go to the store, in steps or in seconds. Rank 0 asks it at each commit.
+    """Decides which checkpoints in memory also go to the store: one in each interval of steps or seconds. Used on rank 0.
 
     Parameters
     ----------
@@ -51,11 +51,11 @@ class PersistRule:
         self._last_s = clock()
 
     def begin(self, step: int) -> None:
-        """Count the steps of the interval from this one, which was just loaded."""
+        """Let the interval begin at a step that was just loaded."""
         self._last_step = step
 
     def due(self, step: int, *, kept: bool = False) -> bool:
-        """Return whether the generation of this step goes to the store; always if `kept`. If so, a new interval begins."""
+        """Return whether the checkpoint of this step goes to the store; always if `kept`. If so, a new interval begins."""
         if kept:
             is_due = True
         elif self._steps is not None:
@@ -68,7 +68,7 @@ class PersistRule:
 
 
 class Persisting:
-    """A generation that a thread writes to the store. All ranks make one together.
+    """A generation (checkpoint in memory) that a thread writes to the store. All ranks make one together.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Persisting:
     path
         Path of the checkpoint in the store.
     session
-        Session of all ranks that the caller has made; the thread enters and leaves it.
+        Opens messages between all ranks; the caller has made it, and the thread enters and leaves it.
     before
         The previous generation on its way to the store. This one waits until that one is done.
     then
@@ -136,15 +136,15 @@ class Persisting:
                 self._over.set()
 
     def done(self) -> bool:
-        """Return whether writing has ended, with success or with an error."""
+        """Return whether the writing to the store has ended, with success or with an error."""
         return self._over.is_set()
 
     def join(self) -> None:
-        """Wait until writing has ended. Raise no error if it failed."""
+        """Wait until the writing to the store has ended. Raise no error if it failed."""
         self._over.wait()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until writing has ended, and return True: the generation is in the store.
+        """Wait until the checkpoint is in the store, and return True.
 
         Raises
         ------

@@ -1,10 +1,11 @@
-"""Generations: one file for each save in memory, with its catalog, its step, its attempt, and the nodes that hold its images.
+"""Generation files: one for each save in memory, with its catalog, its step, its attempt, and the nodes that hold its files.
 
-1. When all images of a save are in memory, every node of the job writes the generation file, atomically (`keep_generation`).
+1. When all images (copies of the files of a save) are in memory, every node of the job writes the generation file, atomically
+   (`keep_generation`).
 2. `find_generations` lists the generation files of this node. A damaged file is still known by its name, which has the save id
    and the place in the order of all saves.
-3. A generation file does not prove that the images are there: a slot may have been refilled. `NodeImages` looks at the headers of
-   the slots.
+3. A generation file does not prove that the images are there: the slot (memory of one save) may have been refilled. `NodeImages`
+   looks at the headers of the slots.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from .slots import ReadSlot, SlotRange
 
 _NAME = re.compile(r"([^-]+)-(\d{8,})-(\d{12,})-(\d{8,})-(.+)" + re.escape(GENERATION_SUFFIX))
 SPARE = "spare"
-"""Name of the file that reserves memory for the next generation file, made before a save is staged."""
+"""Name of the file that reserves memory for the next generation file. It is made before a save is copied into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One save in memory.
+    """A generation: the description of one save in the memory of nodes.
 
     Attributes
     ----------
@@ -69,12 +70,12 @@ class Generation:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sort key that puts the newest generation last."""
+        """The key by which generations are sorted; it puts the newest last."""
         return self.attempt, self.step, self.number, self.save_id
 
     @property
     def name(self) -> str:
-        """Name of the generation file."""
+        """Name of the generation file in the run's folder."""
         return f"{self.run}-{self.attempt:08d}-{self.step:012d}-{self.number:08d}-{self.save_id}{GENERATION_SUFFIX}"
 
     def encoded(self) -> bytes:
@@ -84,7 +85,7 @@ class Generation:
         return NOTE.encoded(fields)
 
     def decoded_catalog(self) -> Catalog:
-        """Return the decoded catalog. Its file must not be damaged."""
+        """Return the catalog of the save, decoded. The generation file must not be damaged."""
         return decode_catalog(self.catalog)
 
 
@@ -96,7 +97,7 @@ def _parsed(value: Any) -> Generation:
 
 
 NOTE = Note(GENERATION_SUFFIX, 4, 2 * MAX_CATALOG_BYTES, _parsed, "so this copy of the catalog is not used")
-"""A generation file, which is also sent to ranks that lack it."""
+"""The suffix, format and limits of a generation file, whose bytes are also sent to ranks that lack the file."""
 
 
 def reserve_generation(folder: Path, num_bytes: int) -> None:
@@ -118,12 +119,14 @@ def reserve_generation(folder: Path, num_bytes: int) -> None:
 
 
 def keep_generation(folder: Path, generation: Generation) -> None:
-    """Write the file of a generation on this node, from where `find_generations` lists it."""
+    """Write the generation file of a save into the run's folder on this node."""
     write_atomically(folder / generation.name, generation.encoded(), folder / SPARE)
 
 
 def find_generations(folder: Path) -> list[Generation]:
-    """List the generations of this node, the newest last. One with a damaged file has an empty catalog and no holders.
+    """List the generations (saves in memory) that this node knows, the newest last.
+
+    A generation whose file is damaged has an empty catalog and no holders.
 
     Raises
     ------
@@ -148,12 +151,12 @@ def _names(folder: Path) -> list[re.Match[str]]:
 
 
 def next_number(folder: Path) -> int:
-    """Return a `Generation.number` above those of all generations on this node, damaged ones included."""
+    """Return a number for the next generation: above those of all generations on this node, damaged ones included."""
     return 1 + max((int(name[4]) for name in _names(folder)), default=0)
 
 
 def saves_of(folder: Path, step: int) -> list[str]:
-    """List the ids of the saves of a step on this node, damaged ones included."""
+    """List the ids of all saves of a step in this node's memory, damaged ones included."""
     return [name[5] for name in _names(folder) if int(name[3]) == step]
 
 
@@ -162,19 +165,19 @@ def _opened(path: str, flags: int) -> int:
 
 
 def drop_generations(folder: Path, names: Iterable[str]) -> None:
-    """Delete generation files. From then on slots with their images may be removed or refilled."""
+    """Delete generation files by name. From then on, the memory of their images may be freed or used again."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
 def files_here(folder: Path, generation: Generation) -> list[str]:
-    """List the keys of the shard files of a generation whose slots on this node have a valid header."""
+    """List the keys of a generation's shard files that this node has in memory, by the headers of its slots."""
     with closing(NodeImages(folder, generation.save_id)) as images:
         return sorted(images.keys() & frozenset(generation.holders))
 
 
 class NodeImages:
-    """The images of one save on this node, opened for reading from the slots of all processes, living or dead.
+    """The files of one save in this node's memory, opened for reading. Living and dead processes may have written them.
 
     It has the reading methods of a `Storage`. Bytes are not verified here.
     """
@@ -204,11 +207,11 @@ class NodeImages:
 
     @property
     def url(self) -> str:
-        """Name of this place in messages."""
+        """Name of this store in messages."""
         return f"memory of this node ({self._folder})"
 
     def keys(self) -> frozenset[str]:
-        """Return the keys of all files in these slots, digests files included."""
+        """Return the keys of all files of the save that are here, digests files included."""
         return frozenset(self._at)
 
     def size(self, key: str) -> int | None:
@@ -217,23 +220,24 @@ class NodeImages:
         return None if found is None else found[1].size
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from an offset in a file.
+        """Fill buffers with the bytes of a file from `offset` on.
 
         Raises
         ------
         CorruptError
-            The slot was refilled meanwhile, or has no such bytes. The buffers may then hold bytes of another save.
+            The file's memory was used for another save meanwhile, or the file has no such bytes. The buffers may then hold bytes
+            of another save.
         """
         slot, extent = self._find(key)
         slot.read_into(extent, offset, [flat_bytes(buffer) for buffer in buffers])
 
     def lend(self, key: str, offset: int, num_bytes: int) -> AbstractContextManager[memoryview]:
-        """Return a context with bytes of a file where they lie; see `ReadSlot.lend`."""
+        """Return a context manager that yields a view of bytes of a file, without a copy; see `ReadSlot.lend`."""
         slot, extent = self._find(key)
         return slot.lend(extent, offset, num_bytes)
 
     def read(self, key: str, limit: int) -> bytes:
-        """Return the bytes of a whole file, which may have up to `limit` bytes."""
+        """Return the bytes of a whole file. A file of more than `limit` bytes raises a `CorruptError`."""
         slot, extent = self._find(key)
         if extent.size > limit:
             raise CorruptError(f"{self.url}: {key} has {extent.size} bytes, above the limit of {limit}; this copy is not used")
@@ -248,6 +252,6 @@ class NodeImages:
             raise CorruptError(f"{self.url}: no image of {key} any more; this copy is not used") from None
 
     def close(self) -> None:
-        """Close all slots. A second call does nothing."""
+        """Close the files. A second call does nothing."""
         for slot in self._slots:
             slot.close()

@@ -21,13 +21,16 @@ _NAME = "lineage"
 
 
 def keep_copy(folder: Path, lineage: Lineage) -> None:
-    """Write the copy; do nothing if the tmpfs refuses, because then it takes no checkpoint either."""
+    """Write a copy of the lineage into the run's folder on this node; do nothing if the tmpfs refuses.
+
+    A tmpfs that refuses so small a file takes no checkpoint either.
+    """
     with suppress(StorageError):
         write_atomically(folder / _NAME, LINEAGE.encoded(astuple(lineage)))
 
 
 def read_copy(folder: Path) -> Lineage | None:
-    """Return the copy; None if there is none, or if it is damaged.
+    """Return the copy of the lineage on this node; None if there is none, or if it is damaged.
 
     Raises
     ------
@@ -41,5 +44,5 @@ def read_copy(folder: Path) -> Lineage | None:
 
 
 def drop_copy(folder: Path) -> None:
-    """Delete the copy, if there is one."""
+    """Delete the copy of the lineage on this node, if there is one."""
     (folder / _NAME).unlink(missing_ok=True)

@@ -45,14 +45,14 @@ RESERVE_SHARE = 0.05
 
 
 class NoRoom(StorageError):
-    """This node has too little memory. The save goes to the store instead."""
+    """Raised if this node has too little memory for a save. The save then goes to the store instead."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
 class RunMemory(NamedTuple):
-    """The memory of one run on this node: root of the run, path of its folder on the tmpfs, and the bytes that it takes."""
+    """The memory of one run on this node: the run's root, the path of its folder on the tmpfs, and the bytes that it takes."""
 
     root: str
     path: Path
@@ -93,7 +93,7 @@ def _check_owner(path: Path) -> None:
 
 
 def real_root(root: str) -> str:
-    """Return one name for all paths to a root: its absolute path without links, or its URL if it is not a folder."""
+    """Return one name for a run's root, whatever path leads to it: its absolute path without links, or its URL."""
     url = open_storage(root).url
     return url if "://" in url else os.path.realpath(url)
 
@@ -114,7 +114,7 @@ def run_path(folder: str, root: str) -> Path:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a `NoRoom` if the tmpfs is full, else into a `StorageError`, with advice."""
+    """Turn an OSError of the ``with`` block into a `NoRoom` if the tmpfs is full, else into a `StorageError`, with advice."""
     try:
         yield
     except OSError as error:
@@ -141,7 +141,7 @@ def files_in(folder: Path, suffix: str) -> list[Path]:
 
 @contextmanager
 def passing_over_gone(path: Path) -> Iterator[None]:
-    """Skip the block if a file has been deleted meanwhile, or is a link. Any other OSError is raised as a `StorageError`."""
+    """Pass over an error of the ``with`` block if `path` has been deleted, or is a link. Raise others as `StorageError`."""
     with _explained(path):
         try:
             yield
@@ -151,7 +151,7 @@ def passing_over_gone(path: Path) -> Iterator[None]:
 
 
 def run_folder(folder: str, root: str) -> Path:
-    """Return the path of a run's folder on this node, and make the folder if it is missing.
+    """Make the folder of a run on this node if it is missing, and return its path.
 
     Raises
     ------
@@ -175,14 +175,17 @@ def run_folder(folder: str, root: str) -> Path:
 
 
 def enter_run(folder: Path, timeout_s: float) -> FileLock:
-    """Lock a run's folder as in use, shared with other processes of the run. Return the lock; the system releases it at exit."""
+    """Lock a run's folder as in use by a living process, which other processes of the run may do too. Return the lock.
+
+    The system releases it when the process ends.
+    """
     with _explained(folder):
         fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     return await_lock(fd, str(folder / _ALIVE), shared=True, timeout_s=timeout_s)
 
 
 def is_entered(folder: Path) -> bool:
-    """Tell whether a living process of the run is on this node (see `enter_run`)."""
+    """Tell whether a living process of the run is on this node: one that has called `enter_run`."""
     with _explained(folder):
         try:
             fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -213,7 +216,7 @@ def node_id(folder: str) -> str:
 
 
 def machine_id() -> str:
-    """Return the same id in all processes of this machine: its boot id, new at each start of it, or else its host name."""
+    """Return the same id in all processes of this machine: the boot id, which is new at each start, or else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -221,7 +224,7 @@ def machine_id() -> str:
 
 
 def runs(folder: str) -> Iterator[RunMemory]:
-    """Yield the memory of each run of this user on this node."""
+    """Yield the memory that each run of this user takes on this node."""
     user = _user_path(folder)
     with _explained(user):
         try:
@@ -248,7 +251,7 @@ def _bytes_in(path: Path) -> int:
 
 
 def remove_run(path: Path) -> None:
-    """Delete a run's folder with all its slots and generations.
+    """Delete a run's folder on this node, with all its checkpoints in memory.
 
     Raises
     ------
@@ -282,7 +285,7 @@ def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None
 
 
 def free_bytes(folder: str) -> int:
-    """Return the bytes that slots may still take on this node: the minimum over the free tmpfs and the rest of each cgroup."""
+    """Return the bytes that saves may still take on this node: the least of the free tmpfs and of the rest of each cgroup."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     for cgroup in _cgroups():

@@ -24,7 +24,7 @@ from .restore import whole_files
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """A checkpoint in the memory of this node.
+    """A checkpoint that this node holds in memory, wholly or in part.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ def held_runs(root: str | None, folder: str) -> list[HeldRun]:
 
 
 def _lineage(path: Path, storage: Storage) -> Lineage | None:
-    """Return the newest lineage of a run: of its root, or the copy on this node."""
+    """Return the newest lineage of a run (which saves still count): from its root, or from the copy on this node."""
     lineage, copy = LINEAGE.read(storage), read_copy(path)
     return copy if copy is not None and (lineage is None or copy.is_newer(lineage)) else lineage
 
@@ -164,7 +164,13 @@ def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistR
 
 @contextmanager
 def _unmanaged(storage: Storage) -> Iterator[None]:
-    """Keep managers away from a root, also on other nodes: a new manager would remove files that no catalog refers to yet."""
+    """Keep managers away from a run's root in a ``with`` block: a new manager would remove files that no catalog refers to yet.
+
+    Raises
+    ------
+    UsageError
+        A job manages the checkpoints there.
+    """
     try:
         if storage.hints.has_locks:
             lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
@@ -190,7 +196,7 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
         num_bytes += _write_absent(path, generation, local, storage, catalog)
 
         def is_there(number: int) -> bool:
-            """Tell whether the store has a file and its digests, which are written once the bytes of the file are durable."""
+            """Tell whether the store has a file with its size, and its digests, which are written once the file is durable."""
             try:
                 open_files(storage, catalog, [number], [number])
             except CorruptError:
@@ -206,7 +212,7 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
 
 
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
-    """Write the files that the store lacks or has with wrong bytes. Return the number of bytes written."""
+    """Write the files that the store lacks, or has damaged, from this node's memory. Return the number of bytes written."""
     num_bytes = 0
     with closing(NodeImages(path, generation.save_id)) as images:
         for key in keys:
@@ -222,9 +228,9 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
 def _chosen(
     path: Path, storage: Storage, step: int | None, target: Callable[[Generation], str]
 ) -> tuple[Generation, tuple[str, ...]]:
-    """Return the newest generation that counts, and a line for each newer one that is damaged.
+    """Choose the newest checkpoint in memory that counts in the run's lineage; also return a line for each newer, damaged one.
 
-    If the root and with it the run's lineage is lost, all generations count.
+    If the root and with it the run's lineage is lost, all checkpoints count.
     """
     found = find_generations(path)
     lineage = _lineage(path, storage)

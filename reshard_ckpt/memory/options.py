@@ -16,7 +16,7 @@ class Memory:
     Parameters
     ----------
     copies
-        Number of other nodes that hold a copy of each node's images.
+        Number of other nodes that hold a copy of each node's files of a checkpoint.
     generations
         Number of saves to keep. The tier takes memory for one more, which is being filled or written to the store.
     max_bytes

@@ -1,4 +1,4 @@
-"""Writing a generation from memory to the store, with the files and the catalog that a save to the store would have written.
+"""Writing a checkpoint (generation) from memory to the store: the same files and catalog that a save to the store would write.
 
 1. Rank 0 tells all ranks whether the store has the generation already (a broadcast). If so, this is all.
 2. Each rank copies its files in parts, and verifies every block on the way. Damage in memory never reaches the store.
@@ -32,7 +32,7 @@ from ..storage.protocol import MissingKey, Storage, read_parts, write_file
 from .generations import Generation, NodeImages
 
 COPY_BYTES = 4 << 20
-"""Bytes that are read from memory, verified and written at once."""
+"""Number of bytes that are read from memory, verified and written at once."""
 
 
 def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
@@ -69,7 +69,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
 
 
 def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_S) -> None:
-    """Publish the catalog of a generation after all its files are in the store, and delete the files that it replaces.
+    """Commit a checkpoint whose files are all in the store: publish its catalog, and delete the files that it replaces.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
 def persist(
     comm: Comm, images: NodeImages, generation: Generation, own_keys: Sequence[str], storage: Storage, *, grace_s: float
 ) -> bool:
-    """Write a generation to the store, each rank its own files. Return False if it was there already.
+    """Write a checkpoint (generation) from memory to the store, each rank its own files. Return False if it was there already.
 
     Collective: the module's docstring lists the messages.
 
@@ -149,12 +149,12 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
 
 
 def stored_save_id(storage: Storage) -> str:
-    """Return the id by which the lineage knows the save in the store; empty if the store has no save, or a damaged catalog."""
+    """Return the id, for the run's lineage, of the save in a store; empty if there is no save, or its catalog is damaged."""
     return id_in(read_previous(storage).catalog)
 
 
 def id_in(catalog: bytes | None) -> str:
-    """Return the id by which the lineage knows the save of this catalog; empty for none and for a damaged one."""
+    """Return the id, for the run's lineage, of the save with this encoded catalog; empty for no catalog or a damaged one."""
     try:
         return decode_catalog(catalog).lineage_id if catalog else ""
     except CorruptError:
@@ -162,10 +162,13 @@ def id_in(catalog: bytes | None) -> str:
 
 
 def is_older(save_id: str, older: Collection[str], stored: str) -> bool:
-    """Whether the save of a generation, with its `Generation.older`, is older than the save of its step that the store has."""
+    """Whether a save in memory is older than the save of the same step in the store, whose id is `stored`.
+
+    `older` are the ids of the saves of the step that were there when the save in memory was made (`Generation.older`).
+    """
     return stored not in ("", save_id, *older)
 
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:
-    """Return whether the store has the checkpoint of this generation."""
+    """Return whether the store has the checkpoint that this generation is a copy of."""
     return stored_save_id(storage) == generation.save_id

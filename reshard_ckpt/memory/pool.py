@@ -1,4 +1,4 @@
-"""The slots of one rank: choosing a slot for each save, and keeping within the memory of the node.
+"""The slots (files in memory, one for each save) of one rank: choose a slot for each save, and keep within the node's memory.
 
 1. A save takes a slot whose images are no longer kept: a slot of this process, one that a dead process left, or a new one.
 2. A new slot gets its file size under a lock of the node, and its memory after the lock is released. Other ranks count the size
@@ -26,7 +26,7 @@ from .slots import Slot, slot_bytes
 
 
 class SlotPool:
-    """The slots of this process, for its own images and for the copies that it holds for other ranks.
+    """The slots (files in memory) of this process, for its own saves and for the copies that it holds for other ranks.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class SlotPool:
         self._lock = threading.Lock()
 
     def take(self, source: int, num_bytes: int, save_id: str) -> Slot:
-        """Take a slot for the images of the rank `source` in a new save, and make its header void.
+        """Take a slot for the files of rank `source` in a new save, and mark the slot as not filled.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class SlotPool:
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
 
     def _reusable(self, slots: list[Slot]) -> Slot | None:
-        """Choose one of these slots to refill; None if one more slot may be added."""
+        """Choose one of these slots to fill again; return None if one more slot may be added instead."""
         held = next((slot for slot in slots if slot.save_id not in {*self._kept, *self._pinned}), None)
         if held is not None or len(slots) <= self.generations:
             return held
@@ -114,18 +114,18 @@ class SlotPool:
         return held
 
     def _oldest(self, slots: list[Slot]) -> Slot | None:
-        """Return the slot of the oldest generation that may go: not the newest, and not on its way to the store. Else None."""
+        """Return the slot of the oldest save that may go: not the newest save, and not one on its way to the store. Else None."""
         old = [save_id for save_id in [*self._kept][:-1] if save_id not in self._pinned]
         return next((slot for save_id in old for slot in slots if slot.save_id == save_id), None)
 
     def given_up(self) -> list[str]:
-        """Return the ids of kept saves that have lost a slot here since the last call. They are not whole any more."""
+        """Return the ids of the kept saves that have lost a slot here since the last call, and so are not whole any more."""
         with self._lock:
             given_up, self._given_up = sorted(self._given_up), set()
             return given_up
 
     def agree(self, generations: int, given_up: Collection[str]) -> None:
-        """Apply the agreement of all ranks: keep `generations` saves, forget those in `given_up`, and free the slots beyond that.
+        """Apply an agreement of all ranks: keep `generations` saves, forget those in `given_up`, free the other slots.
 
         The slots of a save that is on its way to the store stay until it is there.
         """
@@ -139,12 +139,12 @@ class SlotPool:
                     self._remove(slots, held)
 
     def _added(self, slots: list[Slot], num_bytes: int) -> Slot:
-        """Add a slot and return it. If there is too little memory, take the slot of the oldest generation, or the memory of it.
+        """Add a new slot to `slots` and return it. If memory is short, use the slot of the oldest save, or its memory, instead.
 
         Raises
         ------
         NoRoom
-            There is too little memory, and no generation that may go.
+            There is too little memory, and no save that may go.
         """
         while True:
             try:
@@ -170,7 +170,7 @@ class SlotPool:
             self._given_up.add(save_id)
 
     def _adopted(self, num_bytes: int) -> Slot | None:
-        """Return a large enough slot that a dead process left and whose save is not in a generation; None if there is none."""
+        """Return a large enough slot that a dead process left and that holds no known save; None if there is none."""
         with node_lock(self._folder, self._timeout_s):
             save_ids = {generation.save_id for generation in find_generations(self._folder)}
             for slot in dead_slots(self._folder, self.paths()):
@@ -191,7 +191,7 @@ class SlotPool:
         return slot.reserve()
 
     def _shortage(self, wanted: int) -> str:
-        """Return the reason why this node cannot take a slot of `wanted` bytes; empty if it can."""
+        """Return the reason why this node has no memory for a slot of `wanted` bytes; empty if it has."""
         found = []
         for path in files_in(self._folder, SLOT_SUFFIX):
             with suppress(FileNotFoundError):  # its process has just removed it
@@ -208,8 +208,8 @@ class SlotPool:
     def _give_up_oldest(self) -> bool:
         """Remove slots that dead processes left, and return whether there may be more memory now.
 
-        First all slots whose save is not in a generation; if there is none, the oldest generation, but never the newest of this
-        run. The slots of that generation go with the next call.
+        First all slots that hold no known save are removed. If there is none, the oldest save of a dead process is given up, but
+        never the newest of this run; its slots go with the next call.
         """
         # This run's last, since attempts of two runs cannot be compared.
         generations = sorted(find_generations(self._folder), key=lambda generation: generation.run == self.run)
@@ -220,7 +220,7 @@ class SlotPool:
         return bool(dead)
 
     def keep(self, generation: Generation, *, pin: bool) -> None:
-        """Keep the slots of a committed save, with `pin` until it is in the store.
+        """Keep the slots of a committed save; with `pin`, at least until the save is in the store.
 
         The slots of the oldest save, and of an earlier save of the same step, may be refilled.
         """
@@ -232,9 +232,9 @@ class SlotPool:
             self._kept = dict([*others, new][-self.generations :])
 
     def keep_current(self, is_current: Callable[[int, int], bool]) -> None:
-        """Let the slots of saves that no longer count be refilled; `is_current` takes an attempt and a step.
+        """Let the slots of saves that no longer count in the run's lineage be refilled.
 
-        Else they would count as some of the generations to keep, and older ones that do count would lose their slots.
+        `is_current` takes an attempt and a step. Otherwise these saves would take the place of older ones that do count.
         """
         with self._lock:
             self._kept = {save_id: place for save_id, place in self._kept.items() if is_current(*place)}
@@ -245,7 +245,7 @@ class SlotPool:
             self._pinned.add(save_id)
 
     def unpin(self, save_id: str) -> None:
-        """End `pin`: the save is in the store. Its slots may be refilled as soon as newer saves have replaced it."""
+        """Undo `pin`: the save is in the store. Its slots may be refilled as soon as newer saves have replaced it."""
         with self._lock:
             self._pinned.discard(save_id)
 
@@ -255,20 +255,20 @@ class SlotPool:
         return frozenset(self._pinned)
 
     def free(self, save_id: str) -> None:
-        """Free the slots of a save that failed, or that was deleted."""
+        """Free the slots of a save that has failed, or that was deleted."""
         with self._lock:
             self._kept.pop(save_id, None)
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:
-        """Free the slots of some saves."""
+        """Mark the slots of some saves as free."""
         for held in self._all():
             if held.save_id in save_ids:
                 held.void()
                 held.save_id = ""
 
     def has_all(self) -> bool:
-        """Whether this process has all the slots that it will need: for each source one more than `generations`."""
+        """Whether this process has all the slots that it will need: for each rank in `source` one more than saves to keep."""
         return bool(self._slots) and all(len(slots) > self.generations for slots in self._slots.values())
 
     def paths(self) -> set[str]:
@@ -279,7 +279,7 @@ class SlotPool:
         return [held for slots in self._slots.values() for held in slots]
 
     def close(self) -> None:
-        """Close the slots and leave the run's folder. Slots with a save stay on the tmpfs; free ones are deleted."""
+        """Close the slots and leave the run's folder. Slots that hold a save stay in memory; free slots are deleted."""
         for held in self._all():
             held.close(remove=not held.save_id)
         if self._entered is not None:
@@ -288,14 +288,17 @@ class SlotPool:
 
 @contextmanager
 def node_lock(folder: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a run's folder, under which processes of this node make and remove slots."""
+    """Hold the lock of a run's folder in a ``with`` block; processes of this node make and remove slots under it."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with await_lock(fd, str(folder / "lock"), timeout_s=timeout_s):
         yield
 
 
 def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:
-    """Yield the slots of dead processes: all that are not in `own` and not locked. Each is locked now; the caller closes it."""
+    """Yield the slots of dead processes: all slots in the folder that are not locked and not in `own`, which are this process's.
+
+    Each slot is locked when it is yielded; the caller closes it.
+    """
     for path in files_in(folder, SLOT_SUFFIX):
         if str(path) not in own:
             with suppress(OSError, StorageError):  # locked, so its process is alive
@@ -303,7 +306,7 @@ def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:
 
 
 def saved_in(slot: Slot) -> str:
-    """Return the id of the save that a slot holds; empty if the slot is void or its header is damaged."""
+    """Return the id of the save that a slot holds; empty if it is not filled, or its header is damaged."""
     try:
         table = slot.table
     except CorruptError:
@@ -312,7 +315,7 @@ def saved_in(slot: Slot) -> str:
 
 
 def remove_dead_slots(folder: Path, kept: set[str], own: set[str]) -> bool:
-    """Remove the slots of dead processes, except those with a save in `kept`. Return whether a slot was removed."""
+    """Remove the slots of dead processes, except slots that hold a save in `kept`. Return whether one was removed."""
     removed = False
     for slot in dead_slots(folder, own):
         goes = saved_in(slot) not in kept

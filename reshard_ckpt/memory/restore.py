@@ -1,4 +1,4 @@
-"""Finding the newest whole generation among all nodes, and reading it from the nodes that hold its images.
+"""Finding the newest whole generation (checkpoint in memory) among all nodes, and reading it from the nodes that hold its files.
 
 1. Each node lists the generations that it knows, and their files in its slots.
 2. Rank 0 proposes the newest generation whose files are all on some node. The load verifies every block that it reads. If it
@@ -34,11 +34,11 @@ from .topology import Topology
 VERIFY_BYTES = 1 << 20
 
 PEER_BYTES = 32 << 20
-"""Bytes that are requested from another node at once."""
+"""Number of bytes that are requested from another node at once."""
 
 
 class PassedOver(NamedTuple):
-    """The reason why a generation is not loaded, as a line, and whether that is damage (else its nodes are lost)."""
+    """The reason why a checkpoint in memory is not loaded, and whether it is damage (else the nodes that had it are lost)."""
 
     line: str
     is_damaged: bool
@@ -46,12 +46,12 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """A whole generation, and the owners of its files.
+    """A checkpoint in memory whose files are all on some node, with the owners of these files.
 
     Attributes
     ----------
     generation
-        The generation.
+        The description of the checkpoint.
     owners
         For the key of each file, the ranks of the nodes that have the file whole.
     """
@@ -60,17 +60,17 @@ class Restorable:
     owners: Mapping[str, Sequence[int]]
 
     def files_of(self, rank: int) -> list[str]:
-        """List the files that a rank copies: each file is assigned to one of its owners."""
+        """List the files that a rank copies to the store: each file is assigned to one of its owners."""
         return [key for n, (key, ranks) in enumerate(sorted(self.owners.items())) if ranks[n % len(ranks)] == rank]
 
     def is_local(self, topology: Topology) -> bool:
-        """Whether every node has every file."""
+        """Whether every node has every file of the checkpoint."""
         return all(len({topology.node_of[rank] for rank in ranks}) == len(topology.ids) for ranks in self.owners.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search in the memory of all nodes.
+    """The result of a search for a checkpoint in the memory of all nodes.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ def find_newest(
     *,
     verify: bool,
 ) -> Found:
-    """Find the newest generation that is whole on the nodes of the job. Collective.
+    """Find the newest generation (checkpoint in memory) that is whole on the nodes of the job. Collective.
 
     Parameters
     ----------
@@ -135,12 +135,12 @@ def find_newest(
 
 
 def _lost(generation: Generation, ids: set[str]) -> bool:
-    """Whether some file of a generation was only on nodes that are not in the job any more."""
+    """Whether some file of a generation was only on nodes that are no longer in the job; `ids` are the ids of the job's nodes."""
     return any(ids.isdisjoint(nodes) for nodes in map(set, generation.holders.values()))
 
 
 class _Proposal(NamedTuple):
-    """A generation that rank 0 proposes to all ranks.
+    """Rank 0's proposal to load one generation (checkpoint in memory), or the reason why it cannot be loaded.
 
     Attributes
     ----------
@@ -162,7 +162,10 @@ class _Proposal(NamedTuple):
 def _proposals(
     comm: Comm, topology: Topology, listed: Sequence[Any], at_least: Callable[[], int], stored: Callable[[int], str]
 ) -> tuple[int, list[_Proposal]]:
-    """Return rank 0's `at_least` and the proposals, the newest first, on all ranks, from the list of each rank. Collective."""
+    """On all ranks, return rank 0's `at_least`, and its proposals, the newest first. Collective.
+
+    `listed` has the generations that this rank knows.
+    """
 
     def proposed(of_ranks: list[Any]) -> Any:
         least = at_least()
@@ -189,14 +192,14 @@ def _proposals(
 
 
 def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, rank: int) -> None:
-    """Add the ranks of a rank's node to the owners of some files."""
+    """Add all ranks of the node of `rank` to the owners of some files, which that node has."""
     for key in keys:
         owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
 
 
 @dataclass(slots=True)
 class _Told:
-    """The facts of all nodes about a generation: its number of files, the owners of each whole file, the ranks that know it."""
+    """The facts of all nodes about a generation (checkpoint in memory): number of files, owners of whole files, knowing ranks."""
 
     num_files: int = 0
     older: Sequence[str] = ()
@@ -205,7 +208,7 @@ class _Told:
     is_lost: bool = False
 
     def proposal(self, order: tuple[Any, ...], size: int) -> _Proposal:
-        """Make the `_Proposal` that all ranks load this generation, or one that says why they cannot.
+        """Make the proposal that all ranks load this generation, or the one that says why they cannot.
 
         Parameters
         ----------
@@ -226,7 +229,10 @@ class _Told:
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
-    """Send the generation `known` of rank `sender` to all ranks. With a negative `sender`, return `known` without sending."""
+    """Send a generation that rank `sender` knows to all ranks, and return it.
+
+    With a negative `sender`, all know it: return `known`.
+    """
     if sender < 0:
         assert known is not None
         return known
@@ -236,7 +242,7 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
 
 
 def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, Sequence[int]]]:
-    """Let every node verify its files of a generation. Return the damage as a line (empty if it is whole), and the owners."""
+    """Let each node verify its files of a generation. Return the damage as a line (empty if whole), and the files' owners."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         own_keys = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
@@ -255,7 +261,7 @@ def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generati
 
 
 def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list[str]:
-    """Verify files block by block, and return the keys of the files that are whole."""
+    """Verify files block by block, and return the keys of the files that are undamaged."""
     index_of = {file.key: index for index, file in enumerate(catalog.files)}
     whole = []
     for key in keys:
@@ -269,7 +275,7 @@ def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list
 
 
 class JobImages:
-    """The files of one generation on all nodes of the job, with the methods of `Storage` that a load needs."""
+    """The files of one checkpoint in the memory of all nodes of the job, with the methods of `Storage` that a load needs."""
 
     url = "memory of the job's nodes"
 
@@ -307,7 +313,7 @@ class JobImages:
         self._server.read(owner, key, offset, [flat_bytes(buffer) for buffer in buffers])
 
     def read(self, key: str, limit: int) -> bytes:
-        """Read a whole file."""
+        """Return the bytes of a whole file."""
         data = bytearray(self._sizes[key])  # sizes come from the catalog, which is below any limit
         self.read_into(key, 0, [memoryview(data)])
         return bytes(data)
@@ -315,7 +321,7 @@ class JobImages:
 
 @contextmanager
 def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callable[[str], Links] | None) -> Iterator[Source]:
-    """Open a generation as a source for loading, on every rank.
+    """Open a checkpoint in the memory of nodes as a source for loading, on every rank. Collective.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ from .topology import find_topology
 
 
 class MemoryHandle(SaveHandle):
-    """A save that goes to memory first: it is committed once its generation is whole in memory."""
+    """A save that goes to the memory of nodes first. It is committed once it is whole in memory."""
 
     def __init__(self, running: RunningSave, target: MemoryTarget | None, in_store: Callable[[float | None], bool]) -> None:
         super().__init__(running)
@@ -45,7 +45,7 @@ class MemoryHandle(SaveHandle):
 
     @property
     def copies(self) -> int:
-        """At least this many other nodes hold a copy of each image. Known once the save is done; 0 if it went to the store."""
+        """The least number of other nodes that hold a copy of each file. Known once the save is done; 0 if it is in the store."""
         return 0 if self._target is None else self._target.copies
 
     def persisted(self, timeout: float | None = None) -> bool:
@@ -63,7 +63,7 @@ class MemoryHandle(SaveHandle):
 
 
 class MemoryRun:
-    """The memory tier of one run on one rank. Made on all ranks together, inside of a session.
+    """The memory tier of one run on one rank: saves to the memory of nodes, and restores from it. Made on all ranks together.
 
     Parameters
     ----------
@@ -120,7 +120,10 @@ class MemoryRun:
         self._metrics: dict[int, float | None] = {}
 
     def attempt_begun(self) -> None:
-        """Before the first save of an attempt, drop superseded generations, and the ones of a killed job beyond the limit."""
+        """Before the first save of an attempt, forget saves in memory that no longer count, or are beyond the limit.
+
+        An attempt is a part of the run from one load to the next. A killed job may have left more saves than the limit.
+        """
         self._tier.attempt, self._newest = self._lineage.current.attempt, None
         self._tier.pool.keep_current(self._lineage.current.is_current)
         if not self._tier.topology.leads(self._rank):
@@ -135,7 +138,7 @@ class MemoryRun:
             drop_generations(self._folder, [name for name in of_run if name not in kept])
 
     def _name_others(self) -> None:
-        """Warn of generations that are not loaded: of an earlier run with this root, or of this run under another path."""
+        """Warn of checkpoints in memory that are not loaded: of an earlier run with this root, or of this run elsewhere."""
         found = find_generations(self._folder)
         others = [g for g in found if g.run != self._lineage.current.run]
         if not self._tier.topology.leads(self._rank):
@@ -154,7 +157,7 @@ class MemoryRun:
             )
 
     def _elsewhere(self) -> Iterator[tuple[str, int]]:
-        """Yield the other roots under which this node has generations of this run, each with its newest step."""
+        """Yield the other roots under which this node has checkpoints of this run in memory, each with its newest step."""
         for run in runs(self.options.folder):
             with suppress(StorageError):  # a run of another job, whose errors do not concern this one
                 steps = [g.step for g in find_generations(run.path) if g.run == self._lineage.current.run]
@@ -162,9 +165,9 @@ class MemoryRun:
                     yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
-        """Decide on rank 0 whether a generation goes to the store.
+        """Decide on rank 0 whether the checkpoint of a step goes from memory to the store.
 
-        While another generation is being written there, only one goes that the run's rule keeps.
+        While another one is being written there, this happens only if the run's rule keeps the step.
         """
         if self._keeps(step, self._metrics.pop(step, None)):
             return self._rule.due(step, kept=True)
@@ -181,14 +184,14 @@ class MemoryRun:
         return self._tier.num_skipped
 
     def steps(self) -> list[int]:
-        """List the steps of the generations that this node knows, in order."""
+        """List the steps of the checkpoints that this node knows to be in memory, in order."""
         return sorted({generation.step for generation in self._known()})
 
     def _known(self) -> list[Generation]:
         return [held for held in find_generations(self._folder) if self._is_current(held) and not held.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
-        """Return the catalogs of the generations that this node knows, by step."""
+        """Return the catalogs of the checkpoints that this node knows to be in memory, by step."""
         return {generation.step: generation.decoded_catalog() for generation in self._known()}
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
@@ -243,7 +246,10 @@ class MemoryRun:
     def _persist(
         self, generation: Generation, path: str, session: AbstractContextManager[Comm], keys: Sequence[str] | None = None
     ) -> Persisting:
-        """Begin to write a generation to the store. Each rank writes `keys`, by default the files that it saved. Collective."""
+        """Begin to write a checkpoint from memory to the store. Each rank writes `keys`, by default the files that it saved.
+
+        Collective.
+        """
         if keys is None:
             keys = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
 
@@ -262,7 +268,7 @@ class MemoryRun:
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:
-        """Begin to write a generation of an ended job to the store, if the store lacks it. Collective."""
+        """Begin to write a checkpoint that an ended job left in memory to the store, if the store lacks it. Collective."""
         path = self._path(found.generation.step)
         session = open_session("persist", path, **self._session)
         return self._persist(found.generation, path, session, found.files_of(self._rank))
@@ -288,13 +294,13 @@ class MemoryRun:
             return stored_save_id(storage)
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
-        """Load a generation in place, as `load_given` does. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
+        """Load a checkpoint from memory into a state, in place. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
         self._tier.adopt(found.generation)
         report = load_given(self._in_memory(found), wanted, options, opened=partial(self._opened, found))
         return report, "memory" if found.is_local(self._tier.topology) else "peer"
 
     def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:
-        """Read whole tensors and values of a generation, on every rank."""
+        """Read whole tensors and values of a checkpoint in memory, on every rank, and return them by name."""
         with ExitStack() as held, open_session("read", self._in_memory(found), **self._session) as comm:
             # The images stay open until all ranks have left the session: other ranks may read from this one.
             return read_from(held.enter_context(self._opened(found, comm)), names)
@@ -314,11 +320,11 @@ class MemoryRun:
         self._rule.begin(step)
 
     def save_ids_beyond(self, step: int) -> list[str]:
-        """List the ids of saves of newer steps that are being written to the store."""
+        """List the ids of the saves of steps beyond `step` that are being written to the store."""
         return [generation.save_id for generation in self._on_the_way() if generation.step > step]
 
     def forget(self, step: int) -> bool:
-        """Forget the generations of a step on this node. Return whether there were any."""
+        """Forget the checkpoints of a step in this node's memory. Return whether there were any."""
         found = [generation for generation in find_generations(self._folder) if generation.step == step]
         self.wait_for(step)
         for generation in found:
@@ -338,17 +344,17 @@ class MemoryRun:
         return out
 
     def wait_for(self, step: int) -> None:
-        """Wait until no generation of a step is being written to the store: it would replace a newer save of the step."""
+        """Wait until no checkpoint of a step is being written to the store: it would replace a newer save of the step there."""
         if any(generation.step == step for generation in self._on_the_way()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no generation is being written to the store."""
+        """Wait until no checkpoint is being written to the store."""
         if self._writing is not None:
             self._writing.join()
 
     def close(self, *, clean: bool) -> None:
-        """Write the newest generation to the store if it is not there, and close the tier. Collective if `clean`.
+        """Write the newest checkpoint in memory to the store if it is not there, and close the tier. Collective if `clean`.
 
         Raises
         ------
@@ -381,7 +387,7 @@ class MemoryRun:
             self.persist_found(found.generation).wait(None)
 
     def _newest_stored(self) -> int:
-        """Return the newest step in the store that counts; 0 if there is none."""
+        """Return the newest step in the store that counts in the run's lineage; 0 if there is none."""
         for step, folder in reversed(find_steps(self._storage, self._names)[0].items()):
             with open_storage(f"{self._root.rstrip('/')}/{folder}") as storage:
                 if not self._lineage.is_superseded(stored_save_id(storage)):

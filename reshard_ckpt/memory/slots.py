@@ -1,4 +1,4 @@
-"""Slots: memory-mapped files on tmpfs. A slot holds images of the files that one rank writes in one save, and is used again.
+"""Slots: memory-mapped files on tmpfs. A slot holds the files that one rank writes in one save; later saves use it again.
 
 ::
 
@@ -44,7 +44,7 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class SlotRange(NamedTuple):
-    """Position of a file in a slot: offset from the beginning of the slot, and size, both in bytes."""
+    """Position of a file in a slot: its offset from the beginning of the slot, and its size, in bytes."""
 
     offset: int
     size: int
@@ -52,14 +52,14 @@ class SlotRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """Contents of a slot: id of the save, the rank that wrote the files, and the position of each file by its key."""
+    """Table of contents of a slot: id of the save, the rank that wrote the files, and the position of each file by its key."""
 
     save_id: str
     rank: int
     files: Mapping[str, SlotRange]
 
     def encoded(self) -> bytes:
-        """Return the table as the bytes of a slot's header.
+        """Encode the table as the header of a slot.
 
         Raises
         ------
@@ -105,7 +105,7 @@ def slot_bytes(num_bytes: int) -> int:
 
 
 class Slot:
-    """A slot file of this process. It is locked against other processes until `close`, and mapped by `reserve`.
+    """A slot file of this process, to be filled. It is locked against other processes until `close`, and mapped by `reserve`.
 
     Parameters
     ----------
@@ -176,7 +176,10 @@ class Slot:
         return self._mapped
 
     def pin(self) -> None:
-        """Register the slot with the accelerator, which then copies into it at full speed. Do nothing if the driver refuses."""
+        """Register the slot's memory with the accelerator, which then copies into it at full speed.
+
+        Do nothing if the driver refuses.
+        """
         pin(self._map)
 
     @property
@@ -186,7 +189,7 @@ class Slot:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has deleted the file. Then no other process can find its images."""
+        """Whether somebody has deleted the slot's file. Then no other process can find its contents."""
         return os.fstat(self._fd).st_nlink == 0
 
     @property
@@ -206,15 +209,15 @@ class Slot:
         self._map[: len(MAGIC)] = MAGIC
 
     def region(self) -> torch.Tensor:
-        """Return the slot behind its header, images and digests, as a 1-D uint8 tensor that shares its memory."""
+        """Return the slot without its header, as a 1-D uint8 tensor that shares its memory."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     def view(self, extent: SlotRange) -> memoryview:
-        """Return the bytes of a file as a view of the slot's memory."""
+        """Return the bytes at a position as a view of the slot's memory."""
         return self._map[extent.offset : extent.offset + extent.size]
 
     def put(self, offset: int, data: bytes | memoryview) -> SlotRange:
-        """Copy bytes to an offset from the beginning of the slot, and return their position."""
+        """Copy bytes into the slot, at an offset from its beginning, and return their position."""
         self._map[offset : offset + len(data)] = data
         return SlotRange(offset, len(data))
 
@@ -253,7 +256,7 @@ class ReadSlot:
             raise
 
     def read_into(self, extent: SlotRange, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from an offset in a file of this slot.
+        """Fill buffers with the bytes of a file of this slot, from `offset` on.
 
         Raises
         ------
@@ -280,7 +283,10 @@ class ReadSlot:
 
     @contextmanager
     def _unchanged(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[int]:
-        """Yield the position of bytes of a file in this slot, to be read in the context; see `read_into` for the errors."""
+        """Yield the byte of the slot at which some bytes of a file begin, to be read in the ``with`` block.
+
+        At its end, check that the slot was not refilled; see `read_into` for the errors.
+        """
         if offset < 0 or offset + num_bytes > extent.size:
             raise CorruptError(f"{self.path}: a read beyond the end of a file of {extent.size} bytes; this copy is not used")
         if os.fstat(self._fd).st_size < self._size:  # the kernel ends a process that reads a mapping beyond the end of its file
@@ -292,7 +298,7 @@ class ReadSlot:
             raise CorruptError(f"{self.path}: the slot was filled anew while it was read; this copy is not used")
 
     def close(self) -> None:
-        """Close the file. A second call does nothing. A mapping lives as long as a view of it."""
+        """Close the slot's file. A second call does nothing. A mapping lives as long as a view of it."""
         self._map = None
         if self._fd >= 0:
             os.close(self._fd)

@@ -1,8 +1,8 @@
-"""Saves into the memory of nodes: slots, images, copies on other nodes, and the commit of a generation.
+"""Saves into the memory of nodes: take slots (files on tmpfs), fill them, copy them to other nodes, and commit.
 
-1. Before staging, ranks exchange the sizes of their images. Each rank takes slots for its own images and for the copies that it
-   holds. If some rank has room for fewer generations, all ranks keep fewer. If some rank has no room beside the newest
-   generation, all ranks skip the tier, and the save goes to the store.
+1. Before staging, ranks exchange the sizes of their images (the files that they would write to the store). Each rank takes slots
+   for its own images and for the copies that it holds. If some rank has room for fewer generations (saves in memory), all ranks
+   keep fewer. If some rank has no room beside the newest generation, all ranks skip the tier, and the save goes to the store.
 2. Staging copies the state straight into the slot, which is the staging ring. A thread hashes the blocks and seals the slot.
 3. The slot is sent to the ranks that hold its copies. They verify each block, and then seal their copies.
 4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation. Once
@@ -53,11 +53,11 @@ from .slots import HEADER_BYTES, Slot, SlotRange, SlotTable, decode_table, slot_
 from .topology import Topology
 
 MIN_SPARE_BYTES = 1 << 20
-"""Bytes reserved for the catalog of a save, or twice the size of the previous catalog if that is more."""
+"""Bytes that are reserved for the catalog of a save; twice the size of the previous catalog, if that is more."""
 
 
 class Tier:
-    """The memory tier of one rank.
+    """Saves of one rank to the memory of nodes.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Tier:
     named_store
         Returns the `shared_store` of a new name; None if this process is on its own.
     due
-        Called on rank 0 at the commit of a step; returns whether its generation goes to the store.
+        Called on rank 0 at the commit of a step; returns whether the save also goes to the store.
 
     Attributes
     ----------
@@ -104,7 +104,10 @@ class Tier:
         self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
-        """Take slots for a save on all ranks. If some rank has no room, take none, warn once, and return None. Collective."""
+        """Take slots for a save on all ranks, and return its target. If some rank has no room, warn once, and return None.
+
+        Collective.
+        """
         layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
         pairs = merge_of_all(job.comm, (used, self._links is not None))
@@ -134,7 +137,7 @@ class Tier:
         return None
 
     def _agreed(self, job: SaveJob, refused: str) -> tuple[str, str]:
-        """Agree on the number of generations to keep. Collective.
+        """Agree with all ranks on the number of generations (saves in memory) to keep. Collective.
 
         Returns
         -------
@@ -160,7 +163,7 @@ class Tier:
             warnings.warn(f"{what}: {why}", stacklevel=6)
 
     def _fit_budget(self, sizes: Sequence[int]) -> None:
-        """Lower the number of generations to keep to the user's budget for this node, which also covers the one being filled."""
+        """Lower the number of saves to keep to the user's budget for this node, which also covers the save being filled."""
         most = self._options.max_bytes
         if most is None:
             return
@@ -175,7 +178,7 @@ class Tier:
             self.pool.generations, self.pool.short = fits, short
 
     def close(self) -> None:
-        """Close the slots and the links. The slots stay in memory with their images."""
+        """Close the slots and the links to other ranks. The slots that hold a save stay in memory."""
         self.pool.close()
         self._links = None
         if self.topology.leads(self.rank):
@@ -229,21 +232,21 @@ class Tier:
     # Commit
 
     def commit(self, job: SaveJob, step: int, receipt: Receipt, held: Sequence[int]) -> tuple[Generation, int, bool]:
-        """Make the catalog on rank 0, and keep the generation on every node. Collective.
+        """Make the catalog of a save on rank 0, and write the generation file on every node. Collective.
 
         Returns
         -------
         Generation
-            The generation, to be acknowledged.
+            The save, to be acknowledged by `acknowledge`.
         int
-            The least number of copies that an image has.
+            The least number of copies that a file has on other nodes.
         bool
-            Whether the generation goes to the store.
+            Whether the save also goes to the store.
         """
         contents, ids = job.contents, self.topology.ids
 
         def published(told: list[Any]) -> Any:
-            """Make the catalog; return it with the nodes that hold each file, and with `commit`'s numbers."""
+            """On rank 0, make the catalog. Return it with the nodes that hold each file, and with `commit`'s other results."""
             assert contents is not None
             receipts = decode_receipts([receipt for receipt, _, _ in told])
             compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
@@ -270,7 +273,7 @@ class Tier:
         return generation, copies, persist
 
     def adopt(self, generation: Generation) -> None:
-        """Keep the file of a generation that is being loaded, if this node lacks it. The load does not depend on it."""
+        """Write the generation file of a checkpoint that is being loaded, if this node lacks it. A failure only warns."""
         if not self.topology.leads(self.rank):
             return
         if not any(held.save_id == generation.save_id and not held.is_damaged for held in find_generations(self.folder)):
@@ -280,7 +283,10 @@ class Tier:
                 warnings.warn(f"the checkpoint that is loaded is not noted in this node's memory: {error}", stacklevel=6)
 
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
-        """Acknowledge a generation. Once all ranks have, it is committed, and older ones may be freed. Collective."""
+        """Tell all ranks that this node has noted a save. Once all ranks have, it is committed, and older saves are freed.
+
+        Collective.
+        """
         # If the gather fails, the images are freed only if surely no rank has freed an older generation: they may be the only
         # whole one.
         comm.undo_unless_gathered(partial(self._undo, generation))
@@ -297,7 +303,7 @@ class Tier:
             drop_generations(self.folder, [generation.name])
 
     def _forget_older(self, generation: Generation) -> None:
-        """Forget the generations that a new one replaces, and the oldest; remove unused slots of dead processes."""
+        """Forget the saves that a new one replaces, and the oldest ones; remove unused slots of dead processes."""
         if not self.topology.leads(self.rank):
             return
         found = [held for held in find_generations(self.folder) if held.run == self.pool.run]
@@ -315,12 +321,12 @@ def _aligned(num_bytes: int) -> int:
 
 
 def seal_copy(slot: Slot, head: bytes) -> None:
-    """Verify every block of images that came from another rank, and seal the slot.
+    """Verify every block of the files that came from another rank, and mark their slot as whole.
 
     Raises
     ------
     CorruptError
-        A block differs from its digest: the slot stays void.
+        A block differs from its digest: the slot stays marked as not whole.
     """
     table = decode_table(head, slot.size, where="the copy that came from another rank")
     if table is None:
@@ -336,7 +342,7 @@ def seal_copy(slot: Slot, head: bytes) -> None:
 
 
 class MemoryTarget:
-    """The destination of the images of one save: slots of this rank, and of the ranks that hold its copies."""
+    """Where a save to memory puts the images of its files: slots of this rank, and of the ranks that hold copies."""
 
     def __init__(self, tier: Tier, step: int, taken: Mapping[int, Slot], sizes: Sequence[int]) -> None:
         self._tier, self._step, self._taken, self._sizes = tier, step, taken, sizes
@@ -344,7 +350,10 @@ class MemoryTarget:
         self.copies, self.persists = 0, False
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
+        """Return the memory of this rank's slot as the ring, so that the state is copied straight into it.
+
+        It is pinned if a tensor lies on a device.
+        """
         slot = self._taken[self._tier.rank]
         device = job.local_shards.device_to_pin
         if device is not None:
@@ -353,7 +362,7 @@ class MemoryTarget:
         return slot.region()[: ring_bytes(layouts)]
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
-        """Hash and seal the images, copy them to other nodes, and commit."""
+        """Hash the files in the slot, mark it as whole, copy it to other nodes, and commit the save."""
         try:
             receipt, table = self._sealed(job, copy)
             # A rank whose images failed sends no copy. Without this gather, others would wait for it until the links' deadline.
@@ -390,4 +399,4 @@ class MemoryTarget:
         return receipt_of(layouts, written, copy.chunks.fingerprints), table
 
     def give_back(self, ring: torch.Tensor) -> None:
-        """Do nothing: the slot stays as it is, and the next save takes another."""
+        """Do nothing: the slot keeps the save, and the next save takes another slot."""

@@ -1,4 +1,4 @@
-"""The nodes of a job: the ranks on each node, and the ranks that hold copies of the images of other ranks."""
+"""The nodes of a job: the ranks on each node, and the ranks that hold copies of other ranks' files in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Topology:
     machines
         For each node: the id of its machine (`machine_id`). One machine may have several nodes.
     copies
-        Number of other nodes that should hold a copy of each node's images.
+        Number of other nodes that should hold a copy of each node's files.
     """
 
     node_of: tuple[int, ...]
@@ -37,7 +37,7 @@ class Topology:
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank: the ranks that hold copies of its images, one on each node that holds the copies of its node."""
+        """For each rank: the ranks that hold copies of its files, one on each node that holds the copies of its node."""
         holders = copy_holders(self.machines, self.copies)
         out = []
         for rank, node in enumerate(self.node_of):
@@ -47,18 +47,18 @@ class Topology:
         return tuple(out)
 
     def sources(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that send copies of their images to this rank."""
+        """Return the ranks whose files this rank holds copies of."""
         return tuple(source for source, targets in enumerate(self.targets) if rank in targets)
 
     def group_of(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number and the ranks of a rank's group. The nodes of a group hold each other's copies."""
+        """Return the number of a rank's group, and the ranks in it. The nodes of a group hold each other's copies."""
         for number, nodes in enumerate(copy_groups(self.machines, self.copies)):
             if self.node_of[rank] in nodes:
                 return number, tuple(r for r, node in enumerate(self.node_of) if node in nodes)
         raise AssertionError(rank)
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank is the first of its node. That rank does the work that is done once for each node."""
+        """Whether a rank is the first one of its node, which does the work that is done once for each node."""
         return self.ranks_of[self.node_of[rank]][0] == rank
 
 
@@ -70,7 +70,7 @@ def find_topology(comm: Comm, node: str, machine: str, copies: int) -> Topology:
     node, machine
         Ids of this rank's node and machine.
     copies
-        Number of other nodes that should hold a copy of each node's images.
+        Number of other nodes that should hold a copy of each node's files.
     """
     # of_ranks[r]: ids of the node and the machine of rank r; nodes: the same pairs, each once, by the first rank of the node
     of_ranks = [tuple(pair) for pair in merge_of_all(comm, (node, machine))]

@@ -44,12 +44,12 @@ __all__ = [
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
 _OBJECTS = ("s3", "gs", "az")
 _MAX_LINKS = 40
-"""Links that are followed one after the other, as many as Linux follows."""
+"""The most symbolic links that are followed one after the other, as many as Linux follows."""
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Convert a path to text, and expand a leading ``~`` as a shell does.
+    """Convert a path of a public call to text, and expand a leading ``~`` as a shell does.
 
     Raises
     ------
@@ -109,12 +109,12 @@ def is_object_path(path: str | os.PathLike[str]) -> bool:
 
 
 def _place(url: str) -> list[str]:
-    """Split the URL of an object store: its scheme, its bucket, and the parts of the prefix in it.
+    """Split the URL of an object store into its scheme, its bucket, and the parts of the prefix.
 
     Raises
     ------
     UsageError
-        It has no bucket, or a part that could mean another place than it says.
+        The URL has no bucket, or a part such as ``..`` that could mean another place.
     """
     match = _SCHEME.match(url)
     assert match is not None
@@ -159,13 +159,13 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
 
 
 def open_below(storage: Storage, folder: str) -> Storage:
-    """Open the store of a folder below another store. Names and sizes that a `ListedStorage` knows are not asked for again."""
+    """Open the store of a folder below another store. A `ListedStorage` passes its list of names and sizes on."""
     below = open_storage(f"{storage.url}/{folder}")
     return storage.below(folder, below) if isinstance(storage, ListedStorage) else below
 
 
 def open_beside(storage: Storage, relative: str, key: str) -> Storage:
-    """Open the store at a path relative to another store, such as ``../step_90``; the caller wants the file `key` of it.
+    """Open the store at a path relative to another store, such as ``../step_90``, to read its file `key`.
 
     The other store's folder may be a symbolic link. Then the path is relative to the link or to the link's target: of the two
     stores, the one that has the key is opened.

@@ -1,6 +1,6 @@
-"""The store of a checkpoint that refers to files in the folders of other checkpoints.
+"""The store of a checkpoint that refers to files of other checkpoints, as an incremental save does.
 
-It reads those files in the other folders; it writes, lists and deletes only in the folder of the checkpoint itself."""
+It reads those files in the folders of the other checkpoints; it writes, lists and deletes only in the checkpoint's own folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .protocol import Document, Hints, Storage
 
 
 def _of_own(name: str) -> Any:
-    """Return a method of `FollowedStorage` that calls the method of this name of the checkpoint's own store."""
+    """Make a method of `FollowedStorage` that calls the method `name` of the checkpoint's own store."""
 
     def call(self: FollowedStorage, *args: Any, **options: Any) -> Any:
         return getattr(self._own, name)(*args, **options)
@@ -20,7 +20,7 @@ def _of_own(name: str) -> Any:
 
 
 class FollowedStorage(Storage):
-    """A `Storage` whose keys may also begin with the folder of another store.
+    """A `Storage` that also reads files of other stores, under keys that begin with such a store's folder.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""A store that caches its listing and the heads of its files, because many formats look at a folder before one recognizes it.
+"""A store that caches its listing and the heads (first bytes) of its files: many formats look at a folder before one knows it.
 
-Every format looks for its own marks, and reads the heads of all files, one after the other. In an object store each look is a
-round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small documents, and
-reads the heads of all files of one kind at once as soon as the first of them is wanted. It asks for nothing twice, so it does not
-see later changes: make one for each public call.
+Every format looks for its own files, and reads the heads of all files, one after the other. In an object store each look is a
+round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small files, and
+reads the heads of all files with one suffix at once as soon as the first of them is wanted. It asks for nothing twice, so it does
+not see later changes: make one for each public call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .followed import FollowedStorage
 from .protocol import MissingKey, Storage, fill, flat_bytes, folder_parts, key_parts, missing, too_large
 
 HEAD_BYTES = 64 << 10
-"""Bytes of the head of a file that are read before anyone asks for them."""
+"""Size in bytes of the head of a file, which is read before anyone asks for it."""
 
 MAX_HEADS = 1_024
-"""Most heads that are kept."""
+"""The most heads of files that are kept."""
 
 _SMALL_BYTES = 1 << 20
 
 
 class ListedStorage(FollowedStorage):
-    """A store that caches its listing, its small files, and the first bytes (head) of each file, once somebody has read them.
+    """A store that caches its listing, its small files, and the first bytes (head) of each file.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ class ListedStorage(FollowedStorage):
         self._heads: dict[str, bytes] = {}
 
     def below(self, folder: str, own: Storage) -> ListedStorage:
-        """Wrap `own`, the store of a folder below this one. Names and sizes of its files come from this store's listing."""
+        """Wrap `own`, the store of a folder below this one, with the names and sizes of its files from this store's listing."""
         found = ListedStorage(own)
         found._sizes = {key[len(folder) + 1 :]: size for key, size in self.list(folder)}
         return found
 
     @property
     def own(self) -> Storage:
-        """The store itself."""
+        """The store that this one wraps."""
         return self._own
 
     def _files(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class ListedStorage(FollowedStorage):
         fill(views, self._heads[key][offset:end])
 
     def _read_heads(self, wanted: str) -> None:
-        """Read the heads of a file and of the other files of its kind in its folder, at once."""
+        """Read the heads of a file and of all files with its suffix in its folder, at once."""
         folder, _, name = wanted.rpartition("/")
         kind = name.rpartition(".")[2]
         alike = [

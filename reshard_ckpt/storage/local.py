@@ -3,7 +3,7 @@
 1. *Write*: folders are opened one by one from the root, by descriptor, and symbolic links below the root are refused. So a link
    that somebody placed there cannot send a write elsewhere. Reads follow links: a user may have moved a file to another disk.
 2. *Durable*: `Writer.finish` syncs a file; `sync` syncs the folders that have its name, also for files of other processes. So
-   one process may sync the folders for all that wrote there.
+   one process may sync the folders for all processes that wrote there.
 3. *Publish*: a temporary file beside the target, fsync, rename, fsync of the folder. A crash before the rename leaves the old
    file, after it the new one. Only a temporary file can be left over, and the next `publish` of that key removes it.
 """
@@ -69,7 +69,7 @@ _MAX_OPEN_FILES = 64
 """Files that stay open between reads; a process may have 1,024 descriptors in all."""
 
 _TRIES = 10
-"""Attempts to make a file while another rank removes the empty folder for it."""
+"""Number of attempts to create a file, if another rank removes the empty folder for it meanwhile."""
 
 
 class LocalStorage(Storage):
@@ -119,7 +119,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """Yield the descriptor of a folder below the root; links below the root are not followed."""
+        """Open a folder below the root, and yield its descriptor. Symbolic links below the root are not followed."""
         if make and not os.path.isdir(self._root):
             _make_root(self._root)
             self._is_root_durable = True
@@ -140,7 +140,7 @@ class LocalStorage(Storage):
                 sync_folder(self._path(parts))
 
     def _sync_root(self) -> None:
-        """Make the name of the root durable, once: another process may have made the root, and may have been killed since."""
+        """Make the name of the root folder durable, once: another process may have made it, and may have been killed since."""
         if not self._is_root_durable:
             # A folder above that this user cannot read is not this job's.
             with Explained("sync the folder above it", self._root), suppress(PermissionError):
@@ -284,7 +284,7 @@ class LocalStorage(Storage):
 
 
 class LocalWriter(Writer):
-    """A new file below a `LocalStorage`. With `begin`, the part from that byte on of a file that other processes write too."""
+    """Writes a new file below a `LocalStorage`. With `begin`, only from that byte on, as other processes write the rest."""
 
     def __init__(self, storage: LocalStorage, key: str, path: str, fd: int, begin: int | None) -> None:
         self._storage, self._key, self._where = storage, key, path
@@ -321,18 +321,18 @@ class LocalWriter(Writer):
 
 
 def version_of(data: Buffer) -> Version:
-    """Return the version of a document, to be compared when it is replaced. This store has no version numbers: it is a digest."""
+    """Return the version of a file's contents, to be compared when the file is replaced. It is a digest of the bytes."""
     return Version(xxhash.xxh3_128_hexdigest(data))
 
 
 @lru_cache(1024)
 def _path_of(root: str, key: str) -> str:
-    """Return the path of a key. Cached: a load calls this between its reads, where Python is several times slower."""
+    """Return the path of a file by its key. Cached: a load calls this between reads, where Python is several times slower."""
     return os.path.join(root, *key_parts(key))
 
 
 def _is_same(name: str, folder: int, fd: int) -> bool:
-    """Return whether `name`, in an open folder, is still the file that `fd` has open."""
+    """Return whether `name`, in an open folder, still names the file that the descriptor `fd` has open."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -352,7 +352,7 @@ def _opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int
 
 @contextmanager
 def _kept(errors: list[StorageError]) -> Iterator[None]:
-    """Add an error of the block to a list, so that it does not keep other files from being deleted."""
+    """Append a `StorageError` of the ``with`` block to a list, so that other files are still deleted."""
     try:
         yield
     except StorageError as error:
@@ -360,7 +360,7 @@ def _kept(errors: list[StorageError]) -> Iterator[None]:
 
 
 def _make_root(path: str) -> None:
-    """Make a folder and the missing folders above it, and sync each: `sync` does not look above the root."""
+    """Make a folder and the missing folders above it, and sync the folder above each; `Storage.sync` does not do so."""
     above = os.path.dirname(path)
     if not os.path.isdir(path):
         _make_root(above)
@@ -372,7 +372,7 @@ def _make_root(path: str) -> None:
 
 
 def _remove_temporaries(folder: int, name: str) -> None:
-    """Remove temporary files of killed `publish` calls. The caller holds the folder's lock, so no such call still runs."""
+    """Remove the temporary files that killed `publish` calls of a file left. The folder's lock shows that no such call runs."""
     stray = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.tmp")
     with suppress(OSError):  # the new file is published: a leftover that cannot be removed now does no harm
         for found in os.listdir(folder):

@@ -1,7 +1,7 @@
-"""The store in memory: bytes under ``memory://name``, shared by the whole process.
+"""The store in this process's memory: files under ``memory://name``, shared by the whole process.
 
-Stores of one name have the same files. The store ``run`` also has the files of ``run/step_100``, below it, as a folder on a disk
-has. A deleted file frees its memory.
+Stores of one name have the same files. The store ``run`` also has the files of the store ``run/step_100``, as a folder on a disk
+has the files of folders below it. A deleted file frees its memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOCK = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Make a new lock and list the paths anew in a forked child: a thread of the parent may have been changing them."""
+    """In a forked child, make a new lock and list the paths anew: a thread of the parent may have been changing them."""
     global _LOCK
     _LOCK = threading.Lock()
     _PATHS[:] = sorted(_FILES)
@@ -47,10 +47,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 _FILES: dict[str, bytes] = {}
 _PATHS: list[str] = []
-"""The sorted paths of all files, in which the files of a folder lie together."""
+"""The sorted paths of all files in memory. The files of a folder lie together in it."""
 
 _LOCKS: dict[str, list[bool]] = {}
-"""The locks on each locked file: for each lock, whether it is shared."""
+"""The locks held on each file, by the file's path: for each lock, whether it is shared."""
 
 
 def _set(path: str, data: bytes) -> None:
@@ -60,7 +60,10 @@ def _set(path: str, data: bytes) -> None:
 
 
 def _below(folder: str) -> Sequence[str]:
-    """List the files of a folder, whose path ends with a slash. They sort before the path that ends with the next character."""
+    """Return the paths of all files in a folder, whose own path ends with a slash.
+
+    In sorted order they lie before the path that ends with the next character.
+    """
     return _PATHS[bisect_left(_PATHS, folder) : bisect_left(_PATHS, folder[:-1] + chr(ord("/") + 1))]
 
 
@@ -170,7 +173,7 @@ class MemoryStorage(Storage):
 
 
 class MemoryLock(Lock):
-    """A lock on a file in memory."""
+    """A lock on a file of a `MemoryStorage`."""
 
     def __init__(self, storage: MemoryStorage, key: str, shared: bool) -> None:
         self._storage, self._key, self._shared, self._held = storage, key, shared, True
@@ -189,7 +192,7 @@ class MemoryLock(Lock):
 
 
 class MemoryWriter(Writer):
-    """A new file in memory; it can be read once it is finished."""
+    """Writes a new file of a `MemoryStorage`; the file can be read once it is finished."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         self._storage, self._key, self._where = storage, key, storage._where(key)

@@ -18,11 +18,12 @@ from ..errors import StorageError, UsageError
 from .protocol import missing
 
 _MAX_RETRIES = 1_000_000
-"""Retries end by time alone. The ten of obstore's default are over after three seconds of a store that answers "slow down"."""
+"""The most retries of a request: so many that only time ends them. obstore's default of ten is over after three seconds of a
+store that answers "slow down"."""
 
 _BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
 _REQUEST_S = 120.0
-"""Seconds after which one request is given up and sent again."""
+"""Seconds after which one request is given up, and sent again."""
 
 _made_before_fork = False
 _has_clients = False
@@ -37,7 +38,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def obstore() -> Any:
-    """Import obstore.
+    """Import obstore, and return the module.
 
     Raises
     ------
@@ -63,7 +64,7 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Variables of the environment with the address of another server than the provider's own."""
+"""For each scheme, the environment variables with the address of another server than the provider's own."""
 
 
 @lru_cache(64)
@@ -102,18 +103,20 @@ _OF_OBSTORE = {
            "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_TOKEN", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_USE_EMULATOR",
            "AZURE_SKIP_SIGNATURE", "AZURE_STORAGE_SKIP_SIGNATURE"),
 }  # fmt: skip
-"""Variables of the environment by which obstore finds credentials. If any of them is set, boto3 is not asked for credentials."""
+"""For each scheme, the environment variables by which obstore finds credentials. If any is set, the provider's library, such as
+boto3, is not asked for credentials."""
 
 
 _ASK_AGAIN = timedelta(minutes=5)
-"""How long obstore uses credentials of boto3. They last for at least ten minutes more, and obstore does not see when they end."""
+"""The time for which obstore uses credentials of boto3 before it asks again. They last for at least ten minutes more, and obstore
+does not see when they end."""
 
 
 def _credentials(scheme: str) -> Any:
-    """Return the provider's own chain of credentials (files, single sign-on, renewal), if its library is installed.
+    """Return a function for obstore that asks the provider's own library (such as boto3) for credentials, if it is installed.
 
-    Return None if the environment has credentials for obstore, or if the chain finds nothing: then obstore asks the machine that
-    it runs on.
+    Return None if the environment has credentials for obstore, or if the library finds no credentials: then obstore asks the
+    machine that it runs on.
     """
     if any(name in os.environ for name in _OF_OBSTORE[scheme]):
         return None
@@ -137,9 +140,9 @@ def _credentials(scheme: str) -> Any:
 
 @contextmanager
 def explained(what: str, where: str) -> Iterator[None]:
-    """Turn obstore's errors within the block into a `StorageError` with the operation and the place.
+    """Turn obstore's errors in the ``with`` block into a `StorageError` with the operation and the place.
 
-    The message has no query of a URL, which may hold a signature, and the first error is not chained, because it has the query.
+    The message has no query of a URL, which may hold a signature. The first error is not chained, because it has the query.
     """
     try:
         yield
@@ -152,7 +155,7 @@ def explained(what: str, where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause of a failure in one line, and what to check."""
+    """Return one line with the cause of obstore's error, and advice on what to check."""
     text = re.sub(r"\?[^\s'\"<>)]*", "?…", str(error))
     status = re.search(r"status code: (\d{3} [A-Za-z ]+)", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
@@ -168,5 +171,5 @@ def _reason(error: Exception) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether a failed conditional PUT says that the condition did not hold."""
+    """Whether a conditional PUT failed because its condition did not hold."""
     return type(error).__name__ in ("AlreadyExistsError", "PreconditionError") or isinstance(error, FileNotFoundError)

@@ -1,4 +1,4 @@
-"""Leases of objects: a file that one process has for itself, in a store without locks.
+"""Leases: exclusive use of a file by one process, in an object store, which has no locks.
 
 The object holds a note, the holder's process and a nonce. Its holder replaces it every third of the lease's time (If-Match),
 with a new nonce, so that its version changes. A process that finds the object watches it: if the version does not change for the
@@ -26,15 +26,15 @@ from .protocol import ABSENT, Document, Lock, PublishConflict, Storage, Version
 _MAX_BYTES = 1 << 16
 _sleep = time.sleep
 _LOOKS = 12
-"""Looks at another process's lease during its time."""
+"""How often another process's lease is looked at during its time."""
 
 
 class LeaseLost(StorageError):
-    """Another process may have taken the lease of this one, which did not renew it in time."""
+    """Raised if this process did not renew its lease in time, so that another process may have taken it."""
 
 
 class ObjectLease(Lock):
-    """A lease that a thread renews until `release`."""
+    """A lease that this process holds. A thread renews it until `release`."""
 
     def __init__(
         self, storage: Storage, key: str, note: bytes, ttl_s: float, version: Version, renewed: float, *, once: bool
@@ -92,7 +92,10 @@ class ObjectLease(Lock):
 
 
 def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: bool) -> ObjectLease | None:
-    """Take a lease, or return None once its holder has renewed it. A holder that is gone is waited for, `ttl_s` at most."""
+    """Take a lease on the file `key`. Return None if another process renews it, and so holds it.
+
+    If the holder is gone, this waits until the lease is over, `ttl_s` at most.
+    """
     if once:  # most often there is no such file
         began = time.monotonic()
         with suppress(PublishConflict):
@@ -123,13 +126,13 @@ def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: b
 
 
 def content(note: bytes, ttl_s: float) -> bytes:
-    """Encode a lease. Each has a nonce: equal bytes would have equal ETags, and a renewed lease would look as if it were not."""
+    """Encode the contents of a lease's file, with a new nonce. Equal bytes could have equal ETags, which would hide a renewal."""
     fields = {"holder": note.decode(), "ttl_s": ttl_s, "process": _this_process(), "nonce": uuid.uuid4().hex}
     return json.dumps(fields).encode()
 
 
 def holder_text(data: bytes) -> str:
-    """Return the note in a lease or in a locked file, for a message."""
+    """Return the text, in a lease's file or a locked file, that says who holds it, for a message."""
     text = data.decode(errors="replace")
     with suppress(ValueError):
         fields = json.loads(text)
@@ -139,7 +142,7 @@ def holder_text(data: bytes) -> str:
 
 
 def _holder(found: Document | None) -> dict[str, Any] | None:
-    """Decode a lease; None if nobody holds it. A damaged one counts as held for a minute."""
+    """Decode a lease's file; None if nobody holds the lease. A damaged one counts as held for a minute."""
     if found is None or not found.data:
         return None
     with suppress(ValueError, TypeError):
@@ -156,7 +159,7 @@ def _machine() -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, which tells it from a later one of the same number; empty if there is none."""
+    """Return the start time of a process, which tells it from a later process with the same number; empty if unknown."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -167,7 +170,7 @@ def _this_process() -> list[str]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that has ended, so that nobody needs to wait for its lease."""
+    """Whether the holder of a lease was a process of this machine that has ended, so that nobody needs to wait for the lease."""
     process = holder["process"]
     here = len(process) == 4 and process[:2] == _machine()
     return here and bool(process[3]) and str(process[2]).isdigit() and _started(int(process[2])) != process[3]

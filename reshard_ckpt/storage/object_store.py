@@ -63,26 +63,26 @@ HINTS = Hints(
 )
 
 PARTS_IN_FLIGHT = 8
-"""Parts of one file that are sent at once. This times the size of a part bounds the memory of a writer."""
+"""Number of parts of one file that are sent at once. This times the size of a part bounds the memory of a writer."""
 
 MAX_PARTS = 9_000
-"""Most parts of a file; the stores allow 10,000."""
+"""The most parts of one file; the stores allow 10,000."""
 
 MAX_COPY_BYTES = {"s3": 5 << 30, "gs": 1 << 40}
-"""The largest object that one request copies. Azure copies in the background, and may return before it has."""
+"""The largest object in bytes that one request copies, by scheme. Azure copies in the background, and may return too early."""
 
 _UNSIGNED = ("AWS_UNSIGNED_PAYLOAD", "AWS_SKIP_SIGNATURE")
 DELETE_AT_ONCE = 1_000
 _ID = "reshardid"  # without "_", which some servers change
 _LAST_LOOK_S = 10.0
-"""Seconds for the question whether a PUT arrived, once `timeout_s` is over."""
+"""Seconds for which a store is asked whether a PUT arrived, once `timeout_s` is over."""
 
 _WAIT_S = 0.2
-"""Seconds before a conditional PUT is sent again that met another one under way."""
+"""Seconds to wait before a conditional PUT is sent again because it met another PUT under way."""
 
 
 class ObjectStorage(Storage):
-    """A `Storage` below one prefix of a bucket.
+    """A `Storage` below one prefix of a bucket in an object store.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ class ObjectStorage(Storage):
         self._takes_quoted()
 
     def _takes_quoted(self) -> bool:
-        """Whether the server takes an ETag in quotes; the first call of a process asks it."""
+        """Whether the bucket's server takes an ETag with its quotes in a condition. A process asks the server only once."""
         bucket = (self._scheme, self._bucket)
         if bucket not in _QUOTED:
             try:
@@ -219,9 +219,9 @@ class ObjectStorage(Storage):
         return _QUOTED[bucket]
 
     def _probed(self) -> bool:
-        """Prove that the server honours the conditions of a PUT, and return whether it takes an ETag in quotes.
+        """Prove by a small object that the server honours conditions of a PUT; return whether it takes an ETag with its quotes.
 
-        The object lies in a folder that is named as those of saves, so that a sweep deletes it if this process is killed
+        The object lies in a folder that is named like the folder of a save. So a later save deletes it if this process is killed
         meanwhile.
 
         Raises
@@ -260,7 +260,7 @@ class ObjectStorage(Storage):
                 obstore().delete(client, path)
 
     def _published(self, path: str, where: str, sent: str, error: Exception, until: float) -> tuple[Version, bool]:
-        """Return the version of an object after a PUT that failed, and whether it carries the id of that PUT."""
+        """After a failed PUT, look at the object: return its version, and whether it carries the id of that PUT."""
         client = self._client if time.monotonic() < until else client_of(self._scheme, self._bucket, _LAST_LOOK_S)
         try:
             with explained("look at", where):
@@ -296,7 +296,7 @@ class ObjectStorage(Storage):
 
 
 class ObjectWriter(Writer):
-    """A new object. It exists once `finish` returns."""
+    """Writes a new object. It exists once `finish` returns."""
 
     def __init__(self, client: Any, path: str, where: str, part_bytes: int) -> None:
         self._client, self._path, self._where, self._part_bytes = client, path, where, part_bytes
@@ -337,11 +337,11 @@ class ObjectWriter(Writer):
 
 
 _QUOTED: dict[tuple[str, str], bool] = {}
-"""For each bucket that was probed, whether its server takes an ETag in quotes."""
+"""For each bucket that was probed, whether its server takes an ETag with its quotes in a condition."""
 
 
 class ConditionsIgnored(StorageError):
-    """The server ignores a condition."""
+    """Raised if the server ignores the condition of a request."""
 
 
 _USE = "use a store with conditional writes: S3, GCS, Azure, SeaweedFS, MinIO and Ceph have them (docs/object-stores.md)"
@@ -352,7 +352,7 @@ def _ignores(url: str, condition: str) -> ConditionsIgnored:
 
 
 def _give_up(where: str, error: Exception) -> NoReturn:
-    """Raise the named error for a PUT that failed, whose outcome is unknown if the store did not answer."""
+    """Raise the named error for a PUT that failed: a `PublishUnknown` if the store may still do it."""
     try:
         with explained("publish", where):
             raise error
@@ -363,7 +363,7 @@ def _give_up(where: str, error: Exception) -> NoReturn:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a PUT that failed may yet be done by the store, or succeed if it is sent again."""
+    """Whether the store may still carry out a PUT that failed, or would accept it if it were sent again."""
     return type(error).__name__ == "GenericError" or is_refusal(error)
 
 
@@ -372,7 +372,7 @@ def _version_of(meta: Any) -> Version:
 
 
 def _update(version: Version, quoted: bool) -> dict[str, str]:
-    """Return obstore's condition for a PUT that replaces one version."""
+    """Return obstore's condition for a PUT: replace the object only if it has this version."""
     tag, _, number = version.tag.partition("\n")
     condition = {"e_tag": tag if quoted else tag.strip('"')}
     return {**condition, "version": number} if number else condition

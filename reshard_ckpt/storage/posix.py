@@ -1,9 +1,9 @@
-"""System calls that finish their work, and locks. They continue short reads and writes, cache descriptors, and explain errors.
+"""Wrappers of system calls for files, and locks. They continue short reads and writes, cache descriptors, and explain errors.
 
-Locks are advisory `flock` locks on files, which the system releases when their process dies. They also exclude other openings
-within this process. A forked child, such as a loader's worker, would share its parent's lock, and keep it after the parent has
-died; so it closes its copies at once. Every lock of this package is one of these. Nothing else, such as a mapping, may use the
-locked descriptor: that would keep it open in the child.
+Locks are advisory `flock` locks on files, which the system releases when their process dies. They also exclude a second lock that
+this process takes by opening the file again. A forked child, such as a loader's worker, would share its parent's lock, and keep
+it after the parent has died; so it closes its copies at once. Every lock of this package is one of these. Nothing else, such as a
+mapping, may use the locked descriptor: that would keep it open in the child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .protocol import Lock
 
 _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 _READ_BYTES = 1 << 20
-"""The step in which a document of unknown size is read, so that its memory grows with its size."""
+"""The number of bytes by which a file of unknown size is read, so that the memory for it grows with its size."""
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -69,7 +69,7 @@ class Explained:
 
 
 def sync_folder(folder: str | int) -> None:
-    """Make the names in a folder durable. The folder is a path or a descriptor; a folder that is gone needs nothing."""
+    """Make the names in a folder durable (fsync). The folder is a path or a descriptor; a folder that is gone is passed over."""
     if isinstance(folder, str):
         try:
             fd = os.open(folder, FOLDER)
@@ -89,7 +89,7 @@ def sync_folder(folder: str | int) -> None:
 
 
 def write_all(fd: int, data: memoryview) -> None:
-    """Write all of `data`: the system takes at most 2 GiB in one call."""
+    """Write all of `data` to a descriptor, in as many calls as it takes: the system takes at most 2 GiB in one."""
     while len(data):
         written = os.write(fd, data)
         if written == 0:  # a write of 0 bytes: trying again might go on for ever
@@ -118,7 +118,7 @@ def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
-    """Fill the views from byte `offset` on; return the number of bytes that the file lacks: 0 if it filled all views."""
+    """Read a file from byte `offset` on into the views, in order. Return the number of bytes that the file lacks to fill them."""
     views = [view for view in views if len(view)]
     left = sum(map(len, views))
     while left:
@@ -134,7 +134,7 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
 
 
 def open_to_read(path: str) -> int:
-    """Return the descriptor of a regular file; anything else, such as a pipe, counts as missing."""
+    """Open a regular file to read, and return its descriptor. Anything else, such as a pipe, counts as missing."""
     # Without O_NONBLOCK, opening a pipe that somebody placed there would wait for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -151,7 +151,7 @@ def open_to_read(path: str) -> int:
 
 
 def read_at_most(path: str, limit: int) -> bytes:
-    """Read the first `limit` bytes of a file. If the file is smaller, a large limit costs no memory."""
+    """Read a file, at most its first `limit` bytes. If the file is smaller, a large limit costs no memory."""
     fd = open_to_read(path)
     data = bytearray()
     try:
@@ -164,7 +164,7 @@ def read_at_most(path: str, limit: int) -> bytes:
 
 @contextmanager
 def locked(folder: int, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on an open folder (`await_lock`). A file system without locks excludes nobody."""
+    """Hold an exclusive lock on an open folder in a ``with`` block. On a file system without locks it excludes nobody."""
     fd, lock = os.open(".", FOLDER, dir_fd=folder), None
     where = f"/proc/self/fd/{folder}"
     with suppress(OSError, LocksUnsupported):
@@ -179,7 +179,7 @@ def locked(folder: int, timeout_s: float) -> Iterator[None]:
 
 
 class OpenFile:
-    """A descriptor that is closed once nothing refers to this object, so that no thread loses it while it reads."""
+    """An open file. It is closed once nothing refers to this object, so that no thread loses it while it reads."""
 
     __slots__ = ("fd",)
 
@@ -197,7 +197,7 @@ _ALL_OPEN: WeakSet[OpenFiles] = WeakSet()
 
 
 class OpenFiles:
-    """A cache of open files: the `max_files` that were read last; a file that a thread is reading stays open longer."""
+    """A cache of open files: keeps the `max_files` files that were read last. A file being read stays open longer."""
 
     def __init__(self, max_files: int) -> None:
         self._max_files = max_files
@@ -228,14 +228,14 @@ class OpenFiles:
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 MOMENTS_S = 120.0
-"""The longest wait of `await_lock`. Its locks are held only for moments, but in these a process may allocate gigabytes of
-memory, or publish on a slow disk."""
+"""The longest time in seconds that `await_lock` waits. Its locks are held only for moments, but in these a process may allocate
+gigabytes of memory, or publish on a slow disk."""
 
 _LIVE_LOCKS: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class LocksUnsupported(StorageError):
-    """The file system does not support locks."""
+    """Raised if the file system, or the store, does not support locks."""
 
 
 class FileLock(Lock):
@@ -259,7 +259,7 @@ class FileLock(Lock):
         )
 
     def release(self) -> None:
-        """Release the lock; once released, this does nothing."""
+        """Release the lock; a second call does nothing."""
         # First, and apart from the close: Ctrl-C just before a close would leave the file locked as long as this process lives.
         if self.fd >= 0:
             with suppress(OSError):
@@ -274,7 +274,7 @@ class FileLock(Lock):
                 os.close(fd)
 
     def note(self, text: bytes) -> None:
-        """Replace the contents of the locked file by a note for whoever finds it locked."""
+        """Replace the contents of the locked file by a text for anyone who finds it locked."""
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, text, 0)
 
@@ -283,7 +283,7 @@ class FileLock(Lock):
 
 
 def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
-    """Lock an open file, and let the lock own it; if another lock excludes this one, close the file and return None.
+    """Lock an open file and return the lock, which then owns the file. If another lock excludes this one, close it; return None.
 
     Raises
     ------
@@ -323,7 +323,7 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
 
 
 def lock_attempts(path: str, timeout_s: float) -> Iterator[None]:
-    """Yield for each try to take a lock, and wait between them; raise a `StorageError` as `await_lock` does."""
+    """Yield before each attempt to take a lock, and wait between attempts. Raise a `StorageError` when the time is over."""
     began, most_s = time.monotonic(), min(timeout_s, MOMENTS_S)
     while True:
         yield
@@ -350,7 +350,7 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
 
 
 def _after_fork() -> None:
-    """In a forked child, close inherited locks, and give caches new ones: a thread that is gone may hold those of the parent."""
+    """In a forked child, close the parent's locks, and give file caches new thread locks: a gone thread may hold the old."""
     for lock in list(_LIVE_LOCKS):
         lock.close()
     for files in _ALL_OPEN:

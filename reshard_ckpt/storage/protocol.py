@@ -1,4 +1,4 @@
-"""The protocol of stores: bytes under keys; one file can be replaced atomically.
+"""The protocol of stores: a store keeps files (bytes) under keys, and can replace one file atomically.
 
 A key is a relative posix path. Shard files are written once, front to back, and then only read, by ranges; small documents (the
 catalog) are read whole and replaced whole with `publish`, the only operation that must be atomic.
@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from ..errors import CorruptError, StorageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Bytes to write. A memoryview must be C-contiguous; its items may have any size."""
+"""The type of bytes to write. A memoryview must be C-contiguous; its items may have any size."""
 
 Self = TypeVar("Self")
 Item = TypeVar("Item")
@@ -70,78 +70,78 @@ DISK = Hints()
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """The state of a file at one moment. Only the store that made it knows the meaning of `tag`."""
+    """The version of a file, to tell whether it was replaced. Only the store that made it knows the meaning of `tag`."""
 
     tag: str
 
 
 ABSENT = Version("absent")
-"""The version of a file that does not exist."""
+"""The version of a file that does not exist, for `Storage.publish`: the file must be new."""
 
 PROBE = "probe"
-"""The name of an object that exists for a moment, to see whether the store honours conditions. Its folder is named like that of a
-save."""
+"""The name of an object that exists for a moment, to see whether the store honours conditions. Its folder is named like the
+folder of a save."""
 
 ANY = Version("any")
-"""For `Storage.publish`: replace any version."""
+"""Any version of a file, for `Storage.publish`: replace the file whatever it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A small file that was read whole."""
+    """The contents of a small file that was read whole, with its version."""
 
     data: bytes
     version: Version
 
 
 class MissingKey(StorageError):
-    """There is no file under that key."""
+    """Raised if the store has no file under a key."""
 
 
 class PublishConflict(StorageError):
-    """The file to replace has other bytes than the caller expected: somebody else published meanwhile."""
+    """Raised if a file to be replaced has another version than expected: somebody else has published meanwhile."""
 
 
 class PublishUnknown(StorageError):
-    """The store did not say whether it replaced a file, and did not answer the question since: it may still do so."""
+    """Raised if the store has not said whether it replaced a file, and does not answer the question: it may still do so."""
 
 
 class Writer(Protocol):
-    """One new file, written front to back. Leaving its ``with`` block finishes it, or aborts it if that block raised.
+    """Writes one new file, front to back. Leaving its ``with`` block finishes the file, or aborts it if the block raised.
 
-    A store's own writer has `_write`, `_finish` and `_abort`, which are only called while the file is open. `_where` names the
-    file in messages.
+    Each store's writer implements `_write`, `_finish` and `_abort`, which are only called while the file is open. `_where` names
+    the file in messages.
     """
 
     _where: str
     _is_open: bool = True
 
     def write(self, data: Buffer) -> None:
-        """Append all of `data`."""
+        """Append all of `data` to the file."""
         if not self._is_open:
             raise ValueError(f"{self._where}: written after it was closed")
         self._write(flat_bytes(data))
 
     def finish(self) -> None:
-        """Make the bytes durable and close; once finished, this does nothing."""
+        """Make the file's bytes durable and close it; a second call does nothing."""
         if self._is_open:
             self._finish()
             self._is_open = False
 
     def abort(self) -> None:
-        """Close and remove the file; after `finish` or `abort`, this does nothing."""
+        """Close and remove the unfinished file; after `finish` or `abort`, do nothing."""
         if self._is_open:
             self._is_open = False
             self._abort()
 
     def _write(self, view: memoryview) -> None:
-        """Append single bytes."""
+        """Append a view of single bytes to the file."""
 
     def _finish(self) -> None:
-        """Make the bytes durable and close. If this raises, it is called again, or `_abort` is."""
+        """Make the file's bytes durable and close it. If this raises, it is called again, or `_abort` is."""
 
     def _abort(self) -> None:
-        """Close and remove the file. The caller raises the reason; an error of this clean-up must not hide it."""
+        """Close and remove the unfinished file, and raise no error: the caller raises the reason, which it would hide."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -163,20 +163,20 @@ class Lock(Protocol):
     Attributes
     ----------
     had_file
-        Whether the file of a lease was there before. None for locks: ask `Storage.size` before.
+        Whether the file of a lease was there before it was taken. None for locks: ask `Storage.size` before.
     """
 
     had_file: bool | None = None
 
     def check(self) -> None:
-        """Raise a `StorageError` if another process may have the file by now. Call it before each deletion."""
+        """Raise a `StorageError` if another process may have the locked or leased file by now. Call it before each deletion."""
         return
 
     def release(self) -> None:
-        """Release the lock; once released, this does nothing."""
+        """Release the lock; a second call does nothing."""
 
     def note(self, text: bytes) -> None:
-        """Replace the content of the locked file by a note for anyone who finds it locked; only for files that serve as locks."""
+        """Replace the contents of the locked file by a text for anyone who finds it locked; only for files made to be locked."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -186,7 +186,7 @@ class Lock(Protocol):
 
 
 class _LockOfOneJob(Lock):
-    """A lock whose file is deleted when it is released."""
+    """A lock whose file belongs to one job: it is deleted when the lock is released."""
 
     def __init__(self, storage: Storage, key: str, lock: Lock) -> None:
         self._storage, self._key, self._lock, self._is_held = storage, key, lock, True
@@ -204,7 +204,7 @@ class _LockOfOneJob(Lock):
 
 
 class Storage(Protocol):
-    """Keys and bytes. Every method may be called from many threads at once; each `Writer` belongs to one.
+    """A store: files (bytes) under keys. Every method may be called by many threads at once; each `Writer` belongs to one.
 
     Each method raises `StorageError` if the store refuses, and `CorruptError` if a key is not a relative posix path: keys come
     from catalogs, which may be damaged or hostile.
@@ -212,15 +212,15 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """The place of the store, for messages."""
+        """The URL or the path of the store, also for messages."""
 
     @property
     def hints(self) -> Hints:
-        """How this store is best used."""
+        """The properties of this store that decide how it is used."""
         return DISK
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> Writer:
-        """Begin a new file. If there is a file already, raise an error; see `Hints.shows_unfinished`.
+        """Begin a new file, and return its writer. If there is a file already, raise an error; see `Hints.shows_unfinished`.
 
         Parameters
         ----------
@@ -231,19 +231,22 @@ class Storage(Protocol):
         """
 
     def write_at(self, key: str, offset: int) -> Writer:
-        """Begin to write a part of a file, from byte `offset` on, while other processes write other parts of it.
+        """Return a writer for a part of a file, from byte `offset` on, while other processes write other parts.
 
-        The first of them makes the file. `Writer.abort` leaves it, as it holds the bytes of others too. Only for stores with
-        `Hints.shares_files`.
+        The first process makes the file. `Writer.abort` leaves the file, as it holds the bytes of other processes too. Only for
+        stores with `Hints.shares_files`.
         """
         raise StorageError(f"{self.url}: {key}: a file in this store has one writer; see Hints.shares_files")
 
     def copy(self, source: Storage, key: str, to: str) -> bool:
-        """Copy a file of another store to a key of this one, without reading it here. False if the two stores cannot."""
+        """Copy a file of another store to the key `to` of this one, if the two can without reading it here.
+
+        Return whether they did.
+        """
         return False
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make it durable that these files exist, or that they are deleted, and that the folders above them exist.
+        """Make durable that these files exist, or that they are deleted, and that the folders above them exist.
 
         It counts for all files in these folders that any process has made or deleted before this call. By default only check the
         keys, for stores where nothing is durable later than it is visible.
@@ -251,7 +254,7 @@ class Storage(Protocol):
         folders_above(keys)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, from byte `offset` on.
+        """Fill `buffers`, one after the other, with the bytes of a file from byte `offset` on.
 
         Raises
         ------
@@ -262,11 +265,11 @@ class Storage(Protocol):
         """
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Call `read_into` with each key, offset and buffers."""
+        """Call `read_into` for several ranges: each a key, an offset, and buffers to fill."""
         map_at_once(self, lambda asked: self.read_into(*asked), ranges)
 
     def document(self, key: str, limit: int) -> Document:
-        """Read the whole file, with its version.
+        """Read a small file whole, and return its bytes with its version.
 
         Raises
         ------
@@ -277,11 +280,11 @@ class Storage(Protocol):
         """
 
     def read(self, key: str, limit: int) -> bytes:
-        """Read the whole file, as `document` does."""
+        """Read a small file whole, as `document` does, and return its bytes."""
         return self.document(key, limit).data
 
     def read_many(self, keys: Sequence[str], limit: int) -> list[Document | None]:
-        """Read several `document`; None for a file that is missing."""
+        """Read several small files whole, as `document` does; None for each file that is missing."""
 
         def read(key: str) -> Document | None:
             with suppress(MissingKey):
@@ -294,11 +297,14 @@ class Storage(Protocol):
         """Return the size of a file in bytes, or None if there is no such file."""
 
     def stamp(self, key: str) -> object:
-        """Return something that differs once a file was changed, or None if there is no file or the store cannot tell."""
+        """Return an object that differs once a file was changed, such as its time.
+
+        None if there is no file or the store cannot tell.
+        """
         return None
 
     def stat(self, keys: Sequence[str]) -> list[int | None]:
-        """Return the `size` of each file."""
+        """Return the size of each file in bytes, or None if there is no such file."""
         return map_at_once(self, self.size, keys)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -315,7 +321,7 @@ class Storage(Protocol):
         return tuple(sorted({parts[depth] for parts in names if len(parts) > depth + 1}))
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
-        """Lock a file, without waiting. A lock excludes all others; a `shared` one excludes only locks that are not shared.
+        """Lock a file, without waiting. A lock excludes all other locks; a `shared` one excludes only locks that are not shared.
 
         Parameters
         ----------
@@ -336,10 +342,12 @@ class Storage(Protocol):
         """
 
     def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
-        """Take a file for this process alone, without waiting, and leave a note in it; None if another process has it.
+        """Take a lease on a file: exclusive use by this process. Do not wait; return None if another process has the lease.
 
         Parameters
         ----------
+        note
+            The text to put into the file, for anyone who finds it taken.
         ttl_s
             Seconds after which a store without locks gives the file to another process, unless this one renewed its lease.
         once
@@ -357,7 +365,7 @@ class Storage(Protocol):
         return _LockOfOneJob(self, key, lock) if once and lock is not None else lock
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
-        """Put a file in place, or replace it, atomically and durably: a reader finds the old bytes or the new ones.
+        """Make or replace a small file, atomically and durably: a reader finds the old bytes or the new ones.
 
         Parameters
         ----------
@@ -376,24 +384,24 @@ class Storage(Protocol):
         """
 
     def prove_conditions(self) -> None:
-        """Prove that the store honours what `publish` expects, if it must be asked: once for each process and place.
+        """Prove that the store honours the condition `expected` of `publish`, once for each process and place, if there is doubt.
 
         Raises
         ------
         StorageError
-            The store does not.
+            The store ignores it.
         """
         return
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and then the folders that this has emptied, except the root. Missing files are passed over.
+        """Delete files, and then the folders that this has emptied, except the root. Missing files are passed over.
 
         Pass many keys at once: a store removes them in few requests. If some cannot be removed, the others are, and then an error
         is raised.
         """
 
     def close(self) -> None:
-        """Close open files; a later call opens them again. By default there are none."""
+        """Close open files; a later call opens them again. By default a store has no open files."""
         return
 
     def __enter__(self: Self) -> Self:
@@ -404,7 +412,7 @@ class Storage(Protocol):
 
 
 _NO_KEY = re.compile(r"[\0\\\ud800-\udfff]")
-"""The characters that no key has: NUL, a backslash, and halves of a surrogate pair, which are not UTF-8."""
+"""Matches the characters that no key has: NUL, a backslash, and halves of a surrogate pair, which are not UTF-8."""
 
 
 def key_parts(key: str) -> tuple[str, ...]:
@@ -422,12 +430,12 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def folder_parts(prefix: str) -> tuple[str, ...]:
-    """Split the path of a folder as `key_parts` does; the root is ""."""
+    """Split the path of a folder into names, as `key_parts` does; the root "" has none."""
     return key_parts(prefix) if prefix else ()
 
 
 def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
-    """List all folders above these keys, the deepest first; the root is ``()``.
+    """List all folders above these keys, as tuples of names, the deepest first; the root is ``()``.
 
     >>> folders_above(["a/b/1", "a/b/2", "c"])
     [('a', 'b'), ('a',), ()]
@@ -439,7 +447,7 @@ def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def flat_bytes(data: Buffer) -> memoryview:
-    """Return a view of the same memory as single bytes."""
+    """View a buffer of any shape and format as 1-D single bytes, without a copy."""
     view = memoryview(data)
     if view.nbytes == 0:
         return memoryview(bytearray())  # an empty view of several dims cannot be cast
@@ -447,7 +455,7 @@ def flat_bytes(data: Buffer) -> memoryview:
 
 
 def fill(views: Iterable[memoryview], data: Buffer) -> None:
-    """Copy bytes into views of single bytes, one after the other."""
+    """Copy bytes into the views, one after the other; the views are of single bytes."""
     left = memoryview(data)
     for view in views:
         view[:] = left[: len(view)]
@@ -455,14 +463,14 @@ def fill(views: Iterable[memoryview], data: Buffer) -> None:
 
 
 def read_range(storage: Storage, key: str, offset: int, num_bytes: int) -> memoryview:
-    """Read `num_bytes` bytes of a file, from `offset` on, into new memory; see `Storage.read_into`."""
+    """Read `num_bytes` bytes of a file, from `offset` on, into new memory, and return it; see `Storage.read_into`."""
     data = memoryview(bytearray(num_bytes))
     storage.read_into(key, offset, [data])
     return data
 
 
 def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the first `num_bytes` bytes of a file in parts: the offset and the bytes of each, valid until the next part."""
+    """Read the first `num_bytes` bytes of a file in parts. Yield the offset and the bytes of each, valid until the next."""
     buffer = memoryview(bytearray(min(part_bytes, num_bytes)))
     for begin in range(0, max(num_bytes, 1), part_bytes):  # an empty file is read as one part, so that a missing file is an error
         part = buffer[: num_bytes - begin]
@@ -471,7 +479,7 @@ def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> I
 
 
 def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that returns the result of a call, which begins now in a thread if the store's round trips are slow."""
+    """Return a function that returns the result of `call`. If the store is slow, `call` begins now in a thread."""
     if storage.hints.requests <= DISK.requests:
         return call
     pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ask")
@@ -481,12 +489,12 @@ def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
 
 
 def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
-    """Make several calls and return their results; at the same time if the round trips of the store are slow."""
+    """Make several calls and return their results. If the store's round trips are slow, make them at the same time."""
     return map_at_once(storage, lambda call: call(), calls)
 
 
 def map_at_once(storage: Storage, function: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
-    """Call a function with each item and return its results; at the same time if the round trips of the store are slow."""
+    """Call a function with each item and return the results. If the store's round trips are slow, call it at the same time."""
     items = list(items)
     if storage.hints.requests <= DISK.requests or len(items) <= 1:
         return list(map(function, items))
@@ -495,13 +503,13 @@ def map_at_once(storage: Storage, function: Callable[[Item], T], items: Iterable
 
 
 def write_file(storage: Storage, key: str, data: Buffer) -> None:
-    """Write a new file, durably; see `Storage.create`."""
+    """Write a new file with these bytes, durably; see `Storage.create`."""
     with storage.create(key, memoryview(data).nbytes) as writer:
         writer.write(data)
 
 
 def copy_file(source: Storage, key: str, target: Storage) -> None:
-    """Copy a file to the same key of another store, durably; a file that is there is replaced."""
+    """Copy a file to the same key of another store, durably. A file that is there already is replaced."""
     if not target.copy(source, key, key):
         size = source.size(key)
         if size is None:
@@ -527,17 +535,17 @@ def too_large(where: str, limit: int) -> CorruptError:
 
 
 def missing(where: str) -> MissingKey:
-    """Return the error for a file that is missing."""
+    """Return the error for a file that does not exist."""
     return MissingKey(f"{where}: no such file")
 
 
 def exists(where: str) -> StorageError:
-    """Return the error for a file that exists and must not."""
+    """Return the error for a new file that already exists."""
     return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
 
 
 def conflict(where: str, expected: Version, current: Version) -> PublishConflict:
-    """Return the error for a publish that found another version than it expected."""
+    """Return the error for a publish that found another version of the file than it expected."""
     if current == ABSENT:
         return PublishConflict(f"{where}: disappeared during this save; somebody deletes here: save to a path that is left alone")
     found = "appeared" if expected == ABSENT else "changed"

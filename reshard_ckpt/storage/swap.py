@@ -1,4 +1,4 @@
-"""An atomic swap of two files or folders: at every moment, there is one under each of the two paths."""
+"""An atomic swap of two files or folders: at every moment, one of the two is under each path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-"""Errors of a kernel without this call, of a file system without this flag, and of a sandbox that forbids the call."""
+"""The error codes of a kernel without this call, of a file system that cannot swap, and of a sandbox that forbids the call."""
 
 
 def swap(first: str, second: str) -> bool:

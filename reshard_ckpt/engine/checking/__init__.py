@@ -1,1 +1,1 @@
-"""Checks of checkpoints that load nothing: verify, compare, statistics, manifest."""
+"""Checks of saved checkpoints without a load: verify checksums, compare two, compute statistics, check a manifest."""

@@ -50,7 +50,10 @@ class TensorDifference:
 
 
 class Side(NamedTuple):
-    """One of two checkpoints that are compared: its store, its catalog, and its tensors, in an order that both sides share."""
+    """One side of a comparison: the store and catalog of a checkpoint, and the catalog indices of the tensors to compare.
+
+    ``tensors[i]`` of one side is compared with ``tensors[i]`` of the other.
+    """
 
     storage: Storage
     catalog: Catalog
@@ -112,7 +115,7 @@ def _common(a: str, b: str) -> str:
 
 @dataclass(slots=True)
 class _Totals:
-    """The differences between two tensors that were found so far, as in `TensorDifference`."""
+    """Counts and maxima of the differences found so far in a pair of tensors; `TensorDifference` explains the fields."""
 
     num_different: int = 0
     max_abs: float = 0.0
@@ -120,14 +123,17 @@ class _Totals:
     num_nan: int = 0
 
     def join(self, other: _Totals) -> None:
-        """Add the differences that another rank found in its part of the two tensors."""
+        """Add the counts of another rank, which has compared another part of the same two tensors."""
         self.num_different += other.num_different
         self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
         self.num_nan += other.num_nan
 
 
 class _Pair:
-    """Two tensors that are read in one dtype, so that both are cut at the same bytes; and the differences found so far."""
+    """A pair of tensors to compare, with the differences found so far.
+
+    If their dtypes differ, both are read in a common dtype, so that the same byte range holds the same elements of either.
+    """
 
     def __init__(self, a: Catalog, tensor_a: int, b: Catalog, tensor_b: int) -> None:
         codes = a.dtype(tensor_a), b.dtype(tensor_b)
@@ -140,12 +146,12 @@ class _Pair:
         self.totals = _Totals()
 
     def cut(self, part: range) -> tuple[Run, Run]:
-        """Return the runs of both tensors that have these bytes, counted after conversion."""
+        """Return one run for each tensor of the pair: the elements in a byte range. Bytes are counted in the common dtype."""
         start, count = part.start // self.item_bytes, len(part) // self.item_bytes
         return replace(self.a, start=start, count=count), replace(self.b, start=start, count=count)
 
     def add(self, x: memoryview, y: memoryview) -> None:
-        """Compare bytes of the two tensors that lie at the same place, and add up the differences."""
+        """Compare the bytes of one run, read from each of the two tensors, and add the differences to the totals."""
         bits = np.dtype(f"u{self.item_bytes}")
         bytes_x, bytes_y = np.frombuffer(x, bits), np.frombuffer(y, bits)
         if np.array_equal(bytes_x, bytes_y):
@@ -172,7 +178,7 @@ class _Pair:
             return np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
 
     def difference(self, name: str) -> TensorDifference:
-        """Report the differences found, under this name."""
+        """Return the totals of this pair as a `TensorDifference` with this name."""
         return TensorDifference(name, self.a.count, *astuple(self.totals))
 
 

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints: made of the files as they are, and compared with them.
+"""Manifests (lists of a checkpoint's files with their SHA-256): make one, or check the files against one.
 
 1. A save hashes each file as it writes it; the digests travel with the receipts. Rank 0 adds the digest of the new catalog,
    writes the manifest into the save's own folder, and only then publishes the catalog. So wherever a save is cut off, the catalog
@@ -23,7 +23,7 @@ from ..loading.read import REQUEST_BYTES
 
 
 def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, report: OnProgress) -> str:
-    """Hash all files of a checkpoint as they are now, publish the manifest in place of an earlier one, and return its key."""
+    """Hash all files of a checkpoint as they are now, and publish their manifest in place of an earlier one. Return its key."""
     digests: dict[str, bytes] = {}
     for name, found in _hashes(storage, _keys(catalog), workers, report):
         if isinstance(found, CheckpointError):
@@ -35,7 +35,10 @@ def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, re
 
 
 def check_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, report: OnProgress) -> Iterator[str]:
-    """Yield a line for each file that is not listed, is missing, or has another digest than the listed one.
+    """Check all files of a checkpoint against its manifest, and yield one line of text for each problem.
+
+    Problems are a file that the manifest does not list, a listed file that is missing or that the catalog does not refer to, and
+    a file whose SHA-256 differs from the listed one.
 
     Raises
     ------
@@ -57,7 +60,7 @@ def check_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, r
 
 
 def check_listed(storage: Storage, listed: Mapping[str, bytes], *, workers: int | None, report: OnProgress) -> Iterator[str]:
-    """Yield a line for each listed file that is missing, or has another SHA-256 than `listed` gives for its key."""
+    """Hash the files in `listed` (key to expected SHA-256), and yield one line of text for each that is missing or differs."""
     for name, found in _hashes(storage, list(listed), workers, report):
         if isinstance(found, CheckpointError):
             yield str(found)
@@ -66,7 +69,7 @@ def check_listed(storage: Storage, listed: Mapping[str, bytes], *, workers: int 
 
 
 def _keys(catalog: Catalog) -> list[str]:
-    """List the files that make up a checkpoint."""
+    """List the keys of all files of a checkpoint: its catalog, its shard files and their digests files."""
     return [CATALOG_KEY, *(key for file in catalog.files for key in file.keys if key)]
 
 

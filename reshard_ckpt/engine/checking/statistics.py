@@ -61,7 +61,7 @@ def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], repor
 
 
 def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Iterator[tuple[Sequence[Run], Window]]:
-    """Yield the bytes of some runs, a window at a time, and before each window the parts of runs that are in it."""
+    """Read runs of saved tensors a window at a time. Yield the runs that are in each window, and the window with their bytes."""
     check_covered(catalog, runs)
     reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=True))
     windows = list(cut_windows(reader, runs, WINDOW_BYTES))
@@ -76,7 +76,7 @@ def as_numbers(data: memoryview, code: str) -> NDArray[Any]:
 
 
 class _Totals:
-    """The totals of one tensor so far."""
+    """The statistics of one tensor so far: minimum, maximum, sum, and the numbers of finite elements, NaNs and infinities."""
 
     def __init__(self) -> None:
         self.low: Any = inf

@@ -104,7 +104,10 @@ class _Window(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """A problem with bytes of a file, by the file's index; -1 is the catalog. An empty `text` says that a digest does not fit."""
+    """A problem with the bytes ``[begin, end)`` of a file, which is given by its index in the catalog (-1: the catalog itself).
+
+    `text` is the message; it is empty for damaged blocks, whose message is made last, when neighbouring blocks have been joined.
+    """
 
     file: int
     begin: int
@@ -113,7 +116,7 @@ class _Problem(NamedTuple):
 
 
 class _Check:
-    """One verification, and the problems that it has found so far, in any order."""
+    """One run of `verify_all` on one rank: reads this rank's share of the files, and collects problems in any order."""
 
     def __init__(self, storage: Storage, catalog: Catalog, share: Sequence[tuple[int, range]], tally: Tally) -> None:
         self.storage, self.catalog, self.share, self.tally = storage, catalog, share, tally
@@ -121,7 +124,11 @@ class _Check:
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
-        """Yield the windows to read of each file that exists; a missing file becomes a problem where its first byte is."""
+        """Yield the windows of this rank's files, to be read and hashed.
+
+        A file that is missing or has a wrong size has no windows. It becomes a problem, on the rank whose share has its first
+        byte.
+        """
         hints = self.storage.hints
         step = hints.requests if hints.requests > DISK.requests else 1  # the digests of so many files are in memory
         for first in range(0, len(self.share), step):
@@ -136,14 +143,17 @@ class _Check:
                     yield _Window(index, low, digests)
 
     def _open(self, index: int) -> Digests | str:
-        """Return the digests of a file; else the problem with the file, or "" for a foreign one, whose size alone is checked."""
+        """Check the size of a file and read its block digests.
+
+        Return the digests, or the text of a problem, or "" for a file of another format, which has no digests.
+        """
         try:
             return open_files(self.storage, self.catalog, [index], [index]).get(index) or ""
         except CheckpointError as error:
             return str(error)
 
     def window(self, window: _Window) -> None:
-        """Read and verify one window."""
+        """Read one window of a file, hash its blocks, and record a problem for each block that differs from its digest."""
         entry = self.catalog.files[window.file]
         size = min(REQUEST_BYTES, entry.size - window.low)
         each, end = window.digests.block_bytes, window.low + size
@@ -161,7 +171,7 @@ class _Check:
         self.tally.add(size)
 
     def problems(self) -> Iterator[str]:
-        """Describe each problem, a line each, in order of the files. Neighbouring damaged ranges are one problem."""
+        """Yield one line of text for each problem, in order of the files. Damaged ranges that are neighbours become one line."""
         joined: list[_Problem] = []
         for problem in sorted(self.found):
             last = joined[-1] if joined and not joined[-1].text else None

@@ -1,4 +1,7 @@
-"""Pausing Python's garbage collector. A forked child collects again, as the threads that paused it do not exist there."""
+"""Pausing Python's garbage collector during public calls.
+
+A forked child turns it on again, because the threads that paused it do not exist there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PAUSING: list[None] = []
-"""An entry for each ``with`` block that has paused the collector."""
+"""One entry for each ``with`` block under way that has paused the collector."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Loading what packages register as entry points: this package's own, and those of others."""
+"""Loading the objects that packages register under a group of entry points: this package's own, and those of other packages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ Found = TypeVar("Found")
 
 
 def load_all(group: str, own: Mapping[str, str], kind: type[Found]) -> list[Found]:
-    """Load every entry point of a group. If one fails to import, or is not a `kind`, warn, and go on with the others.
+    """Load every entry point of a group, and return the loaded objects. Skip one with a warning if it fails, or is not a `kind`.
 
     Parameters
     ----------
     own
-        The entry points of this package, name to value as in pyproject.toml. This copy serves a package that is not installed.
+        This package's own entry points, name to value as in pyproject.toml. They are loaded even if this package is not
+        installed.
+    kind
+        The class that each loaded object must be an instance of.
     """
     points = {point.name: point for point in entry_points(group=group)}
     points |= {name: EntryPoint(name, value, group) for name, value in own.items()}

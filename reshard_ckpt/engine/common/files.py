@@ -1,8 +1,8 @@
-"""Opening a checkpoint before it is read: its catalog, the same on all ranks; the sizes of its files, and their digests.
+"""Opening a checkpoint: read its catalog, check that all ranks read the same one, check file sizes, and read block digests.
 
-The requests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long for each. Fewer
-threads read the files themselves (`num_threads`, `in_threads`). Messages about damage name the tensors and values that lie in the
-damaged range (`FileContents`).
+Requests for sizes and digests are sent at the same time, up to `MAX_REQUESTS`: the answers are small, but a store may take long
+for each. Fewer threads read the files themselves (`num_threads`, `in_threads`). Messages about damage name the tensors and values
+that lie in the damaged range (`FileContents`).
 """
 
 from __future__ import annotations
@@ -35,31 +35,39 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_REQUESTS = 16
-"""Most requests under way at once to a disk."""
+"""The most requests for sizes and digests that are under way to a disk at once."""
 
 SHORT_FOR_LONG = 2
-"""How many requests with short answers are sent in place of each request for `Hints.read_bytes`."""
+"""A store serves ``Hints.requests`` large reads well at once. It is sent this many times as many small ones (sizes, digests)."""
 
 REQUESTS_OF_THREAD = 16
-"""Requests to a disk for which one more thread pays: they take less time than its start."""
+"""One more thread is started for each so many requests to a disk. Fewer requests take less time than the start of a thread."""
 
 MAX_THREADS = 8
 """Most threads that read files at once on one rank."""
 
 DIGESTS_BYTES = 32 << 20
-"""Most bytes of digests that `FileDigests` keeps, of the files used last; enough for half a terabyte of files."""
+"""The most bytes of block digests that `FileDigests` keeps in memory. It drops those of the file that was used least recently.
+
+This is enough for half a terabyte of files.
+"""
 
 _NONE_LEFT: Any = object()
 
 
 class Found(NamedTuple):
-    """The bytes of a catalog, and the path where it was."""
+    """The bytes of a catalog as they were read, and the path of the checkpoint."""
 
     path: str
     data: bytes | memoryview
 
     def lend(self, stack: ExitStack) -> bytes:
-        """Return a message by which the other ranks of this machine can `borrow` it until `stack` is closed."""
+        """Copy the catalog's bytes into shared memory.
+
+        Return a message with which other ranks of this machine can open it by `borrow`.
+
+        The memory exists until `stack` is closed. The message is empty if there is no shared memory.
+        """
         from ...comm.shared_memory import Segment  # imports torch
 
         try:
@@ -74,7 +82,11 @@ class Found(NamedTuple):
 
     @classmethod
     def borrow(cls, message: bytes) -> Found | None:
-        """Open the memory of the rank that lent it; None if this rank must read the catalog itself."""
+        """Open the catalog's bytes in the shared memory of the rank that made `message` by `lend`.
+
+        Return None if the message is empty, or the memory is not on this machine. Then this rank reads the catalog from the
+        store.
+        """
         from ...comm.shared_memory import open_segment  # imports torch
 
         path, address = msgpack.unpackb(message) if message else ("", b"")
@@ -87,16 +99,19 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identified(Generic[T]):
-    """An opened value, such as a catalog, and bytes that identify it: equal on two ranks if both opened the same."""
+    """An opened value, such as a decoded catalog, with bytes that identify it.
+
+    They are equal on two ranks if both opened the same.
+    """
 
     value: T
     identity: bytes
     found: Found | None = None
-    """Its catalog as it was read, if another rank can open the value with that."""
+    """The bytes of the catalog from which `value` was decoded; None if another rank could not make `value` from them."""
 
 
 def read_catalog_bytes(storage: Storage) -> bytes:
-    """Read the bytes of the catalog.
+    """Read the bytes of the catalog file of a checkpoint.
 
     Raises
     ------
@@ -123,7 +138,7 @@ def _what_is_there(storage: Storage) -> str:
 
 
 def _steps_beside(url: str) -> str:
-    """Name the committed steps of the run one folder above a path, for a message; empty if there are none."""
+    """Describe, for a message, the committed steps in the folder above a path; empty if there are none."""
     above = url.rpartition("/")[0]
     if not above or above.endswith("/"):
         return ""
@@ -133,12 +148,12 @@ def _steps_beside(url: str) -> str:
 
 
 def open_catalog(storage: Storage) -> Catalog:
-    """Read and check the catalog, in one process."""
+    """Read and check the catalog of a checkpoint, in one process."""
     return identified_catalog(storage).value
 
 
 def identified_catalog(storage: Storage, found: Found | None = None) -> Identified[Catalog]:
-    """Read and check the catalog, or the bytes that were `found`; its identity is the digest of its bytes."""
+    """Decode and check the catalog: the bytes in `found` if given, else read from the store. Its identity is their digest."""
     data = read_catalog_bytes(storage) if found is None else found.data
     try:
         return Identified(decode_catalog(data), digest128(data), Found(storage.url, data))
@@ -150,16 +165,16 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
     """Open a checkpoint on every rank, and check that all opened the same one.
 
     Collective: a broadcast of its identity, with which rank 0 lends the catalog to its own machine; then a broadcast among the
-    ranks of each other machine that has several. Rank 0 opens it first. If that fails, the session raises the error on all ranks,
-    and no other rank reads.
+    ranks of each other machine that has several. Rank 0 opens it first. If that fails, its error is raised on all ranks, and no
+    other rank reads.
 
     Parameters
     ----------
     where
         Name of the checkpoint in messages.
     read
-        Opens the checkpoint on this rank and identifies it. It reads the catalog itself, unless it gets one that another rank
-        has found.
+        Opens the checkpoint on this rank and identifies it. It decodes the catalog from the bytes in its argument; if that is
+        None, it reads them from the store.
     stack
         Keeps the memory that other ranks read; close it once all ranks have opened the checkpoint.
 
@@ -192,10 +207,11 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
 
 
 def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int] = ()) -> dict[int, Digests]:
-    """Check the size of each file of `files`, read and verify the digests of each file of `digests_of`, and return them by file.
+    """Check the sizes of the files `files`, read the block digests of the files `digests_of`, and return the digests by file.
 
-    Files are indices in the catalog. Foreign files have no digests. The digests of files in other checkpoints are always read:
-    such a file may have any path, and without digests a hostile catalog could have any file read as a tensor.
+    Files are given by their index in the catalog. Files of other formats have no digests. The digests of files in other
+    checkpoints are always read: such a file may have any path, and without digests a hostile catalog could have any file read as
+    a tensor.
 
     Raises
     ------
@@ -220,14 +236,20 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
-    """Return the stamp of each file that has no digests, by file: a change while it is read shows in nothing else."""
+    """Return the store's stamp (such as a time of change) of each file that has no block digests, by the file's index.
+
+    Without digests, a changed stamp is the only sign that somebody has written the file while it was read.
+    """
     foreign = [index for index in files if not catalog.files[index].digests_key]
     found = map_at_once(storage, storage.stamp, [catalog.files[index].key for index in foreign])
     return dict(zip(foreign, found, strict=True))
 
 
 def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, object]) -> None:
-    """Raise a `StorageError` if a file was changed since `stamps` returned `before`. Open files that were removed stay whole."""
+    """Raise a `StorageError` if the stamp of a file is not the one in `before`, so the file was changed meanwhile.
+
+    A file that was removed meanwhile raises nothing: its bytes stay readable as long as it is open.
+    """
     for index, stamp in stamps(storage, catalog, list(before)).items():
         if stamp not in (None, before[index]):
             raise StorageError(
@@ -237,10 +259,10 @@ def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, obje
 
 
 class FileDigests:
-    """Reads the block digests of a checkpoint's files when they are first needed, and keeps those used last.
+    """Reads the block digests of a checkpoint's files when they are first needed, and keeps the recently used ones.
 
-    Each file's size is checked once. Without `verify`, only digests of files in other checkpoints are read (see `open_files`).
-    Several threads may use it at once.
+    The size of each file is checked once. Without `verify`, only digests of files in other checkpoints are read (see
+    `open_files`). Several threads may use it at once.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
@@ -252,7 +274,10 @@ class FileDigests:
         self._kept_bytes = 0
 
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
-        """Return the digests by file, without files that have no digests. The first call for a file checks that file."""
+        """Return the block digests of some files, by file index. Files without digests are left out.
+
+        The first call for a file also checks its size.
+        """
         with self._lock:
             unchecked = [file for file in files if file not in self._checked]
             wanted = [file for file in files if self.verify or self._catalog.files[file].checkpoint]
@@ -271,7 +296,7 @@ class FileDigests:
             return found
 
     def refuse_changed(self) -> None:
-        """Raise a `StorageError` if a file without digests was changed since it was first asked for."""
+        """Raise a `StorageError` if a file without digests was changed since `of` first saw it."""
         with self._lock:
             before = dict(self._stamps)
         refuse_changed(self._storage, self._catalog, before)
@@ -319,7 +344,7 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
 
 
 class FileContents:
-    """Look up which tensors and values lie in a byte range of a file. Built only to describe damage that was found."""
+    """Names the tensors and values that lie in a byte range of a file, for messages about damage."""
 
     def __init__(self, catalog: Catalog) -> None:
         rows, owner, sizes = catalog.rows, catalog.row_tensors, catalog.row_bytes
@@ -332,7 +357,7 @@ class FileContents:
         self._values = {index: value.name for value in catalog.values_table for index in value.blobs}
 
     def text(self, file: int, begin: int, end: int) -> str:
-        """Name the tensors and values in these bytes of a file, in order of place, for a message."""
+        """Name the tensors and values that overlap bytes ``[begin, end)`` of a file, in the order in which they lie there."""
         part = slice(self._first[file], self._first[file + 1])
         last = int(np.searchsorted(self._begin[part], end))
         hit = np.flatnonzero(self._end[part][:last] > begin)
@@ -343,7 +368,7 @@ class FileContents:
 
 
 def contents_from(catalog: Catalog, file: int, begin: int = 0) -> str:
-    """Name the tensors and values of a file from byte `begin` on, for a message."""
+    """Name the tensors and values that lie in a file from byte `begin` to its end, for a message."""
     return FileContents(catalog).text(file, begin, catalog.files[file].size)
 
 

@@ -35,11 +35,11 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _MAP_FIXED, _MADV_WIPEONFORK, _MADV_COLLAPSE = 0x10, 18, 25  # of Linux; Python 3.11 does not name them
 
 ALIGN_BYTES = 2 << 20
-"""The size of a large page."""
+"""Size in bytes of a large page of memory."""
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate a 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
+    """Allocate a 1-D uint8 host tensor that begins at a page and is rounded up to whole large pages; pinned if asked for."""
     size = max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
     if not pinned:
         mapping = map_private(size)
@@ -53,7 +53,7 @@ def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 class Pool:
-    """The idle staging buffers of this process: at most one pinned and one that is not."""
+    """The idle staging buffers of this process: at most one in pinned memory, and one in ordinary memory."""
 
     def __init__(self) -> None:
         self.forked()
@@ -70,7 +70,10 @@ class Pool:
         return idle
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep the whole buffer of a view for the next save. Of two idle buffers, keep the larger."""
+        """Give a buffer back for the next save; a view stands for its whole buffer.
+
+        If one is idle already, keep the larger of the two.
+        """
         buffer = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
         with self._lock:
             pinned = buffer.data_ptr() in self._pinned
@@ -93,13 +96,14 @@ class Pool:
 
 
 POOL = Pool()
-"""The pool of this process: its saves run one after another, and each needs the same memory."""
+"""The buffer pool of this process. Saves run one after another, and each needs buffers of about the same size."""
 
 
 class Registrar(NamedTuple):
-    """The functions that register memory with devices of one type, by address and size, and unregister it, by address.
+    """The driver's functions to pin host memory for devices of one type.
 
-    Both raise an error if the driver refuses.
+    `register` pins memory, given its address and its size in bytes; `unregister` unpins the memory at an address. Both raise an
+    error if the driver refuses.
     """
 
     register: Callable[[int, int], None]
@@ -120,11 +124,11 @@ REGISTRARS = {
         lambda address: _call_cuda("cudaHostUnregister", address),
     )
 }
-"""Registrars by the type of the device."""
+"""For each device type, such as ``"cuda"``, the functions that pin host memory for it."""
 
 
 class PinnableMap(mmap.mmap):
-    """A mapping that `pin` may register. It unregisters itself before it is unmapped, after the last view of it is gone."""
+    """A memory mapping that `pin` may register with a driver. It is unregistered before it is unmapped, after its last view."""
 
     registrar: Registrar | None = None
     address = 0
@@ -137,7 +141,7 @@ class PinnableMap(mmap.mmap):
 
 
 def pin(view: memoryview) -> bool:
-    """Register the bytes of a view, whose `obj` is a `PinnableMap`, with the current device.
+    """Pin the bytes of a view of a `PinnableMap`, so that the current device copies from and into them at full speed.
 
     Return False if the type of the device has no registrar, or if the driver refuses.
     """
@@ -160,9 +164,11 @@ def _registrar() -> Registrar | None:
 
 
 def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
-    """Map private memory, in large pages if the kernel has them; None on a system without private mappings.
+    """Map new memory that is private to this process, in large pages if the kernel has them.
 
-    A forked child has zeros there.
+    Its bytes are zeros in a forked child.
+
+    Return None on a system without private mappings.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return None
@@ -176,7 +182,7 @@ def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
-    """Have the kernel fill the memory of a contiguous host tensor with large pages, if it was never touched."""
+    """Ask the kernel to back the memory of a contiguous host tensor by large pages; this helps only never written memory."""
     low = -(-tensor.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
     size = (tensor.data_ptr() + tensor.nbytes) // ALIGN_BYTES * ALIGN_BYTES - low
     if size <= 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -188,9 +194,10 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
 
 
 def reserve_file(fd: int, num_bytes: int) -> None:
-    """Give a file on tmpfs memory for its first `num_bytes` bytes; in large pages if the kernel has `MADV_COLLAPSE` (Linux 6.1).
+    """Allocate the memory of a file on tmpfs for its first `num_bytes` bytes.
 
-    A mapping of large pages is made 512 times as fast. The mount needs no option `huge=`.
+    It is in large pages if the kernel has `MADV_COLLAPSE` (Linux 6.1): these are mapped 512 times as fast. The mount needs no
+    option `huge=`.
 
     Raises
     ------
@@ -211,7 +218,7 @@ def reserve_file(fd: int, num_bytes: int) -> None:
 
 
 def map_file(fd: int, num_bytes: int, *, is_private: bool = False, kind: type[mmap.mmap] = mmap.mmap) -> memoryview:
-    """Map a file, and return its bytes as a writable view, whose `obj` is a mapping of class `kind`.
+    """Map a file into memory, and return its bytes as a writable view of a mapping of class `kind`.
 
     The view begins at a multiple of a large page. So the kernel maps the large pages of the file as such, with one fault for each
     and not one for each 64 KiB. `mmap.mmap` cannot choose an address: it maps more memory, which nobody touches, and the file is

@@ -1,11 +1,11 @@
-"""The lineage of a run, kept in its root: which saves count after somebody went back to an older step.
+"""The lineage of a run: a small file in its root that says which saves still count after the run went back to an older step.
 
-An attempt begins with the first save after a load. Saves of earlier attempts beyond the step that was loaded are superseded: in
-memory by the pair of attempt and step, in the store by the ids of the saves. So saves on nodes that were away and come back are
-judged alike. A load alone changes nothing.
+An *attempt* is a part of the run from one load to the next; it begins with the first save after the load. Saves of earlier
+attempts beyond the step that was loaded are superseded: in memory by the pair of attempt and step, in the store by the ids of the
+saves. So a save on a node that was away and comes back is judged like any other. A load alone changes nothing.
 
-The lineage is a `Note`: a small document beside the checkpoints of a run, verified and bounded in size. A note is 8 bytes of
-magic, the XXH3-128 of the body, and the body: msgpack of the note's version and of its value. The digest is checked before the
+The lineage is stored as a `Note`: a small file beside the checkpoints of a run, verified and bounded in size. A note is 8 bytes
+of magic, the XXH3-128 of the body, and the body: msgpack of the note's version and of its value. The digest is checked before the
 body is decoded. A hostile file can hold only a value of plain types, which `Note.parse` checks.
 """
 
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Note(Generic[T]):
-    """A kind of note.
+    """A kind of small file that is kept in the root of a run, such as the lineage: its key, its limits and its decoding.
 
     Attributes
     ----------
     key
-        The key of its file, below the root of a run.
+        The key of the file, below the root of a run.
     version
         Version of the encoded value; a reader refuses any other.
     max_bytes
@@ -52,12 +52,12 @@ class Note(Generic[T]):
     cure: str
 
     def encoded(self, value: Any) -> bytes:
-        """Encode a value of plain types."""
+        """Encode a value of plain types as the bytes of a note."""
         body: bytes = msgpack.packb([self.version, value])
         return _MAGIC + digest128(body) + body
 
     def decoded(self, data: bytes, *, where: str) -> T:
-        """Decode and verify a note.
+        """Verify the bytes of a note, and return its value.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class Note(Generic[T]):
             raise CorruptError(f"{where}: this note cannot be read ({error!s:.200}); {self.cure}") from error
 
     def read(self, storage: Storage) -> T | None:
-        """Read the note from the root of a run; None if the file does not exist.
+        """Read the note from the root of a run, and return its value; None if the file does not exist.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class Note(Generic[T]):
         return self.decoded(data, where=where)
 
     def keep(self, storage: Storage, value: Any) -> None:
-        """Publish the note atomically."""
+        """Write the note of a value into the root of a run, atomically."""
         storage.publish(self.key, self.encoded(value))
 
 
@@ -104,7 +104,7 @@ _MAX_STARTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where each attempt of a run began.
+    """The lineage of a run: at which step each of its attempts (from one load to the next) began.
 
     Attributes
     ----------
@@ -145,11 +145,11 @@ class Lineage:
         return replace(self, attempt=attempt, starts=starts, superseded=superseded[-_MAX_STARTS:])
 
     def is_newer(self, other: Lineage) -> bool:
-        """Whether this is a later state of the same run's lineage."""
+        """Whether both lineages are of one run, and this one has more attempts than `other`."""
         return self.run == other.run and self.attempt > other.attempt
 
     def is_current(self, attempt: int, step: int) -> bool:
-        """Whether the save of an attempt at a step counts: no later attempt began before that step."""
+        """Whether the save that an attempt made of a step still counts: no later attempt has begun before that step."""
         return not any(later > attempt and step > start for later, start in self.starts)
 
 
@@ -168,4 +168,4 @@ LINEAGE = Note(
     "restore the file; or delete it, and checkpoints that the run went back from count again: delete them too, and what "
     "reshard-ckpt memory list shows of this run",
 )  # fmt: skip
-"""The note of a run's lineage, in its root."""
+"""The key, format and limits of the file with a run's lineage, in its root."""

@@ -1,7 +1,8 @@
-"""One rank's side of an exchange of boxes of memory: it packs its boxes into messages, and unpacks the boxes of others.
+"""One rank's side of an exchange of tensor regions between ranks: pack own regions into messages, unpack those of other ranks.
 
-A *part* is a strided box of memory on both sides: its owner packs it into a message, its taker unpacks it. `Mover` does so round
-by round (`engine.common.rounds`). The memory may be live tensors, or windows of files that its owner has read.
+One *part* is a strided box of memory on two ranks: the rank that owns the elements packs the box into a message, and the rank
+that takes them unpacks it. `Mover` does so round by round (`engine.common.rounds`). The memory may be live tensors, or windows
+of files that the owner has read.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ LARGE_BYTES = 64 << 10
 less overhead."""
 
 MAX_VIEWS = 1 << 18
-"""With at most this many parts, the views of memory are kept from one exchange to the next. With more parts they are made each
-time."""
+"""The most parts for which the torch or numpy views of their memory are cached from one exchange to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers(ColumnTable):
-    """One row for each part: its round, the rank that sends it, the rank that takes it, and its bytes."""
+    """One row for each part of an exchange: its round, the rank that sends it, the rank that takes it, and its bytes."""
 
     round: I64
     owner: I64
@@ -44,10 +44,10 @@ class Transfers(ColumnTable):
 
 
 class Boxes(NamedTuple):
-    """Boxes of elements in this rank's memory, one for each part.
+    """Boxes of elements in this rank's memory, one for each part of an exchange.
 
-    `row` is the row whose memory holds the box, or -1 if the box is on another rank. `first` is its first element, counted from
-    the beginning of the row's local tensor. `strides` are in elements.
+    `row` is the index of the local tensor that holds the box, or -1 if the box is on another rank. `first` is the box's first
+    element, counted from the beginning of that tensor. `lengths` and `strides` are in elements, one number for each dim.
     """
 
     row: list[int]
@@ -57,12 +57,12 @@ class Boxes(NamedTuple):
 
     @classmethod
     def of(cls, row: I64, first: I64, lengths: I64, strides: I64) -> Boxes:
-        """Make lists of columns, because taking single elements of numpy arrays is slow."""
+        """Make boxes from arrays of shape (boxes,) and (boxes, D). They become lists, whose single elements are read faster."""
         return cls(row.tolist(), first.tolist(), list(map(tuple, lengths.tolist())), list(map(tuple, strides.tolist())))
 
 
 class Memories:
-    """Makes views of boxes in the local tensors of this rank's rows."""
+    """Makes views of boxes in some local tensors of this rank."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -70,12 +70,14 @@ class Memories:
         self._seen_raw: dict[int, torch.Tensor] = {}
 
     def region(self, boxes: Boxes, i: int) -> torch.Tensor:
-        """View the i-th box as a tensor."""
+        """View the i-th box as a strided torch tensor."""
         return region(self.tensors[boxes.row[i]], boxes.first[i], boxes.lengths[i], boxes.strides[i])
 
     def view(self, boxes: Boxes, i: int, wire: torch.dtype) -> View:
-        """View the i-th box: as a numpy array of raw elements if it is small, in host memory and of dtype `wire`; else as a
-        tensor."""
+        """View the i-th box of memory.
+
+        A small box in host memory, of dtype `wire`, is viewed as a numpy array of raw elements, any other one as a tensor.
+        """
         tensor, each = self.tensors[boxes.row[i]], wire.itemsize
         if tensor.device.type != "cpu" or tensor.dtype != wire or prod(boxes.lengths[i]) * each >= LARGE_BYTES:
             return self.region(boxes, i)
@@ -88,12 +90,12 @@ class Memories:
         return raw
 
     def count_up(self) -> None:
-        """Increase the version counters of tensors that were viewed as numpy arrays, because torch has not seen the writes."""
+        """Increase the version counters of tensors that were written through numpy views: torch has not seen the writes."""
         count_up(self._seen_raw.values())
 
 
 def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:
-    """View a part in a message buffer, from byte `at` on: as a numpy array or a tensor, whichever `like` is."""
+    """View a part's elements in a message buffer, from byte `at` on, as a numpy array or a tensor: whichever `like` is."""
     if isinstance(like, np.ndarray):
         raw: Array = np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
         return raw
@@ -115,7 +117,7 @@ def _tensor(view: View) -> torch.Tensor:
 
 
 class Mover:
-    """This rank's side of an exchange: it packs, unpacks and copies this rank's parts.
+    """Packs the parts that this rank sends, unpacks the parts that it takes, and copies the parts that stay on this rank.
 
     It is a `Traffic` of `engine.common.rounds`, which calls `sizes`, `pack` and `unpack` for each round.
 
@@ -157,22 +159,31 @@ class Mover:
         itself."""
 
     def bind(self, held: Memories, sent: Boxes, wanted: Memories, taken: Boxes) -> None:
-        """Use this memory from now on: part i is box i of `sent` in `held`, or box i of `taken` in `wanted`, or both."""
+        """Set the memory of the next exchanges.
+
+        Part i is packed from box i of `sent` in the tensors `held`, and unpacked into box i of `taken` in the tensors `wanted`.
+        """
         self._views.clear()
         self._held, self._from, self._wanted, self._into = held, sent, wanted, taken
 
     def begin(self) -> None:
-        """Begin a new exchange: no row has changed yet."""
+        """Begin a new exchange: forget the rows that the last one changed."""
         self._done.clear()
 
     def changed(self) -> set[int]:
-        """Return the rows of `wanted` that this exchange has overwritten, wholly or in part. Also true after a failure."""
+        """Return the indices of the tensors in `wanted` that this exchange has overwritten, wholly or in part.
+
+        Valid after a failure too.
+        """
         received = (i for number in self._done for i in self._receives.rows(number).tolist())
         own = self._own.tolist() if OWN in self._done else []
         return {self._into.row[i] for i in (*own, *received)}
 
     def finish(self) -> None:
-        """Tell torch's autograd which tensors changed through numpy views. Call it after the last round, also after a failure."""
+        """Tell torch's autograd which tensors were written through numpy views.
+
+        Call it after the last round, also after a failure.
+        """
         if self._done:
             self._wanted.count_up()
 
@@ -192,7 +203,10 @@ class Mover:
         return pairs
 
     def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
-        """Return the kept (into, source) views under this key, or make them and keep them unless there are too many."""
+        """Return the cached (target view, source view) pairs of this key.
+
+        If there are none, make them, and cache them if they are few.
+        """
         pairs = self._views.get(key)
         if pairs is None:
             pairs = make()
@@ -201,14 +215,14 @@ class Mover:
         return pairs
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the bytes sent to each rank in a round, and the bytes received from each."""
+        """Return how many bytes this rank sends to each rank in a round, and how many it receives from each."""
         return (
             self._sends.sizes(number, self._bytes, self._size),
             self._receives.sizes(number, self._bytes, self._size),
         )
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Copy the parts of a round into the messages: for rank r into `out[r]` from byte `starts[r]` on."""
+        """Copy this rank's parts of a round into messages: those for rank r into ``out[r]`` from byte ``starts[r]`` on."""
 
         def make() -> list[tuple[View, View]]:
             pairs = []
@@ -221,7 +235,7 @@ class Mover:
             _copy(into, source)
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Copy the parts of a round out of the messages: of rank r from `data[r]`, from byte `starts[r]` on."""
+        """Copy the received parts of a round into place: those of rank r from ``data[r]``, from byte ``starts[r]`` on."""
 
         def make() -> list[tuple[View, View]]:
             pairs = []
@@ -238,12 +252,15 @@ class Mover:
 
 
 def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
-    """Return the memory address at which the message of each rank begins; kept views are valid only at the same addresses."""
+    """Return the memory address of each rank's message. Cached views of messages are valid only if these have not changed."""
     return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
 
 
 class _Schedule:
-    """The chosen parts, sorted by round, then by the rank at the other end (`peer`), then by their order in the message."""
+    """The parts that this rank sends (or receives), sorted by round, then by the other rank, then by their place in the message.
+
+    `peer` is the rank at the other end of each part.
+    """
 
     def __init__(self, transfers: Transfers, chosen: Mask, peer: I64) -> None:
         rows = np.flatnonzero(chosen)
@@ -254,17 +271,19 @@ class _Schedule:
         return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())
 
     def by_peer(self, number: int, size: int) -> list[list[int]]:
-        """Return the parts of a round for each rank at the other end, in their order."""
+        """Return, for each rank at the other end, the indices of its parts in a round, in the order of the message."""
         part = self._of(number)
         return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(size)]
 
     def rows(self, number: int) -> I64:
-        """Return the indices of the parts of a round."""
+        """Return the indices of all parts of a round."""
         return self._rows[self._of(number)]
 
     def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:
-        """Return the bytes of a round, by the rank at the other end. `num_bytes` has the bytes of each part, `size` is the number
-        of ranks."""
+        """Return how many bytes each other rank has in a round.
+
+        `num_bytes` has the bytes of each part; `size` is the number of ranks.
+        """
         part = self._of(number)
         total = np.bincount(self._peer[part], weights=num_bytes[self._rows[part]], minlength=size)
         out: list[int] = total.astype(np.int64).tolist()

@@ -1,4 +1,7 @@
-"""Reading and writing files with packed rows (`core.catalog.packed`) as the plain files that they stand for."""
+"""Shard files with packed rows (of 8 or 4 bits an element, `core.catalog.packed`), read and written by their plain contents.
+
+The *plain* file is the file as it would be without packing: offsets in the catalog count its bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from ...storage.followed import FollowedStorage
 from ...storage.protocol import Storage, fill, flat_bytes
 
 Part = tuple[int, int, PackedRows | None]
-"""The byte at which a part ends in the plain file, the byte at which it ends in the packed file, and its rows if it is packed."""
+"""A part of a file: its end in the plain file, its end in the packed file, and its packed rows (None for bytes stored as they
+are)."""
 
 
 def parts_of(size: int, packed: Sequence[PackedRows]) -> list[Part]:
-    """Divide a file of `size` plain bytes into parts that are packed and parts that are not, in turn. Parts may be empty."""
+    """Divide a file of `size` plain bytes into parts, alternately stored as they are and packed. Parts may be empty."""
     parts: list[Part] = []
     saved = 0
     for rows in packed:
@@ -25,7 +29,7 @@ def parts_of(size: int, packed: Sequence[PackedRows]) -> list[Part]:
 
 
 class Packer:
-    """Packs the bytes of one file, front to back."""
+    """Converts the plain bytes of one file, front to back, to the bytes that are stored."""
 
     def __init__(self, size: int, packed: Sequence[PackedRows]) -> None:
         self._parts, self._at = iter(parts_of(size, packed)), 0
@@ -33,7 +37,10 @@ class Packer:
         self._waiting = bytearray()  # the first bytes of a row whose end has not come
 
     def add(self, chunk: memoryview) -> Iterator[tuple[bytes | memoryview, bytes | memoryview]]:
-        """Take the next plain bytes, and yield pairs: bytes to write, and the plain bytes that they stand for."""
+        """Take the next plain bytes of the file.
+
+        Yield pairs: the bytes to store, and the plain bytes that a reader will get for them.
+        """
         while len(chunk):
             while self._at == self._end:
                 self._end, _, self._rows = next(self._parts)
@@ -55,7 +62,7 @@ def as_stored(storage: Storage) -> Storage:
 
 
 class UnpackedStorage(FollowedStorage):
-    """A store that reads files with packed rows, by their keys, as the plain files that they stand for."""
+    """A store that shows files with packed rows under their keys as plain files, with every element at full size."""
 
     def __init__(self, stored: Storage, files: Mapping[str, FileEntry]) -> None:
         super().__init__(stored, {})
@@ -70,7 +77,7 @@ class UnpackedStorage(FollowedStorage):
         fill(views, self._plain(key, offset, offset + sum(map(len, views))))
 
     def _plain(self, key: str, low: int, high: int) -> bytes:
-        """Return bytes ``[low, high)`` of the plain file; one request reads the packed bytes that they need."""
+        """Return bytes ``[low, high)`` of the plain file. One request reads all packed bytes that hold them."""
         # needed: of each part that is met, the bytes to leave out at its front, the bytes to take, its packed bytes, its rows.
         needed = []
         first, last, begin, packed_begin = None, 0, 0, 0

@@ -40,10 +40,10 @@ from ...errors import UsageError
 from ...format.timeline import encode_steps, encode_timeline
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of a step, the bytes done and the bytes in all. An exception that it raises ends the work."""
+"""Called with the name of a step of work, the bytes done, and the bytes in all. An exception that it raises ends the work."""
 
 MOMENT_S = 1.0
-"""Work of fewer seconds gets no line."""
+"""Work that takes fewer seconds prints no progress line."""
 
 TERMINAL_PAUSE_S = 0.2
 PLAIN_PAUSE_S = 10.0
@@ -63,7 +63,7 @@ def silent(step: str, done: int, total: int) -> None:
 
 
 class Tally:
-    """Counts the bytes of one step, in any number of threads, and reports them, one thread at a time."""
+    """Counts the bytes that are done in one step of work. Any thread may add to it; it reports from one thread at a time."""
 
     def __init__(self, step: str, total: int, report: OnProgress = silent) -> None:
         self._step, self._total, self._report = step, total, report
@@ -72,16 +72,16 @@ class Tally:
         report(step, 0, total)
 
     def add(self, num_bytes: int) -> None:
-        """Add to the bytes that are done, and report the new number."""
+        """Add to the bytes that are done, and report the new total."""
         with self._lock:
             self._done += num_bytes
             self._report(self._step, self._done, self._total)
 
 
 class SharedTally(Tally):
-    """Counts the bytes of one step on several ranks; rank 0 reports the sum.
+    """Counts the bytes that several ranks have done in one step of work; rank 0 reports the sum.
 
-    Each rank sends its count about once a second, and with `finish`. Rank 0 calls that after the others.
+    Each rank sends its count about once a second, and in `finish`. Rank 0 calls `finish` after the others.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class SharedTally(Tally):
         self._comm, self._sent_at = comm, time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Add to the bytes of this rank."""
+        """Add to the bytes that this rank has done."""
         if self._comm.size == 1:
             super().add(num_bytes)
             return
@@ -108,7 +108,7 @@ class SharedTally(Tally):
                 self._send()
 
     def finish(self) -> None:
-        """Send the rest; on rank 0, report all bytes as done."""
+        """On rank 0, report all bytes as done; on any other rank, send the bytes that it has not yet sent."""
         if self._comm.size > 1:
             with self._lock:
                 if self._comm.rank:
@@ -122,7 +122,7 @@ class SharedTally(Tally):
 
 
 class StatusLine:
-    """An `OnProgress` that writes a line for people.
+    """An `OnProgress` that prints a progress line for people.
 
     Parameters
     ----------
@@ -232,9 +232,10 @@ class RankLog(_Adapter):
 T = TypeVar("T")
 
 _HEAD = struct.Struct("<dBf")
-"""Head of a record: the rank's own time at its start, the number of calls, and seconds from the start until it was sent.
+"""Head of a rank's record: the rank's own time at its start, the number of messages to and from rank 0, and the seconds from the
+start until the record was sent.
 
-The time of each call follows, in seconds since the start as four bytes, and then the steps.
+The time of each message follows, in seconds since the start as four bytes, and then the steps.
 """
 _HEAD_CALLS = 255
 
@@ -242,7 +243,10 @@ _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
 
 class CommCall(NamedTuple):
-    """One call of a session: whether its messages went to rank 0 (else from it), and its begin and end on this rank."""
+    """One message between this rank and rank 0: whether it went to rank 0 (else it came from there), and when.
+
+    `began` and `ended` are the times of the call on this rank, in seconds on its own clock.
+    """
 
     to_first: bool
     began: float
@@ -250,7 +254,7 @@ class CommCall(NamedTuple):
 
 
 class Recorder:
-    """The recorded steps of this rank. All methods are thread-safe.
+    """The steps of a save on this rank, recorded with their times. All methods are thread-safe.
 
     Attributes
     ----------
@@ -295,7 +299,7 @@ class Recorder:
 
 
 class TimedComm:
-    """A `Comm` that records its calls."""
+    """A `Comm` that also records when each message to or from rank 0 was sent or received."""
 
     def __init__(self, comm: Comm, recorder: Recorder) -> None:
         self._comm, self._recorder = comm, recorder
@@ -337,7 +341,7 @@ def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, 
     records
         `Recorder.encoded` of each rank, by rank. Rank 0's entry is not used: `recorder` has its later steps too.
     received_at
-        Time on rank 0 when it had all of them.
+        Time on rank 0 when it had received all records.
     """
     records = [recorder.encoded(), *records[1:]]
     began, num_calls, sealed = (np.array(column) for column in zip(*map(_HEAD.unpack_from, records), strict=True))
@@ -361,9 +365,9 @@ def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, 
 
 
 def clock_offset(least: NDArray[np.float64], most: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how far to assume that clocks are ahead, in seconds: 0 if the bounds allow that, else the bound nearest to 0.
+    """Estimate how far clocks are ahead, in seconds, from lower and upper bounds. Return estimates and their largest errors.
 
-    Return also the largest possible error of that.
+    An estimate is 0 if the bounds allow that, else the bound nearest to 0.
 
     >>> clock_offset(np.array([-0.1, 7.0]), np.array([0.3, 7.5]))[0].tolist()
     [0.0, 7.0]

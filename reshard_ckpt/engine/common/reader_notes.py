@@ -1,10 +1,10 @@
-"""Notes that keep files for their readers, in a store without locks, where nobody knows who reads.
+"""Notes (small files) that keep the files of a checkpoint until their readers have ended, in a store without locks.
 
 1. A process that removes or replaces a checkpoint leaves its files, and writes the note `REMOVED_KEY` beside them.
-2. A reader that takes longer than `NOTE_EVERY_S` writes a note too, and renews it until it ends (`kept_for_reader`). A shorter
-   reader makes no request.
-3. A later sweep deletes the files, once the grace is over (`removed_within`, `old_enough`) and no reader's note is young
-   (`is_read`).
+2. A reader (a process that loads or verifies, for example) that takes longer than `NOTE_EVERY_S` writes a note too, and renews it
+   until it ends (`kept_for_reader`). A shorter reader makes no request.
+3. A later save or manager deletes the files, once the grace period is over (`removed_within`, `old_enough`) and each reader's
+   note is old (`is_read`).
 
 A note holds the time in seconds since 1970. The clocks of machines may differ by less than `NOTE_S` − `NOTE_EVERY_S`.
 """
@@ -25,15 +25,16 @@ from ...storage import Storage
 from ...storage.protocol import at_once
 
 GRACE_S = 600.0
-"""Seconds that the files of a replaced checkpoint stay."""
+"""Grace period: seconds for which the files of a removed or replaced checkpoint stay."""
 NOTE_EVERY_S = 60.0
-"""Seconds after which a reader writes its note, and renews it."""
+"""Seconds after which a process that is still reading writes a reader's note, and then renews it."""
 NOTE_S = 600.0
-"""Age of a reader's note from which on it no longer counts: the reader was killed."""
+"""A reader's note that was not renewed for this many seconds no longer counts: its process was killed."""
 
 REMOVED_KEY = "removed"
-"""The note that files belong to no checkpoint any more. Behind its first line: keys of files of other steps that the checkpoint
-needed, compressed by zlib, because a step of ten thousand ranks may need hundreds of thousands."""
+"""Key of the note that a folder's files belong to no checkpoint any more. Its first line is the time of the removal. Keys of
+files in other folders that the removed checkpoint needed follow, compressed by zlib: a step of ten thousand ranks may need
+hundreds of thousands."""
 
 _READER = re.compile(r"(?:.*/)?reader-[0-9a-f]{32}")
 _MAX_BYTES = 64 << 20
@@ -42,7 +43,7 @@ _JOIN_S = 10.0
 
 
 def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
-    """Note that the files in a folder belong to no checkpoint from now on."""
+    """Write the note that the files in a folder belong to no checkpoint from now on."""
     keys = "\n".join(sorted(needs)).encode()
     root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode() + (b"\n" + zlib.compress(keys, 1) if keys else b""))
 
@@ -50,8 +51,13 @@ def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
 def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Divide the folders that have the note of a removal into young and old ones.
 
-    A folder is young if its note was written within the last `seconds`, or if somebody reads its files. Return the keys that each
-    young folder needs, and for each old folder the time of its removal in seconds since 1970.
+    A folder is young if its note was written within the last `seconds`, or if somebody reads its files.
+
+    Returns
+    -------
+    tuple
+        For each young folder, the keys of files elsewhere that its checkpoint needed. For each old folder, the time of its
+        removal in seconds since 1970.
     """
     young: dict[str, list[str]] = {}
     old: dict[str, float] = {}
@@ -70,10 +76,10 @@ def removed_within(root: Storage, folders: Iterable[str], seconds: float) -> tup
 
 
 def old_enough(storage: Storage, stale: Mapping[str, list[str]], grace_s: float) -> dict[str, list[str]]:
-    """Return the folders that may be deleted now, with their stale keys.
+    """Return the part of `stale` (keys of replaced files, by folder) that may be deleted now.
 
-    A folder may be deleted if its note of a removal is older than `grace_s`, and nobody reads its files. Folders without a note
-    get one now. If `grace_s` is 0, no note is needed.
+    The files of a folder may be deleted if its note of a removal is older than `grace_s`, and nobody reads them. A folder without
+    a note gets one now. If `grace_s` is 0, no note is needed.
     """
     if not grace_s:
         return {folder: keys for folder, keys in stale.items() if keys and not is_read(storage, keys)}
@@ -86,7 +92,7 @@ def old_enough(storage: Storage, stale: Mapping[str, list[str]], grace_s: float)
 
 
 def is_read(storage: Storage, keys: Iterable[str]) -> bool:
-    """Whether one of these keys is the note of a reader that lives."""
+    """Whether one of these keys is the note of a reader whose process still renews it."""
     notes = [key for key in keys if _READER.fullmatch(key)]
     found = storage.read_many(notes, _MAX_BYTES) if notes else []
     return any(note is not None and _age_s(note.data.decode(errors="replace")) < NOTE_S for note in found)
@@ -101,7 +107,7 @@ def _age_s(text: str) -> float:
 
 @contextmanager
 def kept_for_reader(storage: Storage, save_id: str) -> Iterator[None]:
-    """Keep the files of a save in a store without locks while the ``with`` block reads them, however long it takes."""
+    """Keep the files of a save while the ``with`` block reads them: a thread writes a reader's note and renews it."""
     ended = threading.Event()
     key = f"{save_id}/reader-{uuid.uuid4().hex}"
 

@@ -1,9 +1,9 @@
 """Renaming: a catalog with the same rows and files under other names.
 
 1. Each name is passed through the user's mapping or function.
-2. Optimizer state that is not renamed itself follows its parameter, which its link names: renaming ``model.old.w`` to
-   ``model.new.w`` also renames ``optimizer.state.old.w.exp_avg``.
-3. Links get the new names, and parameter groups list the new FQNs.
+2. The *link* of a saved tensor of optimizer state names its optimizer, its parameter and its key. State that is not renamed
+   itself follows its parameter: renaming ``model.old.w`` to ``model.new.w`` also renames ``optimizer.state.old.w.exp_avg``.
+3. Links get the new names, and parameter groups list the new FQNs (names of parameters without wrappers).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], bytes] | None = None) -> Catalog:
-    """Return a catalog with every saved name passed through `rename`. Optimizer state follows its parameter, as above.
+    """Return a catalog with every saved name passed through `rename`. Optimizer state follows its parameter.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
 
 
 class _NewNames:
-    """The new names of all tensors and values, and the new links between them."""
+    """The new names of all tensors and values, and the new links from optimizer state to parameters."""
 
     def __init__(self, catalog: Catalog, rename: Rename) -> None:
         self.catalog, self._is_mapping = catalog, isinstance(rename, Mapping)
@@ -117,13 +117,15 @@ class _NewNames:
         return new
 
     def _optimizer(self, optimizer: str) -> str:
-        """Return the new name of an optimizer: the prefix of the new name of its groups."""
+        """Return the new name of an optimizer: the prefix of the new name of its parameter groups."""
         old = groups_name(optimizer)
         new = optimizer_of(self[old])
         return optimizer if new is None else new
 
     def _link_of_renamed(self, name: str, link: StateLink) -> StateLink | None:
-        """Return the link of state that was renamed itself; None if its new name is not that of optimizer state.
+        """Return the new link of a tensor of optimizer state that `rename` has renamed.
+
+        None if its new name is not that of optimizer state.
 
         The new name is divided into optimizer, FQN and key: by the optimizer's new name and the old key if both fit, else by the
         new name of the entry ``<optimizer>.state.<fqn>``.
@@ -139,14 +141,14 @@ class _NewNames:
         return None
 
     def _link_after_parameter(self, link: StateLink) -> StateLink:
-        """Return the link of state that was not renamed itself: it follows its parameter."""
+        """Return the new link of a tensor of optimizer state that `rename` has not renamed: it gets its parameter's new name."""
         if link.parameter is None:
             return link
         parameter = self._new[link.parameter]
         return link._replace(fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
 
     def _fqn(self, old: str, new: str, fqn: str) -> str:
-        """Return the new FQN of a parameter whose name in the state was `old`, with this `fqn` as its end, and is now `new`.
+        """Return the new FQN of a parameter that was named `old` and is now named `new`; `fqn`, its old FQN, is the end of `old`.
 
         The names above the model may be renamed too: they are not part of the FQN.
         """
@@ -166,7 +168,7 @@ class _NewNames:
         return ".".join(parts[num_parts(root) :]) or new
 
     def listed(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Return the new FQNs of the parameters in each group: as their state was renamed, or as they were if stateless."""
+        """Return the new FQNs of the parameters in each parameter group. A parameter without state is found by its name."""
         stateless = {str(p) for group in groups for p in group["params"]} - {fqn for o, fqn in self._fqns if o == optimizer}
         parameters = find_parameters(stateless, (name for name in self.catalog.names if name not in self._old))
         head = state_name(self._optimizer(optimizer))
@@ -183,12 +185,12 @@ class _NewNames:
         return [[new_fqn(str(param)) for param in group["params"]] for group in groups]
 
     def links(self, groups: Mapping[str, Sequence[str]]) -> dict[str, StateLink]:
-        """Return the links by new name. Tensors that are optimizer state only under their new name are linked by that name.
+        """Return all links of optimizer state, by the state's new name. Tensors that only now have such a name get a link too.
 
         Parameters
         ----------
         groups
-            The new FQNs of all groups, by their new name.
+            For each optimizer's new name of its parameter groups, the new FQNs of all groups.
         """
         links = dict(self._links)
         changed = {new for name, new in self._new.items() if new != name}
@@ -202,7 +204,10 @@ class _NewNames:
 
 
 def _groups_of(value: ValueEntry, read: Callable[[ValueEntry], bytes] | None) -> list[Any] | None:
-    """Return the parameter groups in a value, or None. In a state dict keyed by number they are a plain value."""
+    """Decode the parameter groups that a value of the catalog holds; None if it is another value.
+
+    `PARAM_GROUPS` marks them. In a state dict keyed by number they are a plain value, and recognized by their form.
+    """
     may_be = value.kind is ValueKind.PARAM_GROUPS or (value.kind is ValueKind.PLAIN and optimizer_of(value.name) is not None)
     data = value.data if value.data is not None or read is None or not may_be else read(value)
     groups = decode_value(data, name=value.name) if may_be and data is not None else None

@@ -1,8 +1,9 @@
-"""Work that goes on after a kill: the identity of a request, and a check that a file of an earlier attempt is whole.
+"""Continuing a killed reshard or conversion: the identity of a request, and a check that a file of an earlier attempt is whole.
 
-The identity is digits that are equal only for requests that write the same bytes; it is the name of the folder. So it covers
-everything that decides their bytes: the catalogs of the sources, which hold the digests of all files, the plan, and the options.
-Whole objects are passed, and each of their fields counts, so a field that is added to a plan or to the options later counts too.
+The identity is a hash that is equal only for requests that write the same bytes; the folder of the result is named by it. So it
+covers everything that decides their bytes: the catalogs of the sources, which hold the digests of all files, the plan, and the
+options. Whole objects are passed, and each of their fields counts, so a field that is added to a plan or to the options later
+counts too.
 
 The digests of a file are kept once it is durable; they prove that its bytes have not changed since.
 """
@@ -52,7 +53,7 @@ def identity(*parts: object) -> str:
 
 
 def _spelled(value: Any) -> Any:
-    """Convert an object that msgpack cannot pack into plain values; msgpack passes their parts here again if it must."""
+    """Convert an object that msgpack cannot pack into plain values, to be hashed. msgpack calls this for nested objects too."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         if isinstance(value, Catalog):  # a user's values, of more types than msgpack has
@@ -74,15 +75,15 @@ def _spelled(value: Any) -> Any:
 
 
 _STEP_BYTES = 32 * BLOCK_BYTES
-"""Bytes that are read and hashed at once."""
+"""Bytes that are read and hashed at once while a finished file is checked."""
 
 
 def finished_digests(
     storage: Storage, key: str, num_bytes: int, header: bytes, digests_storage: Storage, digests_key: str
 ) -> bytes | None:
-    """Return the bytes of the digests file if an earlier attempt finished the file `key`, else None.
+    """Check whether an earlier attempt has finished the file `key`. Return the bytes of its digests file if so, else None.
 
-    A file is finished if it has this size, begins with `header`, and each of its blocks has its recorded digest.
+    A file is finished if it has `num_bytes` bytes, begins with `header`, and each of its blocks has its recorded digest.
     """
     if storage.size(key) != num_bytes:
         return None

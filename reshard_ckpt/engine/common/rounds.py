@@ -1,11 +1,11 @@
 """The rounds of an exchange: each rank packs bytes for the others into messages of bounded size, and unpacks theirs.
 
-1. A `Traffic` gives the bytes between this rank and each other one in a round, packs the bytes to send, and unpacks the received
-   ones. It may take them from live tensors, or from files that it reads and verifies.
+1. A `Traffic` says how many bytes go between this rank and each other one in a round, packs the bytes to send, and unpacks the
+   received bytes. The bytes may come from live tensors, or from files that it reads and verifies.
 2. While one round travels, the next one is packed; while a round is unpacked, the next one travels.
-3. The part for each rank begins with a flag: whether its sender has failed. So all ranks stop after the same round, and no rank
-   waits in a collective that another one never enters. A message of flags alone comes first, once each rank has allocated its
-   memory, and another one last, once all bytes are in place.
+3. The part of a message for each rank begins with a flag: whether the sender has failed. So all ranks stop after the same round,
+   and no rank waits in a collective that another rank never enters. A message of flags alone comes first, once each rank has
+   allocated its memory, and another one last, once all bytes are in place.
 4. Ranks of one machine read each other's parts in shared memory, where they were packed. The process group carries only the heads
    of these parts, and the parts between machines.
 5. `settle` ends the exchange: if a rank failed, all ranks raise its error, with the names of the tensors overwritten on any rank.
@@ -33,11 +33,12 @@ from .host_memory import allocate
 from .tensor_bytes import empty_bytes
 
 HEAD_BYTES = 16
-"""Bytes of the head of each part: a multiple of every element size, so that parts are aligned for all dtypes."""
+"""Bytes of the head before each rank's part of a message: a multiple of every element size, so that parts are aligned for all
+dtypes."""
 
 _FAILED = 1
-"""A head is two int64. The first holds the flag `_FAILED` in its lowest byte, and the number of the message above it. The second
-is the byte of the sender's shared memory at which the part begins."""
+"""A head is two int64. The lowest byte of the first is `_FAILED` if the sender has failed, and 0 otherwise; its other bits
+hold the number of the message. The second is the byte of the sender's shared memory at which the part begins."""
 
 NUM_BUFFERS = 4
 """Two buffers for messages to send and two for received ones: one of each pair travels while the other is filled or emptied.
@@ -46,17 +47,20 @@ Shared memory has as many slots: while a round is packed, other ranks may still 
 """
 
 _HEADS = NUM_BUFFERS, NUM_BUFFERS + 1
-"""The buffers of messages that consist of heads alone."""
+"""Numbers of the two buffers, to send and to receive, for messages that consist of heads alone."""
 
 PAGE_BYTES = 4096
-"""The slot of each round in shared memory is a multiple of this."""
+"""The space of each round in shared memory is a multiple of this many bytes."""
 
 LARGE_BYTES = 16 << 20
-"""Buffers from this size on lie in large pages, and may be up to 2 MiB larger than asked for."""
+"""Buffers of at least this many bytes lie in large pages, and may be up to 2 MiB larger than asked for."""
 
 
 class Traffic(Protocol):
-    """One rank's side of an exchange. `num_rounds` is the same on all ranks. An error that a method raises stops all ranks."""
+    """One rank's side of an exchange in rounds: the sizes of its messages, and how they are packed and unpacked.
+
+    `num_rounds` is the same on all ranks. An error that a method raises stops all ranks.
+    """
 
     num_rounds: int
 
@@ -71,7 +75,9 @@ class Traffic(Protocol):
 
 
 class Buffers:
-    """The memory of messages, kept from exchange to exchange. It grows to the size of the largest.
+    """The buffers and the shared memory for messages.
+
+    They are kept from exchange to exchange, and grow to the largest size needed.
 
     Parameters
     ----------
@@ -91,7 +97,10 @@ class Buffers:
         self._shared_bytes = -1
 
     def get(self, slot: int, num_bytes: int) -> torch.Tensor:
-        """Return `num_bytes` of buffer number `slot`, 1-D uint8."""
+        """Return the first `num_bytes` bytes of buffer number `slot`, 1-D uint8.
+
+        The buffer is made, or made larger, if necessary.
+        """
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(slot, None)
@@ -103,7 +112,7 @@ class Buffers:
         return buffer[:num_bytes]
 
     def numbers(self, count: int) -> int:
-        """Take `count` message numbers, and return the first of them."""
+        """Reserve `count` consecutive message numbers, and return the first of them."""
         self.number += count
         return self.number - count
 
@@ -114,7 +123,7 @@ class Buffers:
         return self._shared
 
     def next_number(self, traffic: Traffic, memory_bytes: int) -> int:
-        """Return the number of the next message; -1 if these buffers do not suit this traffic.
+        """Return the number of the next message; -1 if these buffers do not suit the messages of this traffic.
 
         They do not suit it if their shared memory is too small for its rounds, or larger than `memory_bytes`. An exchange may use
         the buffers again if all ranks have the same number here, other than -1.
@@ -127,13 +136,16 @@ def _padded(size: int) -> int:
 
 
 def _slot_bytes(traffic: Traffic) -> int:
-    """Return the shared memory of the messages that this rank sends in one round, in bytes."""
+    """Return the bytes of shared memory that the largest round of this rank needs for the messages that it sends."""
     largest = max((sum(map(_padded, traffic.sizes(number)[0])) for number in range(traffic.num_rounds)), default=0)
     return -(-largest // PAGE_BYTES) * PAGE_BYTES
 
 
 class _Message:
-    """The layout of a message: a head and a part for each rank. A rank in `elsewhere` has only a head here."""
+    """The layout of the message of one round in a buffer: for each rank a head, and a part unless the part is in shared memory.
+
+    `elsewhere` says for each rank whether its part is in shared memory.
+    """
 
     def __init__(self, sizes: Sequence[int], elsewhere: Sequence[bool]) -> None:
         self.sizes = [HEAD_BYTES + (0 if other else _padded(size)) for size, other in zip(sizes, elsewhere, strict=True)]
@@ -169,7 +181,10 @@ class Rounds:
         self.stopped = self.complete = False
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Call `work`, unless this rank has failed already. The next message tells the other ranks of a failure."""
+        """Call `work`, and keep its error in `failure`: the next message tells the other ranks.
+
+        Skip it if this rank has failed already.
+        """
         if self.failure is None:
             try:
                 work()
@@ -236,7 +251,10 @@ class Rounds:
                 self._buffers.get(slot, message.num_bytes)
 
     def _meet(self, number: int) -> Callable[[], bool]:
-        """Start a message of heads alone. Return a function that waits for it, and returns whether all ranks go on."""
+        """Start a message of heads alone, in which each rank says whether it has failed.
+
+        Return a function that waits for the heads of all ranks, and returns whether all ranks go on.
+        """
         nothing = [0] * self._exchange.size
         message = _Message(nothing, [True] * len(nothing))
         out, data = (self._buffers.get(slot, message.num_bytes) for slot in _HEADS)
@@ -250,7 +268,10 @@ class Rounds:
         return all_go_on
 
     def _await(self, number: int, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
-        """Wait for a message, set `stopped` if a sender failed, and return memory and first byte of each rank's part."""
+        """Wait for the message of a round. For each rank, return the memory that holds its part, and the part's first byte there.
+
+        Set `stopped` if a sender says that it has failed.
+        """
         wait, data, message = arriving
         wait()
         at = (torch.tensor(message.heads, device="cpu")[:, None] + torch.arange(HEAD_BYTES, device="cpu")).to(data.device)
@@ -267,12 +288,12 @@ class Rounds:
         return memories, starts
 
     def _messages(self, number: int) -> tuple[_Message, _Message]:
-        """Lay out the message that this rank sends in a round, and the one that it receives."""
+        """Return the layouts of two messages of a round: the one that this rank sends, and the one that it receives."""
         sent, received = self._traffic.sizes(number)
         return _Message(sent, self._shared.readers), _Message(received, [memory is not None for memory in self._shared.read])
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
-        """Pack the message of a round. Its heads hold the flag of a failure, and the places of the parts in shared memory."""
+        """Pack the message of a round, with its heads: the flag of a failure, and the place of each part in shared memory."""
         sizes, message = self._traffic.sizes(number)[0], self._messages(number)[0]
         out = self._buffers.get(number % 2, message.num_bytes)
         memories, starts = [out] * len(sizes), list(message.starts)
@@ -298,40 +319,44 @@ class Rounds:
 
 
 _Arriving = tuple[Callable[[], None], torch.Tensor, _Message]
-"""A message under way: a function that waits for it, the buffer in which it arrives, and its layout."""
+"""A message that is being received: a function that waits for it, the buffer in which it arrives, and its layout."""
 
 Explain = Callable[[BaseException, str], CheckpointError]
-"""Makes the error to raise from a failure on this rank, and from a text that names the tensors overwritten on any rank."""
+"""A function that makes the error to raise: from the failure of this rank, and a text naming the tensors overwritten on any rank.
+"""
 
 
 def pack_table(table: I64) -> bytes:
-    """Pack a table of integers: each column as the differences of its neighbours, which are small, and compressed."""
+    """Encode a table of integers (rows, columns): the differences between the rows, which are small, compressed."""
     head: bytes = int(table.shape[1]).to_bytes(4, "little")
     return head + zlib.compress(np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes(), 1)
 
 
 def unpack_table(data: bytes) -> I64:
-    """Unpack a table that `pack_table` packed."""
+    """Decode a table that `pack_table` encoded."""
     width = int.from_bytes(data[:4], "little")
     table: I64 = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T.cumsum(axis=0)
     return table
 
 
 def pack_columns(table: ColumnTable) -> bytes:
-    """Pack the columns of a table, side by side, as `pack_table` does."""
+    """Encode the columns of a table as one table of integers by `pack_table`."""
     return pack_table(np.column_stack(columns_of(table)))
 
 
 def unpack_columns(kind: type[Table], data: bytes) -> Table:
-    """Undo `pack_columns`. The last two fields of `kind`, offsets and lengths of boxes, become arrays of shape (rows, dims)."""
+    """Decode a table that `pack_columns` encoded.
+
+    The last two fields of `kind`, offsets and lengths of boxes, get shape (rows, dims).
+    """
     table, num = unpack_table(data), len(fields(kind)) - 2
     return kind(*table[:, :num].T, *np.split(table[:, num:], 2, axis=1))
 
 
 def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:
-    """If any rank failed, raise its error on all ranks, with the names of overwritten tensors. Collective.
+    """If any rank has failed in an exchange, raise its error on all ranks, with the names of overwritten tensors. Collective.
 
-    It is not needed once the rounds are complete.
+    If the rounds are complete on all ranks (`Rounds.complete`), this call is not needed.
 
     Parameters
     ----------
@@ -364,12 +389,15 @@ _OVERWRITTEN = "already overwritten, wholly or in part"
 
 
 def overwritten_text(names: Sequence[str]) -> str:
-    """Say which tensors have been overwritten."""
+    """Return a text that names the tensors which have been overwritten, for an error's message."""
     return f"{_OVERWRITTEN}: {few(names)}" if names else NOTHING_CHANGED
 
 
 def without_changes(text: str) -> str:
-    """Drop the parts of an error's text about changed tensors and the next step: a later load has filled all tensors."""
+    """Remove from an error's text the parts about overwritten tensors and the next step.
+
+    They are wrong once a later load has succeeded.
+    """
     stale = (_OVERWRITTEN, NOTHING_CHANGED, VERIFY_FIRST, USE_ANOTHER)
     return "; ".join(part for part in text.split("; ") if not part.startswith(stale))
 

@@ -1,4 +1,4 @@
-"""The lineage of a run on the ranks of a job: one rank reads it, loads are noted in it, the first save after a load writes it."""
+"""The lineage of a run on the ranks of a job. Rank 0 reads, broadcasts and writes it (before the first save after a load)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from .lineage import LINEAGE, Lineage
 
 
 class RunLineage:
-    """The lineage of a run as the manager of one rank knows it: the same on all ranks. Made inside of a session.
+    """The lineage of a run (which saves still count after it went back to an older step), the same on all ranks.
+
+    All ranks make it together.
 
     Parameters
     ----------
     storage
         The root of the run.
     comm
-        The session.
+        Carries messages between all ranks of the job.
     where
         The root, for messages.
     session
-        Options of every session.
+        Options for opening such a `Comm` later.
     had_manager
         On rank 0, whether the root had a manager before. If it had none, its run is new.
 
@@ -53,7 +55,7 @@ class RunLineage:
         return LINEAGE.decoded(data, where=self._where)
 
     def adopt(self, comm: Comm, copy: Lineage | None) -> None:
-        """Go on from the newest of the copies that nodes have, if the store has none or an older state of it. Collective.
+        """Go on from the newest copy of the lineage that a node has, if it is newer than the one in the store. Collective.
 
         A root that has a manager's lock and no lineage was begun by a job that could not write its lineage: then a copy is that
         job's. A root without the lock is new, and no copy is its own.
@@ -67,19 +69,19 @@ class RunLineage:
         self.current = self._shared(comm, newest if self._is_first else None)
 
     def refresh(self) -> None:
-        """Read the note again: for readers, beside whom a job goes on."""
+        """Read the lineage from the store again: a process that only reads the run sees the newer attempts of its job."""
         self.current = LINEAGE.read(self._storage) or self.current
 
     def is_superseded(self, save_id: str) -> bool:
-        """Whether a save in the store no longer counts, because the run went back to an older step."""
+        """Whether a save in the store no longer counts, because the run went back to an older step. `save_id` identifies it."""
         return save_id in self.current.superseded
 
     def loaded(self, step: int, *, in_store: bool) -> None:
-        """Remember which step was loaded: the next save goes on from there, and nothing is written before that."""
+        """Remember which step was loaded. The next save begins an attempt there; nothing is written before that."""
         self._loaded = step, in_store
 
     def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Begin an attempt before the first save after a load. Collective if an attempt begins.
+        """Note in the lineage, before the first save after a load, that a new attempt begins. Collective if one begins.
 
         Parameters
         ----------

@@ -21,16 +21,16 @@ from ...storage.protocol import Storage
 
 
 class Section(NamedTuple):
-    """The part of a file that one process wrote. It travels as a list.
+    """A range of a file that one process has written. It is sent to rank 0 as a list.
 
     Attributes
     ----------
     key, low, high
         The key of the file, and the range ``[low, high)`` of its bytes.
     digests
-        The XXH3-64 of the whole blocks of the section, as little-endian uint64.
+        The XXH3-64 of each whole block in the range, as little-endian uint64.
     edges
-        Offset and bytes of each part that lies in a block with bytes of other sections; rank 0 writes them.
+        Offset and bytes of each part of the range that lies in a block shared with another section; rank 0 writes them.
     """
 
     key: str
@@ -41,12 +41,12 @@ class Section(NamedTuple):
 
     @property
     def first_block(self) -> int:
-        """The first block of `digests`."""
+        """The index in the file of the first block in `digests`."""
         return -(-self.low // BLOCK_BYTES)
 
 
 def share(sizes: Iterable[int], rank: int, num: int) -> range:
-    """Return the parts of a rank when `num` ranks divide parts, in order, so that each has about as many bytes.
+    """Divide parts, in order, over `num` ranks so that each gets about as many bytes, and return the indices of one rank's parts.
 
     A part belongs to the rank in whose even share of all bytes its middle lies.
 
@@ -60,9 +60,10 @@ def share(sizes: Iterable[int], rank: int, num: int) -> range:
 
 
 def share_cut(sizes: Iterable[int], units: Iterable[int], rank: int, num: int) -> list[tuple[int, range]]:
-    """Return the parts of a rank when `num` ranks divide all bytes evenly, and cut parts at multiples of their units.
+    """Divide the bytes of all parts evenly over `num` ranks, and return one rank's byte ranges.
 
-    Each is the index of a part with the bytes of it. An empty part belongs to rank 0.
+    The result has pairs: the index of a part, and the range of its bytes. ``units[i]`` is the unit of part i in bytes. Parts are
+    cut only at multiples of it. An empty part belongs to rank 0.
 
     >>> [share_cut([5, 0, 7], [2, 2, 2], rank, 2) for rank in range(2)]
     [[(0, range(0, 5)), (1, range(0, 0)), (2, range(0, 2))], [(2, range(2, 7))]]
@@ -80,7 +81,10 @@ def share_cut(sizes: Iterable[int], units: Iterable[int], rank: int, num: int) -
 
 
 class SectionWriter:
-    """Writer of bytes `low` to `high` of a file of `size` bytes, front to back, hashed on the way."""
+    """Writes bytes `low` to `high` of a file of `size` bytes, front to back, and hashes them on the way.
+
+    Blocks that lie only partly in this range are not written, but kept for rank 0 (`Section.edges`).
+    """
 
     def __init__(self, storage: Storage, key: str, low: int, high: int, size: int) -> None:
         self.key, self.low, self.high, self.size = key, low, high, size
@@ -108,17 +112,17 @@ class SectionWriter:
 
     @property
     def digests(self) -> Sequence[int]:
-        """The digests of the blocks so far. The first block begins at `hashed[0]`."""
+        """The digests of the blocks hashed so far. The first of these blocks begins at byte ``hashed[0]`` of the file."""
         return self._hasher.values
 
     @property
     def hashed(self) -> tuple[int, int]:
-        """The range of bytes of the file that `digests` cover."""
+        """The range of bytes of the file that `digests` covers so far."""
         begin = self._body[0]
         return begin, min(begin + len(self.digests) * BLOCK_BYTES, self._body[1])
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append bytes."""
+        """Append the next bytes of the section."""
         view = memoryview(data)
         while len(view):
             begin, end = self._body
@@ -147,7 +151,7 @@ class SectionWriter:
         return Section(self.key, self.low, self.high, np.array(self.digests, "<u8").tobytes(), tuple(self._edges))
 
     def abort(self) -> None:
-        """Close the file; remove it if no other process writes it."""
+        """Close the file. Remove it if this section is the whole file; otherwise other processes write there too."""
         if self._writer is not None:
             self._writer.abort()
 
@@ -155,7 +159,7 @@ class SectionWriter:
 def join(
     storage: Storage, key: str, size: int, sections: Sequence[Section], rest: bytes = b""
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Write the blocks of a file that several sections share, durably; on rank 0, once all sections are written.
+    """Write, durably, the blocks of a file that lie in several sections. Rank 0 calls it once all sections are written.
 
     Parameters
     ----------
@@ -165,7 +169,8 @@ def join(
     Returns
     -------
     tuple
-        The digests file of the whole file, and the ranges that this wrote, each of whole blocks.
+        The bytes of the digests file for the whole file, and the ranges of bytes that this call has written, each of whole
+        blocks.
     """
     ordered = sorted(sections, key=lambda section: section.low)
     ends = [0, *(section.high for section in ordered)]

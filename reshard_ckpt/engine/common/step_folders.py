@@ -27,7 +27,7 @@ from .lineage import LINEAGE, Note
 from .reader_notes import GRACE_S, REMOVED_KEY, is_read, note_removed, old_enough
 
 STEP_NAME = "step_{}"
-"""The pattern of the names of step folders, unless a manager has another."""
+"""The default pattern of the names of step folders; a manager may have another."""
 
 _PATTERN = re.compile(r"(?!\.)([\w.-]*)\{(:0[1-9]\d?d)?\}([\w.-]*)")
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
@@ -58,15 +58,15 @@ class StepNames:
                 )
 
     def with_patterns(self, others: Iterable[str]) -> StepNames:
-        """Return names that find folders of other patterns too; new folders are named as before."""
+        """Return a copy that also recognizes folders with other patterns. New folders are named as before."""
         return StepNames(tuple(dict.fromkeys([*self.patterns, *others, STEP_NAME])))
 
     def of(self, step: int) -> str:
-        """Name the folder of a new checkpoint."""
+        """Return the folder name for a new checkpoint of this step."""
         return self.patterns[0].format(step)
 
     def step_of(self, folder: str) -> int | None:
-        """Return the step of a folder; None for a folder of another name."""
+        """Return the step that a folder's name stands for; None if no pattern fits."""
         for pattern in self.patterns:
             before, after = pattern[: pattern.index("{")], pattern[pattern.index("}") + 1 :]
             digits = folder[len(before) : len(folder) - len(after)]
@@ -75,14 +75,14 @@ class StepNames:
         return None
 
     def folder(self, root: Storage, step: int) -> str:
-        """Return the name of the folder that holds a step: a committed one, or any that exists, or else that of a new one."""
+        """Return a step's folder name: of a committed checkpoint, else of any folder that exists, else for a new checkpoint."""
         if len(self.patterns) == 1:
             return self.of(step)
         there = (name for name in root.folders() if self.step_of(name) == step)
         return next(iter(self.committed(root, step)), None) or next(there, self.of(step))
 
     def committed(self, root: Storage, step: int) -> list[str]:
-        """List the folders in which a step is committed, the one that counts first."""
+        """List the folders that hold a committed checkpoint of a step; the first in order of the patterns comes first."""
         names = list(dict.fromkeys(pattern.format(step) for pattern in self.patterns))
         sizes = root.stat([f"{name}/{CATALOG_KEY}" for name in names])
         return [name for name, size in zip(names, sizes, strict=True) if size is not None]
@@ -95,18 +95,20 @@ STEP_NAMES = Note(
     lambda patterns: StepNames(tuple(patterns)).with_patterns(()),
     "restore the file, or delete it and make a Manager with the name= of the run",
 )
-"""The note of the names of a run's step folders, in its root; only a run whose manager has ``name=`` has one."""
+"""The note (small file) in the root of a run that lists the patterns of its step folders. Only a manager with ``name=`` writes
+it."""
 
 
 def names_at(root: Storage) -> StepNames:
-    """Read the names of a run's step folders."""
+    """Read the note with the patterns of a run's step folders; if there is none, the default pattern is the only one."""
     return STEP_NAMES.read(root) or StepNames()
 
 
 def find_steps(root: Storage, names: StepNames | None = None) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the folders of the committed steps, and of steps that have only folders without a catalog; both in order of steps.
+    """Return two dicts from step to folder, in order of steps: the committed steps, and steps without a committed checkpoint.
 
-    By default, the root's note has the `names`.
+    `names` has the patterns of folder names; by default those in the root's note. A step of the second dict has only folders
+    without a catalog.
     """
     names = names or names_at(root)
     found = [(step, folder) for folder in root.folders() if (step := names.step_of(folder)) is not None]
@@ -133,7 +135,7 @@ def describe_run(root: Storage) -> str | None:
 
 
 def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
-    """Return the newest committed step that the run did not go back from; the newest of all if that cannot be read."""
+    """Return the newest committed step that counts in the run's lineage; the newest of all if the lineage cannot be read."""
     newest = max(committed)
     with suppress(CheckpointError):
         lineage = LINEAGE.read(root)
@@ -152,7 +154,7 @@ def _catalog(root: Storage, folder: str) -> Catalog:
 
 
 def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
-    """Name the folders of steps in a message: the first and the last ones, if there are many.
+    """List the folders of some steps for a message; if there are many, only the first and the last ones.
 
     >>> name_steps({1: "step_1", 2: "step_2"}), name_steps({i: f"step_{i}" for i in range(10)})
     ('step_1, step_2', 'step_0, step_1, step_2, …, step_7, step_8, step_9 (10 in all)')
@@ -165,7 +167,7 @@ def name_steps(folders: Mapping[int, str], limit: int = 6) -> str:
 def remove_step(
     root: Storage, folder: str, referred: Callable[[], frozenset[str]], *, keep_files: bool = False, needs: Iterable[str] = ()
 ) -> bool:
-    """Remove one checkpoint. If it is being read, remove nothing and return False.
+    """Remove the checkpoint in one folder of a run. If it is being read, remove nothing and return False.
 
     Parameters
     ----------
@@ -175,7 +177,7 @@ def remove_step(
     keep_files
         Remove only the catalog, and note the time: in a store without locks somebody may be reading the files.
     needs
-        Keys, from the root, of files of other checkpoints that this one refers to: the note keeps them too.
+        Keys, from the root, of files of other checkpoints that this one refers to: the note of the removal keeps those files too.
     """
     key = f"{folder}/{CATALOG_KEY}"
     try:
@@ -199,10 +201,10 @@ def remove_step(
 
 
 def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
-    """Remove the files of saves, and their export, from the folder of a step that has no catalog; other files stay.
+    """Remove the files of saves and of their export from a step's folder that has no catalog; other files stay.
 
-    If somebody reads them, all stay. With `before_s`, in seconds since 1970, files of saves that began later stay: one may be
-    under way. Files of an offline reshard under way stay too.
+    If somebody reads these files, all stay. With `before_s`, in seconds since 1970, files of saves that began later stay: such a
+    save may be under way. Files of an offline reshard under way stay too.
     """
     # A save's id begins with its time, which sorts as text. That of an offline reshard is the time of its source.
     last = "9" if before_s is None else time.strftime(SAVE_TIME, time.gmtime(before_s)) + "~"
@@ -239,7 +241,10 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s:
 
 
 def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
-    """Take the lease of an offline reshard, unless it is under way; a store without locks cannot tell."""
+    """Take the lock of an offline reshard, to see that it is not under way; return False if it is.
+
+    A store without locks cannot tell.
+    """
     with suppress(LocksUnsupported, MissingKey):
         lease = root.lease(f"{folder}/{lock}", b"sweep", once=True)
         if lease is None:
@@ -249,20 +254,20 @@ def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
 
 
 def needed_keys(folder: str, catalog: Catalog) -> Iterable[str]:
-    """Yield the keys, from the root, of all files that the catalog in a folder of the root needs, also in other folders."""
+    """Yield the keys of all files that a folder's catalog needs, also of those in other folders, relative to the run's root."""
     for file in catalog.files:
         yield from (posixpath.normpath(f"{folder}/{key}") for key in file.keys)
 
 
 def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
-    """Map the keys, from the root, of files that the catalogs in folders of the root need, to the name of one such folder.
+    """Map the key of each file that the catalogs below a root need to the name of a folder whose catalog needs it.
 
-    Folders that this user may not read are passed over.
+    Keys are relative to the root. Folders that this user may not read are passed over.
 
     Parameters
     ----------
     left_out
-        Whether the folder of a name is not looked at.
+        Tells whether to skip the folder of a name.
     pass_damaged
         Whether a folder whose catalog is damaged is passed over too.
 
@@ -288,9 +293,10 @@ def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_da
 
 
 def referred_by_others(storage: Storage) -> dict[str, str]:
-    """Map the keys of this checkpoint's files that a checkpoint beside it refers to, to the name of that one's folder.
+    """Map the key of each file of this checkpoint that another one needs to the folder name of that other checkpoint.
 
-    Whoever replaces or deletes a checkpoint asks this beforehand: these files must stay. It reads all catalogs beside it.
+    Checkpoints beside this one (incremental saves) may refer to its files, so these must stay when it is replaced or deleted. All
+    catalogs beside it are read.
 
     Raises
     ------
@@ -311,9 +317,9 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s: float = GRACE_S) -> None:
-    """Delete the files of earlier and of unfinished saves in these folders.
+    """Delete the files of earlier and of unfinished saves in some folders of a checkpoint.
 
-    Files that `catalog` or a catalog of the same run refers to stay, and so do folders whose names are not ids of saves, except
+    Files that `catalog` or a catalog of the same run refers to stay. Folders whose names are not ids of saves stay too, except
     the export of an earlier save. In a store without locks, the files stay for `grace_s` seconds first, and as long as somebody
     reads them: a later save deletes them.
     """
@@ -343,9 +349,9 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
 
 @contextmanager
 def alone_with(root: Storage, folder: str) -> Iterator[bool]:
-    """Keep readers away from a step inside a ``with`` block. Yield False if somebody reads the step now.
+    """Lock a step against readers inside a ``with`` block; yield whether that succeeded, False if somebody reads the step now.
 
-    Nobody reads a step without a catalog.
+    A step without a catalog has no readers.
     """
     try:
         lock = root.lock(f"{folder}/{CATALOG_KEY}")

@@ -43,21 +43,24 @@ from .collector import PAUSING
 
 
 class LocalTensor(NamedTuple):
-    """A tensor of this rank: its description, and the local memory of its pieces (any device, any strides)."""
+    """One tensor of this rank: its spec (name, dtype, shape, pieces), and the local memory that holds its pieces.
+
+    The memory may be on any device, with any strides.
+    """
 
     spec: TensorSpec
     memory: torch.Tensor
 
 
 class LocalPiece(NamedTuple):
-    """A piece, and the local tensor whose memory holds it."""
+    """A piece (a part of a global tensor), and the local tensor whose memory holds it."""
 
     tensor: torch.Tensor
     piece: Piece
 
 
 class LocalRun(NamedTuple):
-    """Consecutive elements of a piece's box, from `start` on, within the piece's own run."""
+    """Consecutive elements of a local piece: `num_elements` from element `start` of the row-major order of the piece's box."""
 
     local: LocalPiece
     start: int
@@ -74,12 +77,12 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 
 def empty_bytes(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return uninitialized memory, 1-D uint8. A default device that the job has set for torch plays no part."""
+    """Allocate uninitialized 1-D uint8 memory on a device. It ignores the default device that the job may have set in torch."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor's whole storage. The view does not keep the tensor alive: its caller must."""
+    """Return the bytes of a CPU tensor's whole storage. The view does not keep the tensor alive; the caller must."""
     # By address: by way of a second tensor and of numpy, which would keep the storage, a view takes eight times as long.
     storage = tensor.untyped_storage()
     view: memoryview = _VIEW_OF(storage.data_ptr(), storage.nbytes(), _WRITABLE)
@@ -87,7 +90,10 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
-    """Return the strided region of a tensor's storage that begins `base` elements after the tensor's first element."""
+    """View memory as ``torch.as_strided`` does, from `base` elements after the tensor's first element on.
+
+    Works in inference mode too.
+    """
     first = tensor.storage_offset() + base
     if tensor.is_inference():  # outside inference mode its views are read-only, its storage is not
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), first, lengths, strides)
@@ -95,7 +101,7 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
 
 
 def count_up(tensors: Iterable[torch.Tensor]) -> None:
-    """Count up the versions of tensors that were written without torch, so that a backward pass notices the change."""
+    """Increase the version counters of tensors that were written without torch, so that autograd notices the change."""
     written = list(tensors)
     try:
         torch.autograd.graph.increment_version(written)
@@ -106,16 +112,19 @@ def count_up(tensors: Iterable[torch.Tensor]) -> None:
 
 
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
-"""A numpy dtype for each element size, to copy elements of any dtype as raw bytes."""
+"""For each element size in bytes, a numpy dtype with which elements of any dtype are copied as raw bytes."""
 
 
 def is_in_order(piece: Piece) -> bool:
-    """Whether consecutive elements of the piece are consecutive in memory."""
+    """Whether consecutive elements of the piece's box are consecutive in memory."""
     return is_row_major(piece.lengths, piece.strides)
 
 
 def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | None:
-    """Return a view of the bytes of a run of the piece's box; None if they lie on a device or are not in order."""
+    """View the bytes of `count` elements of a piece's box from element `start` on, without a copy.
+
+    Return None if they lie on a device, or are not consecutive in memory.
+    """
     tensor, piece = local.tensor, local.piece
     if not tensor.is_cpu or not is_row_major(piece.lengths, piece.strides):
         return None
@@ -125,16 +134,16 @@ def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | No
 
 
 def slices(data: memoryview, size: int) -> Iterable[memoryview]:
-    """Return the bytes in parts of `size`; the last one may be shorter."""
+    """Cut bytes into parts of `size` bytes; the last one may be shorter."""
     if 0 < len(data) <= size:
         return (data,)
     return (data[at : at + size] for at in range(0, len(data), size))
 
 
 def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a run of the piece's box, in order, in chunks of at most the size of `scratch`.
+    """Yield the bytes of `count` elements of a piece's box, in row-major order, in chunks of at most the size of `scratch`.
 
-    CPU memory that is in order is not copied. Other memory is copied into `scratch`, which the next chunk overwrites.
+    CPU memory that is in this order is not copied. Other memory is copied into `scratch`, which the next chunk overwrites.
 
     Parameters
     ----------
@@ -157,7 +166,7 @@ def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> 
 
 
 def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy a run of the piece's box, in order, into host memory or into memory of the same device.
+    """Copy `count` elements of a piece's box, in row-major order, into `out`: host memory, or memory of the same device.
 
     Parameters
     ----------
@@ -180,16 +189,16 @@ def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, no
 
 
 def byte_blob(name: str, tensor: torch.Tensor) -> LocalTensor:
-    """Make a blob over a 1-D uint8 tensor: the encoded bytes of a value, saved and loaded like any tensor of dtype U8."""
+    """Describe a 1-D uint8 tensor of encoded bytes as a local tensor of dtype U8: a large value is saved like a tensor."""
     size = (tensor.numel(),)
     return LocalTensor(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),)), tensor)
 
 
 @contextmanager
 def public_call() -> Iterator[None]:
-    """Pause Python's garbage collector for a ``with`` block, and leave the inference mode if this thread is in it.
+    """Prepare a ``with`` block of a public call: pause Python's garbage collector, and leave torch's inference mode if it is on.
 
-    Where the block leaves the inference mode, autograd still records nothing.
+    In a block that has left the inference mode, autograd still records nothing.
     """
     # A call makes tens of objects for each tensor, and frees them at its end. Meanwhile the collector would take them for
     # garbage to come, and look through all objects of the program: 0.2 s for each second load of 2,700 tensors that takes 0.3 s.
@@ -210,10 +219,11 @@ def public_call() -> Iterator[None]:
 
 
 PACK_BYTES = 4 << 20
-"""The most that is packed on a device before it goes over the link: enough for the link's full rate."""
+"""The most bytes that are packed on a device before they are copied to or from the host: enough for the link's full rate."""
 
 SMALL_BYTES = 256 << 10
-"""Smaller tensors, and tensors whose memory is not in order, are packed: each copy over the link has a fixed cost."""
+"""Tensors of fewer bytes are packed together on the device, as are non-contiguous ones: each copy over the link has a fixed cost.
+"""
 
 _WITHOUT_STREAMS = {"cpu", "meta", "mps"}
 
@@ -232,7 +242,7 @@ _SPARE_EVENTS: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
 
 
 class Mark:
-    """A point of a stream: after all work that is queued there when the mark is made."""
+    """A point in the queue of a device stream: it is reached once all work that was queued before it is done."""
 
     __slots__ = ("_event", "_spare")
 
@@ -259,7 +269,7 @@ class Mark:
 
 
 class DeviceStreams(NamedTuple):
-    """The streams of one device."""
+    """The two copy streams of one device: `pack` gathers elements on the device, `link` copies between device and host."""
 
     device: torch.device
     pack: torch.Stream
@@ -271,7 +281,7 @@ _MAKING = threading.Lock()
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """Return the streams of a device, the same for every save and load."""
+    """Return the copy streams of a device, which are the same for every save and load."""
     with _MAKING:
         if device not in _KEPT:
             _KEPT[device] = DeviceStreams(device, torch.Stream(device=device), torch.Stream(device=device))
@@ -287,7 +297,10 @@ def has_streams(device: torch.device) -> bool:
 
 
 class CopyStreams:
-    """The copy streams of the devices of some tensors. Their work comes after the work of this thread's current streams."""
+    """The copy streams of all devices that some tensors lie on.
+
+    Work on them comes after the work that this thread's current streams had queued when the object was made.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
@@ -306,7 +319,10 @@ class CopyStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make the link streams current in a ``with`` block. If the block fails, wait for the queued copies: nobody else will."""
+        """Make each device's `link` stream the current one in a ``with`` block.
+
+        If the block fails, wait for the copies that it queued.
+        """
         with ExitStack() as before:
             try:
                 for streams in self:
@@ -319,23 +335,26 @@ class CopyStreams:
                 raise
 
     def record(self) -> list[Mark]:
-        """Return a mark of each link stream, after all copies so far; the link follows the packing."""
+        """Return a mark (a point in the queue) of each `link` stream, after all copies queued so far. Packing comes before it."""
         return [Mark(streams.link) for streams in self]
 
     def follow(self, marks: Sequence[Mark]) -> None:
-        """Make later work of this thread on these devices wait for `marks`. The host does not wait."""
+        """Make later work on this thread's current streams wait for `marks`, one for each device. The host does not wait."""
         for streams, mark in zip(self, marks, strict=True):
             mark.hold(torch.accelerator.current_stream(streams.device))
 
     def synchronize(self) -> None:
-        """Wait for all queued copies."""
+        """Wait on the host for all copies that were queued on these streams."""
         for streams in self:
             streams.pack.synchronize()
             streams.link.synchronize()
 
 
 class Scratch:
-    """Two buffers on a device, used in turn: while one is copied over the link, the other is packed (or unpacked in a load)."""
+    """Two scratch buffers on a device, used in turn: while one is copied over the link, the other one is packed.
+
+    A load uses them the other way round: one is filled from the host while the other one is unpacked.
+    """
 
     def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
         self._streams = streams
@@ -344,7 +363,7 @@ class Scratch:
         self._turn = 0
 
     def begin(self) -> torch.Tensor:
-        """Return the next buffer, and make the packing stream current until `send`."""
+        """Return the next scratch buffer to pack into, and make the packing stream current until `send`."""
         self._turn = 1 - self._turn
         if (sent := self._free[self._turn]) is not None:
             sent.hold(self._streams.pack)
@@ -352,7 +371,7 @@ class Scratch:
         return self._buffers[self._turn]
 
     def send(self, part: slice, target: torch.Tensor) -> None:
-        """Queue the copy of a part of the packed buffer into pinned host memory."""
+        """Queue the copy of a part of the scratch buffer into pinned host memory."""
         Mark(self._streams.pack).hold(self._streams.link)
         torch.accelerator.set_stream(self._streams.link)
         target.copy_(self._buffers[self._turn][part], non_blocking=True)
@@ -360,7 +379,7 @@ class Scratch:
 
 
 def _forked() -> None:
-    """Begin anew in a forked child: another thread may have held the lock, and streams are not inherited."""
+    """In a forked child, forget the parent's streams, which are not inherited, and make a new lock in place of a held one."""
     global _MAKING
     _MAKING = threading.Lock()
     _KEPT.clear()

@@ -1,1 +1,1 @@
-"""Loads: open a catalog, read exact overlaps, verify, place."""
+"""Loads: open a catalog, plan exact overlaps of saved and wanted tensors, read and verify them, put them in place."""

@@ -1,4 +1,4 @@
-"""Placing file bytes into tensors on devices: through pinned buffers, by queued copies.
+"""Putting file bytes into tensors on devices such as GPUs: through pinned host buffers, by copies queued on streams.
 
 1. Each reading thread has two pinned buffers and uses them in turn: while one is copied to the device, it reads into the other.
 2. If all parts of a window have the layout and dtype of their targets, each is copied straight into its target. Else the window's
@@ -20,7 +20,7 @@ from ..common.tensor_bytes import SMALL_BYTES, CopyStreams, DeviceStreams, Mark,
 
 
 class DevicePart(NamedTuple):
-    """A part of a window that goes to a device.
+    """A part of a window of file bytes, and the place in a tensor on a device that it fills.
 
     Attributes
     ----------
@@ -45,25 +45,28 @@ class DevicePart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte of the window behind the last byte of the part."""
+        """The offset in the window at which the part's bytes end."""
         last = sum((length - 1) * stride for length, stride in zip(self.lengths, self.src_strides, strict=True))
         return self.offset + last + self.dtype.itemsize
 
     @property
     def goes_as_it_is(self) -> bool:
-        """Whether the part can be copied from host to target at once: same layout and dtype, and not too small for that."""
+        """Whether one copy can move the part from host to target: it has the target's layout and dtype, and is not too small."""
         in_order = is_row_major(self.lengths, self.source_strides) and is_row_major(self.lengths, self.strides)
         return in_order and self.dtype == self.target.dtype and self.end - self.offset >= SMALL_BYTES
 
     def take_from(self, window: torch.Tensor, *, non_blocking: bool) -> None:
-        """Copy the part into its target from the window's bytes, on the host or on the device."""
+        """Copy the part into its target tensor, from the bytes of the whole window on the host or on the device."""
         first = (window.storage_offset() + self.offset) // self.dtype.itemsize
         source = torch.as_strided(window.view(self.dtype), self.lengths, self.source_strides, first)
         region(self.target, self.base, self.lengths, self.strides).copy_(source, non_blocking=non_blocking)
 
 
 class _Slot:
-    """One pinned buffer of a thread, a scratch buffer of the same size on each device, and the marks after which it is free."""
+    """One pinned host buffer of a reading thread, its scratch buffer on each device, and the marks of the copies from it.
+
+    The buffer is free once the device has passed all `marks`.
+    """
 
     def __init__(self) -> None:
         self.memory = empty_bytes(0)
@@ -71,23 +74,24 @@ class _Slot:
         self.marks: list[Mark] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait until no device copies from the buffer, and make it at least `num_bytes` large."""
+        """Wait until no device copies from the pinned buffer, and make it at least `num_bytes` large."""
         for mark in self.marks:
             mark.synchronize()
         if self.memory.numel() < num_bytes:
             self.memory, self.scratch = allocate(num_bytes, pinned=True), {}
 
     def scratch_on(self, streams: DeviceStreams) -> torch.Tensor:
-        """Return the scratch buffer on a device, as large as the pinned one."""
+        """Return the scratch buffer on a device; it is as large as the pinned buffer."""
         if streams.device not in self.scratch:
             self.scratch[streams.device] = empty_bytes(self.memory.numel(), streams.device)
         return self.scratch[streams.device]
 
 
 class DeviceTargets:
-    """The devices that a load fills. Make it in the thread that loads; its methods may be called in any thread.
+    """Copies windows of file bytes into the tensors of a load that lie on devices.
 
-    Memory that a device may still copy from is kept until `finish`, also when the thread that allocated it ends earlier.
+    Make it in the thread that loads; its methods may be called in any thread. Memory that a device may still copy from is kept
+    until `finish`, also when the thread that allocated it ends earlier.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
@@ -96,7 +100,7 @@ class DeviceTargets:
         self._slots: list[_Slot] = []
 
     def has(self, target: torch.Tensor) -> bool:
-        """Return whether a tensor is filled by queued copies."""
+        """Return whether a tensor lies on a device to which copies are queued on a stream."""
         return target.device in self._copy_streams.by_device
 
     def buffer(self, num_bytes: int) -> memoryview:
@@ -112,7 +116,7 @@ class DeviceTargets:
         return view
 
     def place(self, parts: Sequence[DevicePart]) -> None:
-        """Queue the copies of parts of the window that was read into this thread's buffer."""
+        """Queue the copies of parts of the window that this thread has read into its buffer."""
         slot: _Slot = self._local.slots[0]
         with self._copy_streams.entered():
             for streams in self._copy_streams:
@@ -135,6 +139,6 @@ class DeviceTargets:
             slot.marks = self._copy_streams.record()
 
     def finish(self) -> None:
-        """Wait for all queued copies. Call it when no thread reads any more, also after a failure."""
+        """Wait for all queued copies. Call it once no thread reads any more, also after a failure."""
         self._copy_streams.synchronize()
         self._slots.clear()

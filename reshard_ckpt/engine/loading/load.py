@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 ALL_CURES = ("allow_missing", "ignore", "cast", "allow_resize", "strict")
-"""The options that let a load pass over a problem."""
+"""The options of a load that let it pass over a kind of mismatch between checkpoint and state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,12 @@ class LoadOptions:
     tied_under_one_name: bool = False
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
     may_lack: bool = False
-    """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does: they keep their value."""
+    """Whether the source may lack regions of tensors, as a live state of some of a job's ranks does. These regions of the targets
+    keep their value."""
     offered: Collection[str] = ALL_CURES
-    """The options among `ALL_CURES` that the function has which the user called, so that an error may advise them."""
+    """The options that an error may advise: options among `ALL_CURES` that the public function called by the user takes."""
     quantized: Quantized | None = None
-    """The quantized tensors of the checkpoint, of a load with `cast`."""
+    """The quantized tensors of the checkpoint, which a load with `cast` dequantizes; None without `cast`."""
 
     def __post_init__(self) -> None:
         for option in ("strict", "verify", "verify_first", "read_once"):
@@ -77,7 +78,7 @@ class LoadOptions:
 
     @property
     def may_keep(self) -> bool:
-        """Whether tensors or values of the state may keep their contents, wholly or in part, if the checkpoint lacks them."""
+        """Whether tensors or values that the checkpoint lacks may keep their contents, wholly or in part."""
         return not self.strict or bool(self.allow_missing) or bool(self.allow_resize)
 
 
@@ -85,8 +86,9 @@ class LoadOptions:
 class Resolved:
     """The tensors that this rank will read, and the problems with the others, by kind.
 
-    ``specs[i]``, ``targets[i]`` and ``source[i]`` are one tensor: its spec, the memory to fill, and its index in the catalog.
-    `wanted` are the pieces of all of them, `plan` the reads.
+    ``specs[i]``, ``targets[i]`` and ``source[i]`` belong to one tensor: its spec, the memory to fill, and its index in the
+    catalog. `wanted` has the pieces of all these tensors, and `plan` the reads from files. `ties` are targets that may share
+    memory.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -97,15 +99,17 @@ class Resolved:
     ties: tuple[Tie, ...]
     problems: dict[str, tuple[str, ...]]
     kept: tuple[str, ...]
-    """A line for each tensor that the checkpoint lacks and ``allow_missing`` lets keep its value."""
+    """One line of text for each tensor that keeps its value, because the checkpoint lacks it and ``allow_missing`` permits
+    that."""
     saved_as: Mapping[str, str]
-    """``saved_as[wanted name]``: the saved name, if it differs because the module was saved with other wrappers."""
+    """``saved_as[wanted name]``: the name in the checkpoint, if it differs because the module was saved with other wrappers."""
     named: frozenset[int]
-    """Indices in the catalog of the tensors that this rank wants by name, whether or not it can load them."""
+    """Indices in the catalog of the tensors whose names this rank wants, also of tensors that it cannot load."""
     refused: frozenset[int]
-    """Indices in the catalog of tensors that this rank cannot load whole: no saved shard covers some wanted part."""
+    """Indices in the catalog of tensors that this rank cannot load whole, because no saved shard holds some part that it
+    wants."""
     window_bytes: int
-    """Size of a window of the plan in bytes."""
+    """Size of one read window in bytes."""
 
 
 def resolve(
@@ -175,7 +179,7 @@ def resolve(
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> tuple[list[int], I64]:
-    """Return the indices of the targets to load, and the indices of their sources in the catalog.
+    """Return the indices of the specs to load, and for each the index of its source in the catalog.
 
     Of several targets that share memory and have the same source (tied weights), only the first is loaded.
     """
@@ -188,7 +192,7 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:
-    """Return `resolved` without the tensors that some rank cannot load whole (`refused`, of all ranks), and plan again.
+    """Return `resolved` without the tensors in `refused`, which some rank cannot load whole, and with a new plan.
 
     So with ``strict=False`` a tensor is loaded on all ranks or on none.
     """
@@ -228,9 +232,10 @@ def refuse_conflicts(lines: Sequence[str]) -> None:
 
 
 def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, with_digests: bool = False) -> dict[int, Digests]:
-    """Check by sizes that tensors of the catalog are saved whole, before memory is allocated for them.
+    """Check, by sizes alone, that tensors of the catalog are saved whole, before memory is allocated for them.
 
-    Return the digests of their files by file: of all files if `with_digests`, else of files in other checkpoints alone.
+    Return the block digests of the files that hold them, by file index: of all these files if `with_digests`, else only of files
+    in other checkpoints.
 
     Raises
     ------
@@ -254,14 +259,14 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, w
 
 
 class Fetched(NamedTuple):
-    """Number of bytes that were read from storage, and number of wanted bytes that no checksum has verified."""
+    """The number of bytes that a load read from storage, and the number of its wanted bytes that no checksum has verified."""
 
     bytes_read: int
     bytes_unverified: int
 
 
 Execute = Callable[[ReadTask, OnProgress], int]
-"""Reads the items of a plan: `read.execute`, or `read_once.execute_once` together with other ranks."""
+"""A function that reads the items of a load plan and returns the bytes read: `read.execute`, or `read_once.execute_once`."""
 
 
 def fetch(
@@ -273,7 +278,7 @@ def fetch(
     report: OnProgress = silent,
     run: Execute = execute,
 ) -> Fetched:
-    """Check the files, then read all items of the plan by `run`. Call `verify_ties` before.
+    """Check the files, then read all items of the plan by `run` (an `Execute`). Call `verify_ties` before.
 
     With ``verify_first`` and ``verify``, every block is read and verified once before any target changes, and then all is read
     again.

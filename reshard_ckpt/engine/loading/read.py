@@ -41,15 +41,16 @@ REQUEST_BYTES = 8 << 20
 """Size of a read whose bytes are neither hashed nor copied while they are in the processor's cache."""
 
 LARGE_BYTES = 4 << 20
-"""Targets from this size on are filled in large pages if their memory was never touched."""
+"""Targets of at least this many bytes are filled in large pages if their memory was never touched."""
 
 UNITS_OF_A_COPY, FEW_COPIES = 8, 32
-"""Copying a run alone takes as long as copying `UNITS_OF_A_COPY` units; copying runs together begins with a cost of `FEW_COPIES`
-runs. So runs are copied together if they have at most `UNITS_OF_A_COPY` units for each run beyond `FEW_COPIES`."""
+"""Weights for choosing how many small runs of a window are copied to a target. The lengths of these runs are multiples of a
+*unit*. A run copied alone costs as much as `UNITS_OF_A_COPY` units; copying runs together costs their units, and `FEW_COPIES`
+single copies to begin with."""
 
 
 class ReadTarget(NamedTuple):
-    """A tensor to fill: its name in messages, and the dtype of its bytes in the files."""
+    """A tensor to fill from files: its name in messages, its memory, and the dtype of its elements in the files."""
 
     name: str
     tensor: torch.Tensor
@@ -59,7 +60,7 @@ class ReadTarget(NamedTuple):
 
 
 class ReadTask(NamedTuple):
-    """Arguments of `execute`: the checkpoint, the plan, the targets to fill, and the digests to verify with."""
+    """A read for `execute`: the checkpoint's store and catalog, the load plan, the tensors to fill, and the files' digests."""
 
     storage: Storage
     catalog: Catalog
@@ -68,11 +69,11 @@ class ReadTask(NamedTuple):
     blocks: Mapping[int, Digests]
     """Block digests of files, by the file's index in the catalog. Bytes of files without an entry are not verified."""
     copy: bool = True
-    """False verifies the blocks and changes no target."""
+    """Whether to fill the targets; False only verifies the blocks."""
 
 
 def execute(task: ReadTask, report: OnProgress = silent) -> int:
-    """Read all items of a plan into their targets, and return the number of bytes read.
+    """Read all items of a load plan into their target tensors, and return the number of bytes read from storage.
 
     Parameters
     ----------
@@ -97,7 +98,10 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
 
 
 def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
-    """Plan the requests for all items of a plan (see `plan_reads`). Files with digests are read in whole blocks."""
+    """Plan the requests to the store for all items of a load plan (see `plan_reads`).
+
+    Files with digests are read in whole blocks.
+    """
     # block_bytes[file]: size of the blocks that a file is verified by; 0 if it is not verified
     block_bytes = np.zeros(len(task.catalog.files), np.int64)
     for index, digests in task.blocks.items():
@@ -108,11 +112,11 @@ def reads_of(task: ReadTask, *, group: I64 | None = None) -> ReadPlan:
 
 
 Elements = NDArray[Any]
-"""Elements of a tensor, viewed as plain numbers of the same size."""
+"""The elements of a tensor, as a numpy array of plain numbers or raw bytes of the same size."""
 
 
 class _Copy(NamedTuple):
-    """An item that is copied to `place`; its lengths, and where it lies in the buffer: first byte, and strides in bytes."""
+    """A strided copy of one plan item: from a window's buffer (first byte `offset`, `strides` in bytes) into array `place`."""
 
     place: Elements
     lengths: Ints
@@ -125,7 +129,10 @@ class _Copy(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """An item that is converted into `place`, a region of a tensor; it lies in the buffer as in a `_Copy`, with this dtype."""
+    """A copy of one plan item that converts dtypes: from a window's buffer, where elements have `dtype`, into the region `place`.
+
+    `offset` is the item's first byte in the buffer, `strides` are in bytes there.
+    """
 
     place: torch.Tensor
     dtype: torch.dtype
@@ -140,7 +147,7 @@ class _Cast(NamedTuple):
 
 
 class _EachRun(NamedTuple):
-    """Runs of one window that are copied one by one: the memory of each, and its first byte and its end in the buffer."""
+    """Copies of several runs of one window, one by one. Each run has its target memory, and its begin and end in the buffer."""
 
     runs: list[tuple[memoryview, int, int]]
 
@@ -150,9 +157,10 @@ class _EachRun(NamedTuple):
 
 
 class _ShortRuns(NamedTuple):
-    """Runs of one window that are copied into the bytes `memory` of one target, all at once.
+    """A copy of many short runs of one window into one target, all at once by numpy indices.
 
-    `src` counts from the window's first byte. The sizes of the runs and the distances between them are multiples of `unit` bytes.
+    Run i has ``size[i]`` bytes, at ``src[i]`` in the window's buffer and at ``dst[i]`` in the bytes `memory` of the target. The
+    sizes, and the distances between runs, are multiples of `unit` bytes.
     """
 
     memory: memoryview
@@ -165,7 +173,10 @@ class _ShortRuns(NamedTuple):
         owner, step = ranges(self.size // self.unit)
 
         def units(data: memoryview, first: I64) -> tuple[Elements, I64]:
-            """View bytes as units, aligned with the runs that begin at `first`; return also the index of each of their units."""
+            """View bytes as units whose borders fit the runs that begin at `first`.
+
+            Return the view, and the index of each unit of the runs.
+            """
             begin = int(first[0]) % self.unit
             kind = np.dtype((np.void, self.unit))
             return np.ndarray((len(data) - begin) // self.unit, kind, data, begin), (first // self.unit)[owner] + step
@@ -175,18 +186,18 @@ class _ShortRuns(NamedTuple):
 
 
 _Fill = _Copy | _Cast | _EachRun | _ShortRuns
-"""A copy from the buffer of a window, which its method `fill` is given."""
+"""A copy from the buffer of a window into a target. Its method ``fill(buffer)`` makes the copy."""
 
 
 ReadInto = Callable[[str, int, Sequence[memoryview]], None]
-"""A function with the arguments of `Storage.read_into`: key, first byte, and the buffers to fill in order."""
+"""A function like `Storage.read_into`: it takes a key, the offset of the first byte, and the buffers to fill in order."""
 
 
 class Damage(Exception):
-    """Raised for a block whose digest differs.
+    """The error of a block that differs from its digest, before it has a message.
 
-    `file` is its index in the catalog, `low` its first byte, `size` its bytes, `window` the number of the window that needs it,
-    or -1 if no window of this rank does.
+    `file` is the index of the file in the catalog, `low` the block's first byte, and `size` its bytes. `window` is the number of
+    the window that needs the block; -1 if no window of this rank does.
     """
 
     def __init__(self, file: int, low: int, size: int, window: int) -> None:
@@ -195,7 +206,10 @@ class Damage(Exception):
 
 
 class _Extent(NamedTuple):
-    """Bytes ``low : high`` of a file, and where they are read to: memory of targets, and parts of the window's buffer."""
+    """Bytes ``[low, high)`` of a file that are read in one request, and the memory for each part of them.
+
+    A part goes into the memory of a target, or, given as a slice, into the window's buffer.
+    """
 
     low: int
     high: int
@@ -203,7 +217,7 @@ class _Extent(NamedTuple):
 
 
 class Reader:
-    """One execution of a read task. Windows are independent, so several threads may read windows at once.
+    """Executes one read task: reads windows of files, verifies their blocks, and fills the targets. Several threads may call it.
 
     Make it in the thread that loads: copies to devices run after the work which that thread has queued. End with `finish`.
     """
@@ -240,7 +254,7 @@ class Reader:
         self._copied: list[int] = []
 
     def _extents_of_windows(self) -> list[list[_Extent]]:
-        """Return the extents of each window, with the memory that each part of them is read into."""
+        """Return, for each window, its extents (bytes read in one request), with the memory that each part is read into."""
         reads, landing = self._reads, self._reads.landing
         views, run_src = [], landing.src.tolist()
         for dest, dst, size in zip(landing.dest.tolist(), landing.dst.tolist(), landing.size.tolist(), strict=True):
@@ -269,7 +283,10 @@ class Reader:
         return out
 
     def _add_runs(self) -> None:
-        """Add the runs that are copied: those of one window and target together where that is less work than one by one."""
+        """Make the copies of short runs.
+
+        Runs of one window and target are copied together where that is less work than one by one.
+        """
         runs = self._reads.copied
         if not len(runs.src):
             return
@@ -300,7 +317,7 @@ class Reader:
                 fills.append(_EachRun(of_window))
 
     def _add_items(self) -> None:
-        """Add the items that are copied, cast, or go to devices, one by one."""
+        """Make the copies of the other plan items: strided copies on the host, casts, and copies to devices."""
         plan, items = self.task.plan, self._reads.items
         window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.item_start))
         # Columns as lists: taking single elements of numpy arrays is slow. offset: first byte of each item in its window's buffer
@@ -322,20 +339,23 @@ class Reader:
                 )
 
     def finish(self) -> None:
-        """Wait for queued copies to devices, and count up the targets' versions. Call it once no thread reads, errors or not."""
+        """Wait for queued copies to devices, and increase the targets' version counters.
+
+        Call it once no thread reads, errors or not.
+        """
         if self.devices:
             self.devices.finish()
         count_up([self.task.targets[dest].tensor for dest in self._memories])
 
     def read_window(self, window: int) -> None:
-        """Read one window from storage, verify it, and put its bytes into their targets."""
+        """Read one window from storage, verify its blocks, and put its bytes into their targets."""
         self.take_window(window, self.task.storage.read_into, verify=True)
 
     def take_window(self, window: int, read_into: ReadInto, *, verify: bool) -> None:
-        """Get the bytes of one window from `read_into`, and put them into their targets.
+        """Fill one window by `read_into`, verify its blocks if `verify`, and put its bytes into their targets.
 
-        If this raises, the targets of the window's landing runs may hold part of the new bytes, verified or not. Targets of its
-        copied items have changed only if the error came after verification.
+        Some runs land: they are read straight into their targets. If this raises, these targets may hold part of the new bytes,
+        verified or not. Targets of copied items have changed only if the error came after verification.
         """
         file = self._file[window]
         key = self.task.catalog.files[file].key
@@ -361,21 +381,21 @@ class Reader:
         self._tally.add(size_read)
 
     def _buffer(self, size: int) -> memoryview:
-        """Return this thread's buffer in host memory."""
+        """Return this thread's buffer in host memory, with room for at least `size` bytes."""
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = empty_bytes(size).numpy().data
         return buffer
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
-        """Compare the blocks of an extent with their digests; do nothing if the file has none.
+        """Compare the blocks in a range of a file with their digests; do nothing if the file has no digests.
 
         Parameters
         ----------
         low, parts
-            First byte of the extent in its file, and its bytes in order.
+            The range's first byte in the file, and its bytes in order.
         window
-            Number of the window that needs the extent, for the error.
+            Number of the window that needs these bytes, for the error.
 
         Raises
         ------
@@ -389,7 +409,7 @@ class Reader:
             raise Damage(file, wrong, digests.block_bytes, window)
 
     def explain(self, damage: Damage, overwritten: str = "") -> CorruptError:
-        """Return the error of a damaged block. It names the tensors in the block, and the overwritten tensors.
+        """Turn a `Damage` into a `CorruptError` that names the block, the tensors in it, and the overwritten tensors.
 
         `overwritten` is the text about overwritten tensors of all ranks; if empty, those of this rank are named.
         """
@@ -405,7 +425,7 @@ class Reader:
         return CorruptError("; ".join([*parts, USE_ANOTHER]))
 
     def changed(self) -> list[str]:
-        """Return the names of targets that may have new values, wholly or in part, sorted; without temporary buffers."""
+        """Return the sorted names of the targets that may have new values, wholly or in part. Temporary buffers are left out."""
         found: set[int] = set()
         for windows, lands in ((self._landed, True), (self._copied if self.task.copy else (), False)):
             found.update(*(self._reads.targets(self.task.plan, window, lands=lands) for window in windows))

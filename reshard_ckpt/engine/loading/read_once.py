@@ -49,17 +49,17 @@ from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 from .ties import INTS
 
 ROUND_BYTES = 12 << 20
-"""Most bytes that a rank sends in one round, and most that it receives; or one message, if that is larger."""
+"""The most bytes that a rank sends in one round of the exchange, and the most that it receives; one message may be larger."""
 
 _NEXT_TO_NOTHING = 1 / 200
-"""Files that together have at most this share of the bytes that a rank needs do not join it to a group."""
+"""Files that together have at most this share of the bytes that a rank needs do not join the rank to a group."""
 
 SMALL_BYTES = 128 << 20
-"""Size of a checkpoint up to which each rank reads for itself: the ranks would take longer to agree who reads which part."""
+"""Up to this size of a checkpoint in bytes each rank reads for itself: it would take longer to agree on who reads which part."""
 
 
 def pays_off(storage: Storage, catalog: Catalog) -> bool:
-    """Whether reading once pays where several ranks want the same bytes: a request to the store takes longer than a message."""
+    """Whether reading once pays: only if the store is slow (an object store) and the checkpoint is large."""
     is_slow = not storage.hints.has_locks  # so far only stores of objects lack them
     return is_slow and sum(file.size for file in catalog.files) > SMALL_BYTES
 
@@ -130,7 +130,7 @@ def execute_once(
 
 
 def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
-    """Return the windows that a rank wants, with the bytes that it reads of each and the bytes that its tensors take."""
+    """Return the windows of files that a rank wants: for each, the bytes that it would read, and the bytes it needs of them."""
     begins = reads.extent_start[:-1]
     read = np.add.reduceat(reads.high - reads.low, begins) if len(begins) else begins
     of_item = _window_of(reads, plan.file, plan.window)
@@ -139,14 +139,14 @@ def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
 
 
 def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
-    """Return the number, among the windows of some reads, of the window in which each item lies. The reads are sorted."""
+    """Return, for each item of a load plan, the index of the window of `reads` in which it lies. The windows must be sorted."""
     # file * step + window is unique and keeps the order, so one binary search finds each item's window.
     step = int(max(reads.window.max(initial=0), window.max(initial=0))) + 1
     return np.searchsorted(reads.file * step + reads.window, file * step + window)
 
 
 def joining_files(wants: Wants) -> I64:
-    """Return the files that join a rank to the others that need them, ascending.
+    """Return the files that put a rank into a group with the other ranks that need them, ascending.
 
     >>> read, taken = [128, 2000, 128], [4, 2000, 5]
     >>> joining_files(Wants(*np.array([[0, 3, 7], [0, 0, 0], read, taken]))).tolist()
@@ -160,7 +160,10 @@ def joining_files(wants: Wants) -> I64:
 
 
 def _group_of(comm: Comm, files: I64) -> list[int]:
-    """Return the ranks that files join to this one, directly or through other ranks. Collective: a gather and a broadcast."""
+    """Return the ranks of this rank's group: all that its files join to it, directly or through other ranks.
+
+    Collective: a gather and a broadcast.
+    """
     gathered = comm.gather(pack_table(files[:, None]))
     data = comm.broadcast(None if gathered is None else pack_table(groups_of(gathered)[:, None]))
     group = unpack_table(data)[:, 0]
@@ -168,7 +171,9 @@ def _group_of(comm: Comm, files: I64) -> list[int]:
 
 
 def groups_of(packed: Sequence[bytes]) -> I64:
-    """Return the number of each rank's group, from the packed `joining_files` of each rank.
+    """Divide the ranks into groups that share files, and return the number of each rank's group.
+
+    ``packed[rank]`` is the packed `joining_files` of a rank.
 
     >>> groups_of([pack_table(np.array(files)[:, None]) for files in ([0, 1], [5], [1, 2], [5, 6], [2])]).tolist()
     [0, 1, 0, 1, 0]
@@ -191,7 +196,10 @@ def groups_of(packed: Sequence[bytes]) -> I64:
 
 
 def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
-    """Return the wants of the ranks of the group, by rank, on each of them. Collective: two swaps."""
+    """Exchange the wanted windows within a group, and return those of each of its ranks. Equal wants are sent by one rank only.
+
+    Collective: two swaps.
+    """
     own = pack_table(np.column_stack(columns_of(wants)))
     digests = exchange.swap([digest128(own)] * exchange.size)
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
@@ -203,9 +211,9 @@ def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes(ColumnTable):
-    """Boxes of file windows that ranks take from the owners of the windows, in their order in the messages.
+    """Boxes of elements that ranks take from file windows which other ranks, their owners, read; in their order in the messages.
 
-    `src` is the first byte in the file, `src_strides` are bytes in the file.
+    `src` is a box's first byte in the file; `src_strides` are bytes in the file.
     """
 
     owner: I64
@@ -220,7 +228,10 @@ class _Boxes(ColumnTable):
 
 
 def _boxes_in_messages(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
-    """Return the items of this rank's plan that come in messages, and their boxes; ``message[i]`` brings item i, or is -1."""
+    """Return the items of this rank's load plan that arrive in messages, and the boxes of the file that they are.
+
+    Item i arrives in message ``message[i]``; -1 if this rank reads it itself.
+    """
     items = np.flatnonzero(message >= 0)
     sources = messages.take(message[items])
     if len(items):
@@ -232,7 +243,7 @@ def _boxes_in_messages(plan: LoadPlan, message: I64, messages: Messages) -> tupl
 
 
 def _send_wanted_boxes(exchange: Exchange, taken: _Boxes) -> _Boxes:
-    """Send each owner the boxes that this rank takes from its windows; return the boxes that others ask of this rank.
+    """Tell each owner of windows which boxes this rank takes from them; return the boxes that other ranks take from this rank.
 
     Collective: one swap.
     """
@@ -241,7 +252,10 @@ def _send_wanted_boxes(exchange: Exchange, taken: _Boxes) -> _Boxes:
 
 
 def _plan_for_all(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
-    """Return a plan that reads this rank's items where `own` is true, and the boxes that others ask for. It has no targets."""
+    """Return a plan of all that this rank must read: its own items where `own` is true, and the boxes in `asked` for other ranks.
+
+    The plan is only for reading; it has no targets.
+    """
     both = {
         name: np.concatenate([getattr(plan, name)[own], getattr(asked, name)])
         for name in ("file", "window", "src", "item_bytes", "lengths", "src_strides")
@@ -251,7 +265,10 @@ def _plan_for_all(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
 
 
 class _WindowMemory(Memories):
-    """Windows in memory, by number. The first byte and the strides of a box are bytes of its window."""
+    """Memory for a `Mover` that consists of file windows, by number.
+
+    In a box, the first byte and the strides are bytes of its window.
+    """
 
     def __init__(self) -> None:
         super().__init__(())
@@ -264,7 +281,10 @@ class _WindowMemory(Memories):
 
 
 class _Targets(Memories):
-    """The targets of a load. Boxes for a device are copied into a pinned buffer first, and from there by `DeviceTargets`."""
+    """Memory for a `Mover` that consists of the targets of a load.
+
+    A box for a device is first unpacked into a pinned host buffer, and copied from there by `DeviceTargets`.
+    """
 
     def __init__(self, targets: Sequence[ReadTarget], devices: DeviceTargets | None) -> None:
         super().__init__([target.tensor for target in targets])
@@ -283,7 +303,10 @@ class _Targets(Memories):
 
     @contextmanager
     def filled(self, num_bytes: int, num_parts: int) -> Iterator[None]:
-        """Fill views of at most so many bytes and parts in the ``with`` block; then queue the copies to devices."""
+        """Prepare host memory for the boxes that are unpacked in the ``with`` block; at its end, queue their copies to devices.
+
+        There may be at most `num_parts` boxes with at most `num_bytes` bytes.
+        """
         if self._devices is not None:
             # Room to align each part: no element has more than 16 bytes.
             self._buffer, self._at = self._devices.buffer(num_bytes + 16 * num_parts), 0
@@ -294,7 +317,7 @@ class _Targets(Memories):
 
 
 class _SharedWindows(Mover):
-    """A `Mover` between ranks that share windows, where one rank reads each window of a file.
+    """A `Mover` within a group of ranks: each window of a file is read by one rank, and sent in parts to all that need it.
 
     It packs boxes from the windows that this rank reads for other ranks, and unpacks the boxes that this rank gets from them.
     A window is in memory from when it is read until its last box is packed. Threads read the windows of a round while the round
@@ -364,7 +387,10 @@ class _SharedWindows(Mover):
         self._pool.shutdown(cancel_futures=True)
 
     def changed(self) -> set[int]:
-        """Return the targets that messages have changed. This ends the reads, which change targets through `reader`."""
+        """Return the indices of the targets that messages have changed.
+
+        It first ends the reading threads, which change targets too.
+        """
         self.__exit__()
         return super().changed()
 
@@ -373,7 +399,7 @@ class _SharedWindows(Mover):
         self._ahead = {window: self._pool.submit(self.read, window) for window in windows}
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Wait for the windows of a round, begin to read those of the next, and copy the boxes of the round into the messages."""
+        """Wait for the windows of a round, begin to read those of the next round, and copy this round's boxes into messages."""
         self._memory.windows.update((window, read.result()) for window, read in self._ahead.items())
         self._read_ahead(number + 1)
         super().pack(number, out, starts)
@@ -381,13 +407,16 @@ class _SharedWindows(Mover):
             del self._memory.windows[window]
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Copy the boxes of a round into their targets."""
+        """Copy the boxes of a round out of the messages into their targets."""
         with self._targets.filled(sum(self.sizes(number)[1]), len(self._receives.rows(number))):
             super().unpack(number, data, starts)
         self._tally.add(self._came[number])
 
     def read(self, window: int) -> memoryview:
-        """Read and verify a window, and put this rank's own items of it into their targets. Return its bytes, with gaps."""
+        """Read and verify a window, and put this rank's own items of it into their targets.
+
+        Return the window's bytes, as one buffer from the first to the last byte read.
+        """
         task, reads, number = self._reader.task, self._reads, self._numbers[window]
         extents, file = slice(*reads.extent_start[window : window + 2]), int(reads.file[window])
         lows, highs = reads.low[extents].tolist(), reads.high[extents].tolist()

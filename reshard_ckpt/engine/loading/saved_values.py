@@ -1,4 +1,7 @@
-"""Values of a checkpoint: small ones are in the catalog. Large ones are read when opened, per-rank ones when they are used."""
+"""Reading the values of a checkpoint (anything but tensors). Small ones are in the catalog, large ones in the shard files.
+
+A value that each rank has of its own (`PerRank`) is read from its file only when it is used.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ from .read import ReadTarget, ReadTask, execute
 
 
 class SavedValue(NamedTuple):
-    """A value of a checkpoint; the `value` of a per-rank one is a sequence of all ranks' values."""
+    """A saved value with its kind. For a per-rank one, `value` is a sequence of all ranks' values."""
 
     kind: ValueKind
     value: Any
 
     @property
     def plain(self) -> Any:
-        """The value as one plain value; a per-rank one is the list of all ranks' values."""
+        """The value as an ordinary object; for a per-rank one, the list of all ranks' values."""
         return list(self.value) if self.kind is ValueKind.PER_RANK else self.value
 
 
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
-    """Return the values at or below the names `prefixes`, by name.
+    """Return the saved values whose names are in `prefixes` or below one of them, by name.
 
     Raises
     ------
@@ -56,12 +59,12 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
 
 
 def plain_values(storage: Storage, catalog: Catalog, names: Iterable[str], *, verify: bool = True) -> dict[str, Any]:
-    """Return the values at or below these names as plain objects, by name; a per-rank value as the list of all ranks' values."""
+    """Return the saved values at or below these names as ordinary objects, by name. A per-rank one becomes a list."""
     return {name: value.plain for name, value in open_values(storage, catalog, names, verify=verify).items()}
 
 
 class _RankValues(Sequence[Any]):
-    """Sequence of the values of all ranks. A value is read when it is indexed, so a rank need read only its own."""
+    """The values of all ranks under one name, as a sequence. Each is read when it is indexed: a rank need read only its own."""
 
     def __init__(self, storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> None:
         self._storage, self._catalog, self._entry, self._verify = storage, catalog, entry, verify
@@ -75,12 +78,12 @@ class _RankValues(Sequence[Any]):
 
 
 def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable[[ValueEntry], bytes]:
-    """Return a function that reads the bytes of a large value. `renamed` uses it to rename parameters in optimizers' groups."""
+    """Return a function that reads the bytes of a value kept in a file. `renamed` needs it for large parameter groups."""
     return lambda value: bytes(read_blobs(storage, catalog, [value.blobs[0]], verify)[0])
 
 
 def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify: bool) -> list[memoryview]:
-    """Read the bytes of blobs, all together; `blobs` are their indices among the tensors of the catalog."""
+    """Read blobs (the encoded bytes of large values) in one pass; `blobs` are their indices among the catalog's tensors."""
     if not blobs:
         return []
     names = [catalog.tensors_table.names[index] for index in blobs]
@@ -100,7 +103,9 @@ def read_whole(
     *,
     verify: bool,
 ) -> None:
-    """Read the parts of tensors that the specs want into their memory; `source` are the tensors' indices in the catalog.
+    """Read parts of saved tensors into memory: for each pair in `wanted`, the pieces of the spec into the tensor beside it.
+
+    ``source[i]`` is the index in the catalog of the tensor that pair i wants.
 
     Raises
     ------

@@ -29,7 +29,7 @@ from .read import ReadTarget
 from .saved_values import read_whole
 
 DEFAULT_BLOCK = (128, 128)
-"""The blocks of DeepSeek-V3, if ``config.json`` names no others."""
+"""Block size (rows, columns) that shares one scale, if ``config.json`` names no other: the blocks of DeepSeek-V3."""
 
 ENTRIES = ("quantization_config", "compression_config")
 """The entries of ``config.json`` that say how weights are quantized."""
@@ -39,7 +39,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def read_quantized(storage: Storage, catalog: Catalog, *, apply: bool) -> Quantized:
-    """Find the quantized tensors of a source; with `apply`, for folders of safetensors, also the scales that can be applied."""
+    """Find the quantized tensors of a checkpoint, and the scales beside them. With `apply`, also find how to apply the scales."""
     if not apply:
         return find_scales(catalog, None)
     try:
@@ -52,7 +52,7 @@ def read_quantized(storage: Storage, catalog: Catalog, *, apply: bool) -> Quanti
 
 
 def _blocks(config: Mapping[str, Any]) -> list[Ints]:
-    """List the sizes of blocks that a quantization's configuration names: for all weights, or for groups of them."""
+    """List the block sizes (rows, columns) that the quantization entry of ``config.json`` names, for all or for some weights."""
     groups = config.get("config_groups")
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     named = [config.get("weight_block_size")]
@@ -67,7 +67,7 @@ def _is_block(block: Any) -> bool:
 
 
 def advice(quantized: Quantized) -> tuple[str, ...]:
-    """Return advice for a load that fails, if weights are packed in a way that only the library that wrote them reads."""
+    """Return advice for a load that fails because weights are packed in a form that only the library that wrote them reads."""
     if not quantized.packed:
         return ()
     return (
@@ -77,7 +77,7 @@ def advice(quantized: Quantized) -> tuple[str, ...]:
 
 
 class Part(NamedTuple):
-    """Boxes of a quantized tensor, in the memory of a target, and the scale of the tensor."""
+    """A target tensor with parts of a quantized tensor: the boxes that it holds, and the tensor's scale."""
 
     target: ReadTarget
     boxes: tuple[Piece, ...]
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A part, and the numbers of its scale that stand for it; `first` is the index of the first one along each dim."""
+    """A part of a quantized tensor, with the scale numbers for it; `first` is the index of the first number along each dim."""
 
     part: Part
     numbers: torch.Tensor
@@ -93,7 +93,7 @@ class Scaled(NamedTuple):
 
 
 def parts_of_load(catalog: Catalog, resolved: Resolved, quantized: Quantized) -> list[Part]:
-    """Return the targets of a load that are to be dequantized."""
+    """Return the parts of a load whose target tensors must be multiplied by scales after the read."""
     found = []
     for spec, target, index in zip(resolved.specs, resolved.targets, resolved.source.tolist(), strict=True):
         scale = quantized.scale(catalog, index) if target.dtype != target.tensor.dtype else None
@@ -103,7 +103,7 @@ def parts_of_load(catalog: Catalog, resolved: Resolved, quantized: Quantized) ->
 
 
 class Dequantizer(NamedTuple):
-    """The quantized tensors of a source, and where it reads their scales: the store and the catalog of the source itself."""
+    """Reads the scales of quantized tensors from the store in which they lie; `catalog` is the catalog of that store."""
 
     storage: Storage
     catalog: Catalog
@@ -113,8 +113,10 @@ class Dequantizer(NamedTuple):
     def part_of_run(
         self, saved: Catalog, tensor: int, target: ReadTarget, offsets: Ints, lengths: Ints, start: int
     ) -> Part | None:
-        """Return the part for a target of one dim that gets the elements of a box from element `start` on; None if the tensor
-        of the catalog `saved` has no scale, or keeps its dtype."""
+        """Return the part for a 1-D target with the elements of a box from element `start` on.
+
+        None if the tensor in the catalog `saved` has no scale, or is not converted to another dtype.
+        """
         scale = self.quantized.scale(saved, tensor) if target.dtype != target.tensor.dtype else None
         if scale is None:
             return None
@@ -122,7 +124,9 @@ class Dequantizer(NamedTuple):
         return Part(target, tuple(piece.boxes()), scale)
 
     def read(self, parts: Iterable[Part]) -> list[Scaled]:
-        """Read the scales of these parts: for all parts of one tensor, the numbers from the first to the last that they need.
+        """Read the scale numbers that some parts need.
+
+        Of each scale, all numbers from the first to the last needed are read at once.
 
         Raises
         ------
@@ -159,7 +163,7 @@ def _read_scale(storage: Storage, catalog: Catalog, index: int, parts: Sequence[
 
 
 def multiply(scaled: Iterable[Scaled]) -> None:
-    """Multiply the parts by their scales, in place."""
+    """Multiply the dequantized targets by their scales, in place, after the bytes are read."""
     with torch.no_grad():
         for piece in scaled:
             tensor = piece.part.target.tensor
@@ -169,7 +173,7 @@ def multiply(scaled: Iterable[Scaled]) -> None:
 
 
 def _multiply_box(values: torch.Tensor, offsets: Ints, numbers: torch.Tensor, scaled: Scaled) -> None:
-    """Multiply a box of the tensor by its scales, in place. The box is multiplied in slices, which bounds the memory needed."""
+    """Multiply one box of a tensor by its scale numbers, in place, in slices, which bounds the memory needed."""
     # numbers: now one for each element along the dims where it had several, so that it can be broadcast to the box.
     for d, each in enumerate(scaled.part.scale.block):
         if numbers.shape[d] > 1:

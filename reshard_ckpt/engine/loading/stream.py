@@ -35,26 +35,27 @@ from .read import Damage, Reader, ReadTarget, ReadTask, reads_of
 from .scales import Dequantizer, Scaled, multiply
 
 WINDOW_BYTES = 4 << 20
-"""Size of a window: two windows and the file bytes that go into them fit into the cache that cores share."""
+"""Size of a window in bytes: two windows and the file bytes that go into them fit into the cache that cores share."""
 
 BATCH_BYTES = 64 << 20
-"""Size of a batch: making a plan for many windows takes hardly longer than for one."""
+"""Size of a batch of windows in bytes. Making a load plan for many windows takes hardly longer than for one."""
 
 MAX_RUNS = 1 << 14
-"""A window, and a batch, is closed when it has so many runs. This bounds the memory of a plan."""
+"""The most runs in a window, and in a batch of windows. This bounds the memory of a load plan."""
 
 AHEAD = 2
-"""Windows in memory: one in use, the others being read."""
+"""Number of windows in memory: one in use, the others being read."""
 
 _ALIGN_BYTES = 8
-"""In the size of a window, each run counts up to a multiple of this, which leaves room for aligning the next run."""
+"""Each run is counted in the size of its window as a multiple of this many bytes, which leaves room for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a box of a saved tensor: `count` elements from element `start` of its row-major order.
+    """A run of a saved tensor to read: `count` elements, from element `start` of the row-major order of a box of the tensor.
 
-    `tensor` is an index in the catalog, `offsets` and `lengths` are the box; `dtype` converts the elements unless it is None.
+    `tensor` is an index in the catalog; `offsets` and `lengths` are the box. The elements are converted to `dtype` unless it is
+    None.
     """
 
     tensor: int
@@ -66,7 +67,7 @@ class Run:
 
 
 def whole_run(catalog: Catalog, tensor: int) -> Run:
-    """Return the run that covers a whole tensor."""
+    """Return the run that consists of all elements of a saved tensor."""
     shape = catalog.shape(tensor)
     return Run(tensor, (0,) * len(shape), shape, 0, prod(shape))
 
@@ -110,13 +111,13 @@ def stream(
 
 
 def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
-    """Raise a `CorruptError` if the catalog's rows do not cover each tensor of these runs exactly once."""
+    """Raise a `CorruptError` if the catalog's rows do not cover each tensor of some runs exactly once."""
     for fault in faults_of(catalog, np.array(sorted({run.tensor for run in runs}), np.int64)):
         raise CorruptError(f"{fault_text(catalog, fault)}; use another checkpoint")
 
 
 def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
-    """Cut runs, in order, into windows of at most `window_bytes`, or one element if that is larger."""
+    """Cut runs, in order, into windows: lists of runs with at most `window_bytes` bytes, or one element if that is larger."""
     window: list[Run] = []
     room = window_bytes
     for run in runs:
@@ -135,18 +136,18 @@ def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> It
 
 
 class Window(NamedTuple):
-    """The bytes of some runs in one buffer: run i has ``sizes[i]`` bytes from ``begin[i]`` on."""
+    """The bytes of some runs in one buffer `data`: run i has ``sizes[i]`` bytes from byte ``begin[i]`` on."""
 
     data: memoryview
     begin: Sequence[int]
     sizes: Sequence[int]
 
     def parts(self) -> Iterator[memoryview]:
-        """Yield the bytes of each run."""
+        """Yield the bytes of each run, as one view for each."""
         return (self.data[at : at + size] for at, size in zip(self.begin, self.sizes, strict=True))
 
     def joined(self) -> Iterator[memoryview]:
-        """Yield the bytes of all runs in order; runs that lie end to end in the buffer are one part."""
+        """Yield the bytes of all runs in order. Runs that lie end to end in the buffer come as one view."""
         low = high = 0
         for at, size in zip(self.begin, self.sizes, strict=True):
             if at != high:
@@ -159,7 +160,10 @@ class Window(NamedTuple):
 
 
 class RunReader:
-    """Plans the reading of windows, and remembers which files it has checked. Only one thread at a time may use it."""
+    """Plans and reads windows of runs from one checkpoint, and remembers which files it has checked.
+
+    One thread may use it at a time.
+    """
 
     def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests, dequantizer: Dequantizer | None = None) -> None:
         self._storage, self._catalog, self._digests, self._dequantizer = storage, catalog, digests, dequantizer
@@ -168,17 +172,19 @@ class RunReader:
         self.bytes_read = 0
 
     def item_bytes(self, run: Run) -> int:
-        """Return the size in bytes of an element of a run, after conversion."""
+        """Return the size in bytes of one element of a run, in the dtype that it is converted to."""
         return TORCH_DTYPES[run.dtype or self._catalog.dtype(run.tensor)].itemsize
 
     def num_bytes(self, runs: Sequence[Run]) -> int:
-        """Return the size in bytes of a buffer for these runs, with padding for alignment."""
+        """Return the size in bytes of a buffer that holds these runs, with padding for alignment."""
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
     def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
-        """Plan windows, a batch at a time, and yield for each batch the functions that fill its windows.
+        """Make one load plan for each batch of windows.
 
-        A window is filled in the buffer that the window `AHEAD` before it had.
+        Yield for each batch a list of functions: each fills and returns a window.
+
+        There are `AHEAD` buffers, used in turn: a window is filled in the buffer that the window `AHEAD` before it had.
         """
         batch: list[Sequence[Run]] = []
         size = runs = 0
@@ -192,11 +198,14 @@ class RunReader:
             yield self._plan(batch)
 
     def refuse_changed(self) -> None:
-        """Raise a `StorageError` if a file without checksums was changed while it was read."""
+        """Raise a `StorageError` if a file without block digests was changed while it was read."""
         self._digests.refuse_changed()
 
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
-        """Plan these windows, and return a function for each that fills it. They may be called in any order and in any thread."""
+        """Plan the reading of some windows.
+
+        Return one function for each window that reads it; they may be called in any order and thread.
+        """
         empty, targets = zip(*(self._targets(of_window) for of_window in windows), strict=True)
         runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
@@ -218,7 +227,7 @@ class RunReader:
         return [partial(_fill, reader, range(*numbers), window, parts) for numbers, window, parts in filled]
 
     def _scaled(self, windows: Sequence[Sequence[Run]], targets: Sequence[Sequence[ReadTarget]]) -> list[list[Scaled]]:
-        """Return the targets of each window that are to be dequantized, with their scales."""
+        """Return, for each window, the parts of quantized tensors in it, with the scale numbers to multiply them by."""
         scaled: list[list[Scaled]] = [[] for _ in windows]
         if self._dequantizer is None:
             return scaled
@@ -234,7 +243,10 @@ class RunReader:
         return scaled
 
     def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """Return an empty window, and in it a target for each run, of the run's dtype; they lie end to end, aligned."""
+        """Lay out the runs of a window end to end in a buffer.
+
+        Return the window, still without bytes, and one target for each run.
+        """
         # The buffer of the window `AHEAD` before this one, grown if need be.
         size, slot = self.num_bytes(runs), self._num_planned % AHEAD
         self._num_planned += 1
@@ -257,7 +269,7 @@ class RunReader:
 
 
 def _fill(reader: Reader, numbers: Iterable[int], window: Window, scaled: Sequence[Scaled]) -> Window:
-    """Read the windows `numbers` of the reader, dequantize the `scaled` parts, and return `window`, whose buffer they fill."""
+    """Read requests `numbers` of a reader, which fill `window`; multiply its quantized parts by their scales; return `window`."""
     try:
         for number in numbers:
             reader.read_window(number)
@@ -269,7 +281,7 @@ def _fill(reader: Reader, numbers: Iterable[int], window: Window, scaled: Sequen
 
 
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
-    """Return the wanted pieces of runs: the elements of run i lie in row-major order from the first element of target i on."""
+    """Return runs as wanted pieces for `plan_load`: target i holds the elements of run i, 1-D, from its first element on."""
     # `base` is the place of a box's element 0; element `start` shall lie at place 0, so it is -start.
     width = max(catalog.boxes.offsets.shape[1], 1)
     start = np.array([run.start for run in runs], np.int64)
@@ -285,7 +297,7 @@ def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
 
 
 def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator[Window, None, None]:
-    """Read windows and yield them in order; threads read the next ones meanwhile, until the generator ends or is closed.
+    """Read windows of runs and yield them in order; threads read the next ones meanwhile, until the generator ends or is closed.
 
     Yields
     ------

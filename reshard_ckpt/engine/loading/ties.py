@@ -1,11 +1,12 @@
-"""Targets that share memory: check that the checkpoint has the same bytes for all of them, before any target is written.
+"""Target tensors of a load that share memory: check that the checkpoint has the same bytes for all, before any is written.
 
 Two targets that overlap would both be written, and the last one would win.
 
-1. `find_ties` finds the targets that may share memory, and the range of addresses. It cuts every wanted piece into boxes, and
-   describes each box in bytes: one more, innermost, dim has the bytes of an element. It groups boxes whose address ranges meet;
-   most targets are alone in their group. Views of one buffer, such as columns of a matrix, have address ranges that meet although
-   they share no byte. If all boxes of a group lie on one grid of steps, the grid shows that, and the group is dropped.
+1. `find_ties` finds groups of targets that may share memory (*ties*), and the range of addresses of each. It cuts every wanted
+   piece into boxes, and describes each box in bytes: one more, innermost, dim has the bytes of an element. It groups boxes whose
+   address ranges meet; most targets are alone in their group. Views of one buffer, such as columns of a matrix, have address
+   ranges that meet although they share no byte. If all boxes of a group lie on one grid of steps, the grid shows that, and the
+   group is dropped.
 2. `conflicts` goes through these addresses in steps of `TIE_BYTES`. For each target it reads the bytes that a load would put at
    these addresses into a buffer, and compares them with the bytes that earlier targets would put there.
 
@@ -33,17 +34,17 @@ from ..common.tensor_bytes import region
 from .read import ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20
-"""Bytes of memory that are checked at a time; a multiple of every element size."""
+"""Bytes of shared memory that are checked at a time; a multiple of every element size."""
 
 _UNIT = 16
-"""Checked ranges begin and end at multiples of this, the largest element size."""
+"""Checked address ranges begin and end at multiples of this many bytes, the largest element size."""
 
 INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""An integer dtype for each element size."""
+"""For each element size in bytes, an integer dtype of torch."""
 
 
 class TiedTarget(NamedTuple):
-    """A target that shares memory with others, and the index of its source in the catalog."""
+    """A target tensor that shares memory with others: its spec, the target, and the index of its source in the catalog."""
 
     spec: TensorSpec
     target: ReadTarget
@@ -55,7 +56,7 @@ class TiedTarget(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """Targets that may share memory at the addresses ``[low, high)``."""
+    """A group of targets that may share memory at the addresses ``[low, high)``."""
 
     members: tuple[TiedTarget, ...]
     low: int
@@ -63,7 +64,7 @@ class Tie(NamedTuple):
 
 
 def find_ties(specs: Sequence[TensorSpec], targets: Sequence[ReadTarget], source: I64, wanted: PieceColumns) -> tuple[Tie, ...]:
-    """Return the ties among all targets; `wanted` are the pieces of the targets."""
+    """Return the groups of targets that may share memory. `wanted` has the pieces of all; ``source[i]`` is target i's source."""
     found = shared_memory([target.tensor for target in targets], wanted)
     return tuple(
         Tie(tuple(TiedTarget(specs[i], targets[i], int(source[i])) for i in shared.targets), shared.low, shared.high)
@@ -72,7 +73,7 @@ def find_ties(specs: Sequence[TensorSpec], targets: Sequence[ReadTarget], source
 
 
 def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list[Shared]:
-    """Return the groups of tensors whose pieces possibly share memory."""
+    """Return the groups of tensors whose pieces may share memory."""
     # device[i]: number of tensor i's device. address, each: its first address, and the size of its elements
     devices = [tensor.device for tensor in tensors]
     number = {device: i for i, device in enumerate(dict.fromkeys(devices))}
@@ -83,7 +84,7 @@ def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
-    """Return a line for each tie for which the checkpoint holds different bytes. No target changes.
+    """Return one line of text for each tie whose targets would get different bytes from the checkpoint. No target changes.
 
     Raises
     ------
@@ -95,14 +96,14 @@ def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify
 
 
 class _TieChecker:
-    """Checks ties against one checkpoint, and reads the digests of each file once."""
+    """Compares the bytes that the targets of ties would get from one checkpoint. It reads the digests of each file once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
         self._storage, self._catalog = storage, catalog
         self._digests = FileDigests(storage, catalog, verify=verify)
 
     def conflict(self, tie: Tie) -> str | None:
-        """Return a message if two targets of a tie would get different bytes, or one is not aligned; else None."""
+        """Check one tie. Return a message if two of its targets would get different bytes, or one is not aligned; else None."""
         for member in tie.members:
             if member.address % member.target.tensor.element_size():
                 return f"{member.spec.name}: shares memory with other tensors, unaligned for its dtype; load into a copy of it"
@@ -111,7 +112,7 @@ class _TieChecker:
         return next((line for line in lines if line is not None), None)
 
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
-        """Check the addresses ``[low, low + size)`` of a tie."""
+        """Check the addresses ``[low, low + size)`` of a tie; return a message if two targets would get different bytes there."""
         size = -(-size // _UNIT) * _UNIT
         # image: bytes that the targets so far would get. covered: 0xFF for each byte that some target so far would get, else 0.
         # fresh: bytes that this target would get.
@@ -131,9 +132,11 @@ class _TieChecker:
         return None
 
     def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
-        """Read the bytes that a target would get at addresses from `low` on into `out`, and return the plan of the read.
+        """Read into `out` the bytes that a load would put at a target's addresses from `low` on.
 
-        Places in the plan are counted from `low`, in elements.
+        Return the load plan of this read.
+
+        Places in the plan are counted from `low`, in elements. Bytes of `out` that the target does not have are left as they are.
         """
         dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
@@ -151,9 +154,9 @@ def _line(first: TiedTarget, second: TiedTarget) -> str:
 
 
 def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
-    """Return `size` bytes: 0xFF for each byte that the plan of a target writes, 0 for the others.
+    """Return a mask of `size` bytes: 0xFF where the load plan of a target writes a byte, 0 elsewhere.
 
-    Elements have the size of the target's dtype, which may differ from the saved dtype.
+    An element takes as many bytes as in the target's dtype, which may differ from the saved dtype.
     """
     out = torch.zeros(size, dtype=torch.uint8, device="cpu")
     elements = out.view(INTS[member.target.tensor.element_size()])
@@ -163,7 +166,7 @@ def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor
 
 
 def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
-    """Yield the boxes of a target that lie in `count` elements from address `low` on; `base` is counted from that address."""
+    """Yield the boxes of a target that lie in `count` elements from address `low` on, as pieces with `base` counted from it."""
     first = (low - member.address) // member.target.tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:
         for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
@@ -178,7 +181,10 @@ def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
 
 
 def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piece]:
-    """Cut `count` elements of a piece's box, from element `start` on, into boxes; `dims` gives the order, slowest dim first."""
+    """Cut `count` elements of a piece's box, from element `start` on, into boxes. Elements are counted in the order of `dims`.
+
+    `dims` lists the dims of the box, slowest first.
+    """
     if count <= 0:
         return []
     ordered = np.array([piece.lengths[d] for d in dims], np.int64)
@@ -189,7 +195,7 @@ def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piec
 
 
 def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements of a box that lie in memory before offset `at` (in elements, from the box's first element).
+    """Count the elements of a strided box that lie in memory before the offset `at`, in elements from the box's first one.
 
     Strides fall from dim to dim, and each exceeds the reach of all later dims together.
 
@@ -216,7 +222,7 @@ MAX_BOXES = 1024
 
 
 class Shared(NamedTuple):
-    """Targets (by index, in order) that may share bytes of the addresses ``[low, high)``."""
+    """A group of targets, as ascending indices, that may share bytes of the addresses ``[low, high)``."""
 
     targets: tuple[int, ...]
     low: int
@@ -258,7 +264,7 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
 
 
 def _are_apart(owner: I64, low: I64, lengths: I64, steps: I64) -> bool:
-    """Tell whether boxes of different owners certainly share no byte.
+    """Tell whether it is certain that no two boxes of memory with different owners share a byte.
 
     Addresses are written as digits on the grid of all steps. If every step is larger than the reach of all smaller steps
     together, each byte has one sequence of digits, and boxes share a byte exactly if their ranges of digits meet on every dim.

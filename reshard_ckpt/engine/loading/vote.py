@@ -1,6 +1,6 @@
 """The vote of all ranks on a load: either every rank can load all that it wants, or all ranks raise the same error.
 
-1. Gather: each rank sends its problems, a line each, by kind, and the saved tensors that it wants.
+1. Gather: each rank sends its problems, one line of text for each, by kind, and the saved tensors that it wants.
 2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones.
 3. Broadcast: rank 0 sends the merged lines. Every rank decides by them, and by its own ``strict``.
 """
@@ -31,16 +31,19 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 
 class VoteResult(NamedTuple):
-    """Outcome of a vote: the problems of all ranks, and the indices of tensors that no rank loads, because some rank cannot."""
+    """Result of a vote: the report with the problems of all ranks, and the indices of tensors that no rank loads.
+
+    These are tensors that some rank cannot load whole.
+    """
 
     report: LoadReport
     refused: frozenset[int]
     has_ties: bool
-    """Whether targets on any rank may share memory. Then all ranks must call `load.verify_ties`."""
+    """Whether, on any rank, targets may share memory. If so, all ranks must call `load.verify_ties`."""
 
 
 class Wanted(NamedTuple):
-    """The names that one rank wants, in addition to its `Resolved` tensors, and the problems with its values.
+    """One rank's part of a vote beside its `Resolved` tensors: all names that it wants, and the problems with its values.
 
     Attributes
     ----------
@@ -64,7 +67,7 @@ class Wanted(NamedTuple):
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
 ) -> VoteResult:
-    """Merge the problems of all ranks, and raise or return them on every rank. Collective: a gather and a broadcast.
+    """Merge the problems of all ranks, and on every rank raise or return the same. Collective: a gather and a broadcast.
 
     Parameters
     ----------
@@ -115,15 +118,15 @@ def vote(
 
 
 def _collective_options(options: LoadOptions) -> dict[str, bool]:
-    """Return the options that decide which collectives a rank enters; they must be equal on all ranks."""
+    """Return, by name, the options that decide which collectives a rank enters. They must be equal on all ranks."""
     once = bool(options.read_once)
     return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
 
 
 def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
-    """Return advice: the options with which the state would load. ``strict=False``, which allows every difference, comes last.
+    """Return advice: the options with which the load would succeed. ``strict=False``, which allows every difference, comes last.
 
-    `offered` are the options of the function that the user called.
+    `offered` are the options that the function called by the user takes.
     """
     cures = {}
     states = [_missing_name(line) for line in report.values if _no_group(line)]
@@ -147,7 +150,7 @@ def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
 
 
 def _divided(line: str) -> tuple[str, str]:
-    """Divide a problem's line into the name, which may contain ": ", and the rest."""
+    """Split the text of a problem into the name that it begins with, which may contain ": ", and the rest."""
     for begin in (MISSING, NO_GROUP, ""):
         name, colon, rest = line.partition(f": {begin}")
         if colon:
@@ -156,17 +159,20 @@ def _divided(line: str) -> tuple[str, str]:
 
 
 def _subject(line: str) -> str:
-    """Return the name at the beginning of a problem's line."""
+    """Return the name at the beginning of a problem's text."""
     return _divided(line)[0]
 
 
 def _no_group(line: str) -> bool:
-    """Return whether a line says that a parameter has no saved hyperparameters."""
+    """Return whether a problem's text says that a parameter has no saved hyperparameters."""
     return _divided(line)[1].startswith(NO_GROUP)
 
 
 def _missing_name(line: str) -> str:
-    """Return the name that the checkpoint lacks. If a parameter lacks its hyperparameters, this is the name of its state."""
+    """Return the name that the checkpoint lacks, from a problem's text.
+
+    If a parameter lacks its hyperparameters, this is the name of its optimizer state.
+    """
     name, what = _divided(line)
     if not _no_group(line):
         return name
@@ -175,7 +181,7 @@ def _missing_name(line: str) -> str:
 
 
 def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
-    """Return the patterns of the options that match none of these names, as ``option=['pattern']`` for a message."""
+    """Return the patterns of the load's options that match none of some names, each as ``option=['pattern']`` for a message."""
     given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
     return [
         f"{option}=[{pattern!r}]"
@@ -187,7 +193,7 @@ def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
 
 
 def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
-    """Return advice if the state has a top-level key that the checkpoint lacks: often it was saved under another key."""
+    """Return advice if the checkpoint has nothing below a top-level key of the state: it was often saved under another key."""
     saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
@@ -197,7 +203,7 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Merge the votes of all ranks, by rank, into the result that rank 0 broadcasts."""
+    """Merge the votes of all ranks, in order of rank, into the result that rank 0 broadcasts."""
     votes = list({id(vote): vote for vote in votes}.values())  # ranks that want the same have one vote
     problems = {}
     for kind in _KINDS:
@@ -225,7 +231,10 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
 
 
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """Return pairs of a line about a missing name and the same line with a similar saved name; only for lines that are shown."""
+    """For lines about a missing name, return pairs: the line, and the line with the most similar saved name as a suggestion.
+
+    Only the lines that a message shows are looked at.
+    """
     lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
     if not lines:
         return []
@@ -236,7 +245,7 @@ def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named:
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """Return a line for each of these values that is not saved."""
+    """Return one line of text for each of these value names that the checkpoint lacks."""
     saved = set(catalog.value_names)
     absent = [name for name in names if name not in saved]
     blobs = set(catalog.tensors_table.names) if absent else set()
@@ -244,7 +253,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """Return a line for each entry of the checkpoint at or below these names that cannot be read.
+    """Return one line of text for each entry of the checkpoint at or below these names that this library cannot read.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Resharding: a saved checkpoint is rewritten for another mesh, and a live state is moved from one layout to another."""
+"""Resharding: rewrite a saved checkpoint for another mesh, or move a live state from one layout to another."""

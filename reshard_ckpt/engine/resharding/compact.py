@@ -1,4 +1,4 @@
-"""Making a checkpoint self-contained: files of other checkpoints that its catalog refers to are copied into its own folder.
+"""Making a checkpoint self-contained: copy the files of other checkpoints that its catalog refers to into its own folder.
 
 1. Each file is copied into a folder of a new save id, by the store itself if it can, and every block is verified. Nothing refers
    to the copies yet. Several processes divide the files by their bytes.
@@ -73,13 +73,13 @@ class CompactReport:
 
 
 class _Copied(NamedTuple):
-    """The key of a copied file, and the SHA-256 of the file and of its digests file; None without a manifest."""
+    """A file that was copied: its new key, and the SHA-256 of the file and of its digests file (None without a manifest)."""
 
     key: str
     sha256: Sequence[bytes] | None
 
     def entry(self, file: FileEntry) -> FileEntry:
-        """Return the catalog entry of the copy of a file."""
+        """Return the catalog's entry for the copy, given the entry for the original file."""
         return replace(file, key=self.key, digests_key=digests_key(self.key), checkpoint="")
 
 
@@ -169,7 +169,7 @@ def _publish(
     copied: dict[int, _Copied],
     listed: dict[str, bytes] | None,
 ) -> None:
-    """Write the files beside the copies, replace the catalog, and delete the files that the old one alone referred to."""
+    """Commit the copies: write manifest and timeline beside them, replace the catalog, and delete files no longer referred to."""
     files = tuple(copied[i].entry(file) if i in copied else file for i, file in enumerate(catalog.files))
     new = replace(catalog, files=files, save_id=save_id, compacted_from=catalog.lineage_id)
     replacement = encode_catalog(new)

@@ -1,8 +1,9 @@
-"""Live reshards again and again: only runs of elements that changed since the last one cross.
+"""Repeated live reshards that send only the elements which have changed since the last one.
 
-The owner of a part keeps a copy of the elements that it sent last, its snapshot. One exchange has three steps (`traffics`):
+The rank that sends a part (a box of a tensor), its owner, keeps a copy of the elements that it sent last: its snapshot. One
+exchange has three steps (`traffics`):
 
-1. Claims: each taker sends each of its owners the digest of the elements that it has now of the parts of that owner.
+1. Claims: each rank that receives parts, a taker, sends each of their owners the digest of the elements that it has now there.
 2. Sizes: an owner compares the claim with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
    exchange, after a failed one, or if the taker's tensors were changed or replaced. Else it gets the runs that changed. The owner
    sends the size of its message of each round.
@@ -30,16 +31,16 @@ from ..loading.ties import INTS
 from .live import LiveMover
 
 _HEAD = struct.Struct("<I")
-"""The head of an encoded part: the bytes of its compressed gaps."""
+"""Head of an encoded part: the number of bytes of its compressed gaps."""
 
 _FAR = 255
-"""A gap of this number says that so many elements are unchanged, and that no changed one follows."""
+"""A gap with this value stands for so many unchanged elements that are not followed by a changed one."""
 
 _DIGEST_BYTES = 16
 
 
 def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
-    """Encode the elements of `new` that differ from those of `old`; both are 1-D arrays of one dtype.
+    """Encode the elements of `new` that differ from the elements of `old`; both are 1-D arrays of one dtype.
 
     >>> old, new = np.zeros(1000, np.int16), np.zeros(1000, np.int16)
     >>> new[600:604] = 7
@@ -59,7 +60,7 @@ def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> byte
 
 
 def decode_changes(data: Any, dtype: Any) -> tuple[I64, np.ndarray[Any, Any], int]:
-    """Decode the part at the start of `data`: the indices of its changed elements, these elements, and the bytes of the part."""
+    """Decode the part at the start of `data`. Return the indices of its changed elements, these elements, and its size."""
     at = _HEAD.size + _HEAD.unpack_from(data)[0]
     gaps = np.frombuffer(zlib.decompress(data[_HEAD.size : at]), np.uint8)
     is_changed = gaps != _FAR
@@ -69,7 +70,7 @@ def decode_changes(data: Any, dtype: Any) -> tuple[I64, np.ndarray[Any, Any], in
 
 
 class DeltaMover(LiveMover):
-    """A `LiveMover` for host memory that sends only changed elements. It keeps a snapshot of each distinct part that it sends."""
+    """A `LiveMover` for host memory that sends only changed elements. It keeps a copy of each distinct part that it last sent."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -100,7 +101,7 @@ class DeltaMover(LiveMover):
         self._encoded.clear()
 
     def traffics(self) -> list[Traffic]:
-        """Return the traffic of each step, in order."""
+        """Return the three traffics of one exchange, in order: claims, sizes of messages, and the messages."""
         takers = [any(of_round[rank] for of_round in self._to) for rank in range(self._size)]
         owners = [any(of_round[rank] for of_round in self._from_rank) for rank in range(self._size)]
         sizes = 8 * self.num_rounds
@@ -108,7 +109,7 @@ class DeltaMover(LiveMover):
         return [claims, _SmallMessages(_sized(takers, sizes), _sized(owners, sizes), self._size_for, self._take_sizes), self]
 
     def _claim(self, owner: int) -> bytes:
-        """Return the digest of this rank's present elements of the parts that come from a rank."""
+        """Return the digest of the elements that this rank now has in the parts which it takes from the rank `owner`."""
         digest = xxhash.xxh3_128()
         for of_round in self._from_rank:
             for i in of_round[owner]:
@@ -120,7 +121,7 @@ class DeltaMover(LiveMover):
         self._claims[taker] = data
 
     def _size_for(self, taker: int) -> bytes:
-        """Compare the parts for a rank with their snapshots, and return the sizes of its messages."""
+        """Compare the parts for the rank `taker` with their snapshots, and return the sizes of its messages, encoded."""
         is_known = self._claims.pop(taker) == self._digests.get(taker)
         digest = xxhash.xxh3_128()
         for number, of_round in enumerate(self._to):
@@ -173,7 +174,7 @@ class DeltaMover(LiveMover):
                 self._apply(parts, message)
 
     def _apply(self, parts: Sequence[int], message: torch.Tensor) -> None:
-        """Write the runs of some parts, which are one message, into their places."""
+        """Decode a message of changed elements, and write them into the memory of the parts in it."""
         left = memoryview(message.numpy().tobytes())
         for i in parts:
             into, wire = self._wanted.region(self._into, i), self._wire[i]
@@ -188,7 +189,7 @@ class DeltaMover(LiveMover):
 
 
 def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """View the elements of a part in host memory as a 1-D tensor of integers; it is a copy where a view is impossible."""
+    """Return the elements of a part on the host, 1-D, as integers of the same bits: a view if possible, else a copy."""
     flat = part.detach().to("cpu", wire).contiguous().reshape(-1)
     return flat.view(INTS[wire.itemsize])
 
@@ -198,7 +199,9 @@ def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
 
 
 class _SmallMessages:
-    """A traffic of one round of small messages. `make` makes the message for a rank, `take` takes the message of a rank.
+    """Sends one small message to each rank, in one round.
+
+    `make` makes the message for a rank, `take` receives the one from a rank.
 
     ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r.
     """

@@ -1,4 +1,4 @@
-"""The exchange between live tensors: elements are moved from the memory of ranks that hold them to ranks that want them.
+"""The exchange of elements between live tensors: from the memory of ranks that hold them to the ranks that want them.
 
 1. `plan_moves`: rank 0 plans for all ranks (`core.planning.exchange`), and sends each rank its parts. Collectives, in order:
    gather the wanted rows of each rank, scatter the parts.
@@ -28,7 +28,7 @@ from ..saving.local_shards import LocalShards
 
 
 class WantedRows(NamedTuple):
-    """The memory that this rank wants filled: row `rows[i]` of `local`, with elements of tensor `source[i]` of the catalog."""
+    """The memory that this rank wants filled: local row (piece) ``rows[i]`` gets elements of catalog tensor ``source[i]``."""
 
     local: LocalShards
     rows: I64
@@ -36,13 +36,16 @@ class WantedRows(NamedTuple):
 
 
 def memory_rows(local: LocalShards) -> list[torch.Tensor]:
-    """Return the local tensor of each row."""
+    """Return the local tensor of each row (piece) of the local shards."""
     return [piece.tensor for _, piece in local.rows]
 
 
 class Moves(NamedTuple):
-    """The parts that this rank sends, receives or keeps, and the number of rounds of the whole exchange: through host memory
-    (`num_rounds[0]`), and from device to device (`num_rounds[1]`)."""
+    """The plan of an exchange for one rank: the parts that it sends, receives or keeps, and the number of rounds.
+
+    Parts that travel through host memory have ``num_rounds[0]`` rounds, parts that travel from device to device
+    ``num_rounds[1]``.
+    """
 
     parts: Parts
     num_rounds: tuple[int, int]
@@ -55,7 +58,7 @@ class Moves(NamedTuple):
 def plan_moves(
     comm: Comm, held: RankRuns | None, wanted: WantedRows, devices: Sequence[bool], node: bytes, round_bytes: int
 ) -> Moves:
-    """Plan on rank 0 which rank sends which elements to whom, and return this rank's parts. Collective.
+    """Plan on rank 0 which rank sends which elements to which other rank, and return this rank's parts. Collective.
 
     Parameters
     ----------
@@ -93,7 +96,7 @@ def plan_moves(
 
 
 def _runs_of(wanted: WantedRows, devices: Sequence[bool], rank: int) -> RankRuns:
-    """Return the runs that this rank wants, of tensors of the catalog."""
+    """Return the wanted memory of this rank as runs of tensors of the catalog, for rank 0 to plan with."""
     columns, rows = wanted.local.local_metadata.rows, wanted.rows
     box = columns.box[rows]
     return RankRuns(
@@ -157,7 +160,7 @@ class LiveMover(Mover):
         self.bind_states(held, wanted)
 
     def bind_states(self, held: LocalShards, wanted: LocalShards) -> None:
-        """Use the memory of these from now on. They must have the same pieces as the planned ones; their strides may differ."""
+        """Set the states whose memory the next exchanges use. They must have the planned pieces; their strides may differ."""
         owner_row, taker_row, offsets, lengths = self._places
         self.bind(
             Memories(memory_rows(held)),

@@ -43,7 +43,7 @@ from ..saving.replicas import all_fingerprints, compare_replicas
 
 
 class LiveSource(NamedTuple):
-    """The live state of all ranks. All ranks have `catalog`; the other fields are None except on rank 0.
+    """The live state of all ranks, described like a checkpoint. All fields but `catalog` are None except on rank 0.
 
     Attributes
     ----------
@@ -111,14 +111,14 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
 
 
 def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None) -> RunColumns:
-    """Compare the replicas of all tensors, by fingerprints of all of their bytes. Collective.
+    """Compare the replicas of all tensors of a live state, by fingerprints of all of their bytes. Collective.
 
     Return the runs of this rank that were compared. If all ranks pass them as `checked` next time, no scatter is needed.
 
     Raises
     ------
     LayoutError
-        On rank 0, and by it on all: two replicas differ.
+        Two replicas differ. Rank 0 finds it, and all ranks raise it.
     """
     messages, checks = None, source.checks
     if checked is None:
@@ -136,7 +136,7 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: Ru
 
 
 def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
-    """Make the table of the runs that ranks hold in memory.
+    """Return the table of the runs that all ranks hold in memory.
 
     ``devices[r][i]`` is 1 if row i of rank r can be sent from device memory without a copy in host memory, else 0.
     """
@@ -158,7 +158,7 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 
 
 class LiveValues:
-    """The values of all ranks that are no tensors. Each rank remembers its last message, and sends only a changed one.
+    """The values of all ranks that are not tensors. Each rank sends its values again only if they have changed.
 
     With `may_lack`, a `PerRank` may be missing on some ranks; `lost` names these ranks.
     """
@@ -171,11 +171,11 @@ class LiveValues:
         self._per_rank: Mapping[str, Sequence[bytes | None]] = {}
 
     def have_changed(self, values: Sequence[ValueSpec]) -> bool:
-        """Return whether this rank's values differ from the ones that it last shared."""
+        """Return whether this rank's values differ from the values that it last sent in `share`."""
         return encode_values(values) != self._sent
 
     def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
-        """Gather the changed values on rank 0, merge all, and broadcast them. Collective.
+        """Gather the changed values on rank 0, merge the values of all ranks, and broadcast them. Collective.
 
         `tables` are the merged tensors of `LiveSource`, on rank 0 alone.
 
@@ -199,7 +199,7 @@ class LiveValues:
         self._sent = own
 
     def _merged(self, tables: MergedTables) -> bytes:
-        """Merge the values of all ranks and encode them, on rank 0."""
+        """On rank 0, merge the values of all ranks, and encode the result."""
         per_rank: dict[str, list[bytes | None]] = {}
         entries: dict[str, ValueEntry] = {}
         plain: list[tuple[int, list[ValueSpec]]] = []
@@ -221,25 +221,25 @@ class LiveValues:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all values that this rank remembers."""
+        """Memory in bytes of all values that this rank remembers."""
         entries = [*self._table, *(value for values in self._of_rank for value in values)]
         encoded = [*(entry.data for entry in entries), *(data for of_ranks in self._per_rank.values() for data in of_ranks)]
         return len(self._sent) + sum(len(data) for data in encoded if data is not None)
 
     @property
     def lost(self) -> dict[str, list[int]]:
-        """The ranks on which a `PerRank` is missing, by its name; only with `may_lack`."""
+        """For each `PerRank` name, the ranks on which it is missing; only with `may_lack`."""
         lost = {name: [rank for rank, data in enumerate(of_ranks) if data is None] for name, of_ranks in self._per_rank.items()}
         return {name: ranks for name, ranks in lost.items() if ranks}
 
     def added_to(self, catalog: Catalog) -> Catalog:
-        """Return the catalog with these values."""
+        """Return a copy of the catalog that contains the shared values."""
         return replace(catalog, values_table=self._table)
 
     def decoded(
         self, table: Sequence[ValueEntry], old_names: Mapping[str, str], prefixes: Sequence[str], per_rank: Any
     ) -> dict[str, Any]:
-        """Decode the values of a table whose names are at or below `prefixes`, by name.
+        """Decode the values of a table, and return them by name: all values at or below the names `prefixes`.
 
         Parameters
         ----------
@@ -262,12 +262,12 @@ class LiveValues:
 
 
 class Overlaps(NamedTuple):
-    """The destinations that share memory in an allowed way, by index.
+    """The destination tensors that share memory in an allowed way, by index.
 
     Attributes
     ----------
     identical
-        Destinations whose memory is that of the source that they would be copied from; nothing is copied for them.
+        Destinations that have the memory of their own source; nothing is copied for them.
     tied
         Groups of destinations that are one memory, and load from different names.
     """
@@ -302,7 +302,7 @@ def find_overlaps(
     specs = [held.specs[i] for i in sources] + [wanted.specs[i] for i in targets]
 
     def memory_key(i: int) -> tuple[Any, ...]:
-        """Return a key that is equal for tensors with the same elements at the same address."""
+        """Return a key that two tensors share if they are the same elements at the same address."""
         return memory[i].data_ptr(), memory[i].dtype, specs[i].pieces
 
     index, identical, tied = list(targets), set[int](), []
@@ -328,7 +328,7 @@ def find_overlaps(
 
 
 class Spares:
-    """Spare memory for destinations. It is copied into place only after every rank has received all of its parts.
+    """Spare memory for destination tensors. It is copied into place only after every rank has received all of its parts.
 
     Parameters
     ----------
@@ -350,7 +350,7 @@ class Spares:
         }
 
     def with_spares(self, wanted: LocalShards) -> LocalShards:
-        """Return the destinations with spare memory in place of their own, where they have any."""
+        """Return the destinations, with spare memory in place of their own for the chosen tensors."""
         own = {i: piece.tensor for i, piece in wanted.rows}
         for i in self._partial:  # elements that nothing is loaded into must keep their values when `put` copies the whole tensor
             self.memory[i].copy_(own[i])
@@ -358,7 +358,7 @@ class Spares:
         return replace(wanted, rows=rows)
 
     def conflict(self, wanted: LocalShards, tied: Iterable[Sequence[int]]) -> MismatchError | None:
-        """Return the error for tied destinations that received different bytes, or None if all are equal."""
+        """Compare the spare memory of tied destinations. Return an error if two received different bytes, else None."""
         for first, *others in tied:
             for other in others:
                 if not torch.equal(_raw(self.memory[first]), _raw(self.memory[other])):
@@ -369,12 +369,12 @@ class Spares:
         return None
 
     def put(self, wanted: LocalShards) -> None:
-        """Copy the spare memory into the destinations."""
+        """Copy the spare memory into the destinations that it stands for."""
         own = {i: piece.tensor for i, piece in wanted.rows}
         for i, memory in self.memory.items():
             own[i].copy_(memory)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View the elements as integers, so that NaNs are equal where their bits are."""
+    """View a tensor as integers of the same size, so that NaNs with equal bits compare as equal."""
     return tensor.view(INTS[tensor.element_size()])

@@ -30,7 +30,7 @@ from .write_order import Item
 
 
 class Choice(NamedTuple):
-    """The part of a checkpoint to reshard: names of tensors, names of values, and the new dtype of each tensor to convert."""
+    """The part of a checkpoint to reshard: names of tensors and of values, and the new dtypes of converted tensors by name."""
 
     tensors: Sequence[str]
     values: Sequence[str]
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 class ByteSource(NamedTuple):
-    """The source of a tensor of the result: the index of a tensor in the old catalog, and the dtype to convert it to, or None."""
+    """The source of a tensor of the result: a tensor's index in the old catalog, and the dtype to convert to, if any."""
 
     tensor: int
     dtype: str | None
@@ -46,7 +46,7 @@ class ByteSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The plan of a whole reshard, the same on every process.
+    """The plan of an offline reshard, the same on every process: who of the new ranks holds and writes which rows.
 
     Attributes
     ----------
@@ -81,11 +81,11 @@ class ReshardPlan:
     boxes: Sequence[Box]
 
     def layouts(self, rank: int, save_id: str) -> list[FileLayout]:
-        """Lay out the files of a new rank."""
+        """Lay out the files that a rank of the new mesh would have written."""
         return lay_out_members([self._member(*item) for item in self._items(rank)], save_id, rank)
 
     def _items(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield a rank's write items: the tensor's number in the plan, the row of `held`, the first element and the count."""
+        """Yield the write items of a new rank: the tensor's number in the plan, a row of `held`, first element, and count."""
         items, first_row = self.plan.items_of(rank), int(np.searchsorted(self.held.rank, rank))
         # `local` counts a rank's own rows; `held` has those of all ranks, in order of rank.
         columns = (
@@ -103,7 +103,7 @@ class ReshardPlan:
         return make_member(spec.name, spec.dtype, spec.shape, *self.boxes[int(self.held.box[row])], start, count)
 
     def items(self, rank: int) -> list[Item]:
-        """List a new rank's write items, in the order of its files."""
+        """List the write items of a new rank, in the order in which they lie in its files."""
         out = []
         for tensor, row, start, count in self._items(rank):
             index = int(self.held.tensor[row])
@@ -156,8 +156,10 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
 def _tensors(
     catalog: Catalog, choice: Choice, placed: Mapping[str, TargetPlacement]
 ) -> tuple[list[TensorSpec], list[ByteSource]]:
-    """Return the specs of the result's tensors, and their sources. Names that shared bytes share them again, if their dtypes are
-    still equal."""
+    """Return the specs of the result's tensors, and their sources.
+
+    Names that shared bytes (aliases) share them again, if their new dtypes are equal.
+    """
     first: dict[tuple[int, str], str] = {}  # the name that owns the bytes, by old tensor and new dtype
     # Owners of bytes come before their aliases, so that the owner is the main name if it is chosen too.
     ordered = sorted(choice.tensors, key=lambda name: catalog.source(catalog.index(name)) != catalog.index(name))
@@ -176,8 +178,10 @@ def _tensors(
 
 
 def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
-    """Return the axis placements that a job would declare for a tensor. Flat and resident axes are left out: the pieces of each
-    rank show them already."""
+    """Return the placement on each mesh axis that a job would declare for a tensor.
+
+    It is empty for flat tensors, and resident axes are left out: the pieces of each rank show them already.
+    """
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
     return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))

@@ -1,4 +1,4 @@
-"""Reading back: blocks are read through the store soon after they were written, and compared with their digests.
+"""Reading back: read blocks from the store soon after they were written, and compare them with their digests.
 
 Bytes that were written a moment ago are still in the processor's cache, so reading them costs little more than a copy. Some
 stores show a file only after it is finished; its blocks are read then. A file system may answer from its own cache. So this
@@ -16,12 +16,14 @@ from ...format.files import BLOCK_BYTES, wrong_blocks
 from ...storage.protocol import Storage
 
 STEP_BYTES = 1 << 20
-"""Bytes read back at once, a multiple of the block size."""
+"""Number of bytes that are read back at once, a multiple of the block size."""
 
 
 class WrittenBlocks(NamedTuple):
-    """A range of a file to read back: bytes `low` to `high`, with the digests of blocks of the file from byte `hashed` on. The
-    range begins and ends at a block, or at the end of the file."""
+    """A range of a file to read back: bytes `low` to `high`. It begins and ends at a block, or at the end of the file.
+
+    `digests` are the digests of the file's blocks from byte `hashed` on.
+    """
 
     key: str
     digests: Sequence[int]
@@ -31,7 +33,7 @@ class WrittenBlocks(NamedTuple):
 
 
 class ReadBack:
-    """Compares written blocks with their digests; any number of threads may call it at once."""
+    """Reads written blocks back and compares them with their digests; any number of threads may call it at once."""
 
     def __init__(self, storage: Storage, *, enabled: bool) -> None:
         self._storage, self._enabled = storage, enabled
@@ -39,7 +41,7 @@ class ReadBack:
         self._left: list[WrittenBlocks] = []
 
     def verify(self, parts: Iterable[WrittenBlocks]) -> None:
-        """Read and verify these ranges now, or put off the ones that the store cannot read yet.
+        """Read and verify some ranges now; keep a range for `verify_rest` if the store cannot read it yet.
 
         Raises
         ------
@@ -55,7 +57,7 @@ class ReadBack:
                 self._left.append(part)
 
     def verify_rest(self) -> None:
-        """Verify the ranges that could not be read before. Call it once all files are finished."""
+        """Verify the ranges that could not be read in `verify`. Call it once all files are finished."""
         while self._left:
             self._verify(self._left.pop())
 
@@ -74,4 +76,4 @@ class ReadBack:
 
 
 class _Differs(CorruptError):
-    """The error of a block that was read back and differs from its digest."""
+    """Raised when a block that was read back differs from its digest."""

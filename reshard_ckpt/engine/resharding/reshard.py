@@ -1,4 +1,4 @@
-"""Offline resharding: a checkpoint is written anew for another topology, by any number of processes.
+"""Offline resharding: any number of processes write a checkpoint anew for another topology (mesh of ranks).
 
 1. Every process makes the same plan from the same catalog (`plan`). The save id is a hash of both (`identity`). So a reshard that
    was killed and started again finds its own finished files, and never those of another request.
@@ -51,12 +51,15 @@ from .write_order import Item, Slice, Span, divide, group_ranks, shared_axes, sp
 _WHOLE_FILES = 1 << 62
 
 AT_ONCE_BYTES = 512 << 20
-"""Bytes of files that are written at once to a store with slow round trips."""
+"""The most bytes of files that are written at the same time to a store with slow round trips."""
 
 
 class ProcessReport(NamedTuple):
-    """The result of one process, or of all: the files and the sections of files that it wrote, and the bytes that it read from
-    the source. `kept` are files that an earlier attempt had finished; every process has the same ones."""
+    """The result of a reshard on one process, or of all together.
+
+    It has the files and the sections of files that were written, and the bytes that were read from the source. `kept` are files
+    that an earlier attempt had finished; every process has the same ones.
+    """
 
     written: tuple[WrittenFile, ...] = ()
     sections: tuple[Section, ...] = ()
@@ -65,18 +68,18 @@ class ProcessReport(NamedTuple):
 
     @property
     def bytes_kept(self) -> int:
-        """The size of the files that were kept."""
+        """The size in bytes of all files in `kept`."""
         return sum(file.size for file in self.kept)
 
 
 def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
-    """Return the save id of the result. It depends only on the plan, which includes the source catalog, and on `verify`."""
+    """Return the save id of the result: a hash of the plan, which includes the source catalog, and of `verify`."""
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(plan.catalog.created_s, 0)))
     return f"{when}-{identity(plan, verify)}"
 
 
 def agree_on_id(comm: Comm, save_id: str) -> str:
-    """Return the save id, after checking that it equals process 0's. Collective.
+    """Check that this process has the same save id as process 0, and return it. Collective.
 
     Raises
     ------
@@ -93,13 +96,13 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
 
 
 def groups_of(plan: ReshardPlan) -> list[list[int]]:
-    """Group the new ranks: the files of a group are written side by side."""
+    """Divide the new ranks into groups. The files of a group are written side by side, because they need the same source rows."""
     shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
     return group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
 
 
 def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
-    """Return the old files that the files of some new ranks are made from, as far as their digests fit into memory together."""
+    """Return the old files from which the files of some new ranks are made; as many as have room for their digests in memory."""
     files = _files_of(plan.catalog, [item.run for rank in ranks for item in plan.items(rank)])
     # sizes[i]: bytes of the digests of the first i + 1 files.
     sizes = accumulate(digests_file_bytes(plan.catalog.files[file].size) for file in files)
@@ -107,7 +110,7 @@ def sources_of(plan: ReshardPlan, ranks: Sequence[int]) -> list[int]:
 
 
 def _files_of(catalog: Catalog, runs: Sequence[Run]) -> list[int]:
-    """Return the files of a catalog that hold the bytes of some runs."""
+    """Return the indices of the files of a catalog that hold the bytes of some runs."""
     source = np.array([run.tensor for run in runs], np.int64)
     files: list[int] = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file).tolist() if runs else []
     return files
@@ -116,7 +119,7 @@ def _files_of(catalog: Catalog, runs: Sequence[Run]) -> list[int]:
 def keep_finished(
     comm: Comm, target: Storage, layouts: Sequence[FileLayout], there: Mapping[str, int]
 ) -> tuple[WrittenFile, ...]:
-    """Return the files that an earlier attempt finished, and have rank 0 delete its other files. Collective.
+    """Return the files that an earlier attempt has finished. Rank 0 deletes the unfinished files of that attempt. Collective.
 
     The ranks divide the bytes that must be verified for it.
 
@@ -242,7 +245,7 @@ def _write_group(
     outputs: Sequence[_Output],
     read_back: ReadBack,
 ) -> None:
-    """Write the windows of a span of items side by side; `outputs[i]` has the files of `items[i]`."""
+    """Write one process's windows of a group. The files of ``items[i]`` are written to ``outputs[i]``, side by side."""
     if span.count != 0:
         check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
     # Windows that the reader has asked for and that are not written. Both take them in the same order, so a queue pairs them up.
@@ -254,7 +257,7 @@ def _write_group(
             yield [part.run for part in window]
 
     def write(filled: Window) -> list[WrittenBlocks]:
-        """Write a window, and return the blocks that can be read back since."""
+        """Write one window to its files, and return the blocks written so far that can be read back now."""
         slices = under_way.popleft()
         for part, view in zip(slices, filled.parts(), strict=True):
             outputs[part.output].write(view)
@@ -277,9 +280,10 @@ def _write_group(
 
 
 def _sections(layouts: Sequence[FileLayout], begin: int, end: int, *, with_empty: bool) -> Iterator[tuple[FileLayout, int, int]]:
-    """Yield the sections of files that hold bytes `begin` to `end` of the members of all these files, end to end.
+    """Yield the sections of files that hold some bytes: each with its file, first byte and end.
 
-    A header belongs to the first byte of its members. Files without members are yielded with `with_empty`.
+    The bytes `begin` to `end` count the members (data) of all these files, end to end. A header belongs to the first byte of its
+    file's members. Files without members are yielded if `with_empty`.
     """
     at = 0
     for layout in layouts:
@@ -293,7 +297,7 @@ def _sections(layouts: Sequence[FileLayout], begin: int, end: int, *, with_empty
 
 
 class _Output:
-    """Writes sections of the files of one new rank, one after the other. `done` are the files and sections that are written."""
+    """Writes sections of the files of one new rank, one after the other. `done` lists the files and sections already written."""
 
     def __init__(self, storage: Storage, sections: Iterable[tuple[FileLayout, int, int]], tally: Tally) -> None:
         self._storage, self._tally = storage, tally
@@ -304,7 +308,7 @@ class _Output:
         self.done: list[WrittenFile | Section] = []
 
     def write(self, view: memoryview) -> None:
-        """Append the next bytes to the current file. All of them belong to one write item, so they never span two files."""
+        """Append the next bytes to the current file. They belong to one write item, so they never span two files."""
         while self._file is None:
             self._begin()
         file = self._file
@@ -317,7 +321,7 @@ class _Output:
         self._tally.add(len(chunk))
 
     def _begin(self) -> None:
-        """Begin the next section, with the header if it is the first one of its file."""
+        """Begin to write the next section. If it is the first one of its file, write the file's header."""
         layout, low, high = self._left.popleft()
         self._file = SectionWriter(self._storage, layout.key, low, high, layout.num_bytes)
         self._taken = self._file.hashed[0]
@@ -338,20 +342,20 @@ class _Output:
         self._file = None
 
     def _not_taken(self, file: SectionWriter) -> WrittenBlocks:
-        """Return the blocks that were written since the last call."""
+        """Return the blocks of this file that no earlier call has returned."""
         begin, until = file.hashed
         low, self._taken = self._taken, until
         return WrittenBlocks(file.key, file.digests, low, until, begin)
 
     def take_written(self) -> list[WrittenBlocks]:
-        """Return the block ranges that were written since the last call and can be read back."""
+        """Return the ranges of blocks that were written since the last call and that the store can read back."""
         written, self._written = self._written, []
         if self._file is not None and self._storage.hints.shows_unfinished:
             written.append(self._not_taken(self._file))
         return written
 
     def finish(self) -> None:
-        """Write the files that consist of a header alone. All other sections must be complete by now."""
+        """Write the files that consist of a header alone. Call it when all other sections are complete."""
         while self._left:
             assert self._file is None, f"{self._file.key if self._file else ''}: bytes are missing"
             self._begin()
@@ -374,7 +378,7 @@ def commit(
     lease: Lock | None,
     read_back: ReadBack,
 ) -> ProcessReport:
-    """Join the files that several processes wrote, and publish the catalog once all have written their share. Collective.
+    """Join the files that several processes wrote, and publish the catalog once all shares are written. Collective.
 
     Return the report with the bytes that all processes read.
     """
@@ -411,7 +415,7 @@ def commit(
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The share of one rank of the new topology in the work: files to write, bytes to read, and where these lie.
+    """The work for one rank of the new topology: files to write, bytes to read, and the old ranks that wrote these bytes.
 
     Attributes
     ----------
@@ -431,7 +435,7 @@ class RankShare:
 
 
 def rank_share(plan: ReshardPlan, rank: int, save_id: str) -> RankShare:
-    """Compute the files and bytes that are written for a new rank, and the old ranks whose files they come from."""
+    """Compute the files and bytes that are written for a new rank, and the old ranks from whose files the bytes come."""
     catalog, layouts = plan.catalog, plan.layouts(rank, save_id)
     runs = [item.run for item in plan.items(rank)]
     each = item_bytes_of(catalog.tensors_table.dtype)

@@ -26,7 +26,7 @@ MAX_FILES = 64
 
 
 class Item(NamedTuple):
-    """A run of a tensor to write into a file. `key` orders the items of all files alike: (-element size, tensor in the plan)."""
+    """A run of a saved tensor to write into a file. Items of all files sort by `key`: (-element size, tensor in the plan)."""
 
     key: tuple[int, int]
     run: Run
@@ -34,12 +34,12 @@ class Item(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the run."""
+        """The size of the run in bytes, after conversion."""
         return self.run.count * self.item_bytes
 
 
 class Slice(NamedTuple):
-    """A run to append to one of the files of a group; `output` is the index of the rank in its group."""
+    """A run to append to the files of one rank of a group; `output` is the index of this rank in the group."""
 
     output: int
     run: Run
@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
 
 def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlacement]) -> frozenset[int]:
-    """Return the mesh axes that cut an inner dim of some tensor, so that their ranks hold different columns of the same rows.
+    """Return the mesh axes that cut an inner dim of some tensor: ranks along them hold different columns of the same rows.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlace
 
 
 def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
-    """Group the ranks of the mesh: ranks of a group differ only in their coordinates on the `shared` axes."""
+    """Group the ranks of a mesh: the ranks of a group differ in their coordinates on the `shared` axes alone."""
     groups: dict[Ints, list[int]] = {}
     for rank in range(mesh.size):
         key = tuple(c for i, c in enumerate(mesh.coordinates(rank)) if i not in shared)
@@ -72,7 +72,9 @@ def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
 
 
 def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int, num: int) -> list[list[int]]:
-    """Return the groups of one of `num` processes that write about equally many bytes, in order. A group may be cut.
+    """Divide groups of ranks over `num` processes so that each writes about as many bytes; return the groups of process `rank`.
+
+    A group may be cut between two processes.
 
     Parameters
     ----------
@@ -91,7 +93,10 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int,
 
 
 def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
-    """Yield the items of all files in windows of at most `window_bytes` and `MAX_RUNS`. Each file's items stay in order."""
+    """Cut the write items of a group's files into windows of at most `window_bytes` and `MAX_RUNS`, and yield them.
+
+    Each file's items stay in order.
+    """
     window: list[Slice] = []
     room = window_bytes
     for batch in _batches(outputs):
@@ -113,10 +118,9 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The windows of a group that one process writes.
+    """The windows of a group that one process writes: `count` windows from number `first` on; None means all that follow.
 
-    `first` is the number of the first window, and `count` how many there are; None stands for all that follow. In file sequence
-    i, without headers, the windows have bytes ``begin[i]`` to ``end[i]``.
+    In the files of the group's rank i, headers not counted, these windows fill bytes ``begin[i]`` to ``end[i]``.
     """
 
     first: int
@@ -126,7 +130,7 @@ class Span:
 
 
 def span_of(outputs: Sequence[Sequence[Item]], window_bytes: int, low: int, high: int) -> Span:
-    """Return the windows that begin between bytes `low` and `high` of all items."""
+    """Return the windows that begin between bytes `low` and `high`, counted over the items of all windows."""
     at, first, count = 0, 0, 0
     begin = [0] * len(outputs)
     end = [0] * len(outputs)
@@ -146,12 +150,15 @@ def span_of(outputs: Sequence[Sequence[Item]], window_bytes: int, low: int, high
 
 
 Batch = list[tuple[int, list[Item]]]
-"""The items of one tensor that are taken together: for each file, its index and its items."""
+"""The write items of one tensor that are handled together: for each output (file sequence), its index and its items."""
 
 
 def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
-    """Yield the items of all files in batches. A batch holds one tensor's items of files that share source rows. A file that
-    shares no rows with others is a batch by itself."""
+    """Yield the write items of a group in batches that should be written together.
+
+    A batch holds the items of one tensor in files that need the same source rows. A file that shares no rows with others is a
+    batch of its own.
+    """
     by_key: dict[tuple[int, int], dict[int, list[Item]]] = {}
     for output, items in enumerate(outputs):
         for item in items:
@@ -169,7 +176,10 @@ def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
 
 
 def _rows(items: Sequence[Item]) -> tuple[int, int]:
-    """Return the range along the first dim that the items lie in. A last row that is only partly covered does not count."""
+    """Return the first row, and the end of the rows, that some items need along the tensor's first dim.
+
+    A last row that is only partly covered does not count.
+    """
     lows, highs = [], []
     for run in (item.run for item in items):
         inner = max(prod(run.lengths[1:]), 1)
@@ -180,7 +190,7 @@ def _rows(items: Sequence[Item]) -> tuple[int, int]:
 
 
 def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:
-    """Yield the runs of slice `n` when the items, laid end to end, are cut into `num` slices of about equal size."""
+    """Cut items, laid end to end, into `num` slices of about equal size, and yield the runs of slice `n`."""
     total = sum(item.run.count for item in items)
     low, high = total * n // num, total * (n + 1) // num
     position = 0

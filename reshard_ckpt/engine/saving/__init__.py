@@ -1,1 +1,1 @@
-"""Saves: agree, stage, write, commit."""
+"""Saves: agree on a plan, stage (copy) the state if training goes on, write files, and commit by publishing a catalog."""

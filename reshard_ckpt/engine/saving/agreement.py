@@ -1,4 +1,4 @@
-"""The agreement of all ranks on who writes which runs: rank 0 plans once for each layout, and reuses the plan.
+"""The agreement of all ranks on which rank writes which runs: rank 0 plans once for each layout, and reuses the plan.
 
 The collectives, in order; steps 3 and 4 are left out on all ranks if the answer of step 2 says so:
 
@@ -37,45 +37,45 @@ from .messages import Assignment, Memo, decode_assignment, decode_metadata, deco
 from .options import PreviousCheckpoint, SaveContents
 
 MAX_PLANS = 2
-"""Plans kept on rank 0: enough for a job that saves its model and its whole state by turns."""
+"""Number of plans kept on rank 0: enough for a job that saves its model and its whole state by turns."""
 
 MAX_ASSIGNMENTS = 8
-"""Assignments kept on each rank."""
+"""Number of assignments (one rank's part of a plan) kept on each rank."""
 
 _ID_BYTES = 16
-"""Bytes of a digest, and of a plan's id."""
+"""Number of bytes of a digest, and of a plan's id."""
 
 _PARTS = 4
-"""Parts of a rank's metadata: tensors, rows, values, and the user's ``metadata=``."""
+"""Number of parts of a rank's metadata: tensors, rows, values, and the user's ``metadata=``."""
 
 _LAYOUT_PARTS = 2
-"""The first parts, tensors and rows, are the layout, on which a plan depends."""
+"""Number of the first parts, tensors and rows, which form the layout. A plan depends on the layout alone."""
 
 _VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)
 
 
 class PlanCache:
-    """Results of earlier agreements that a process keeps, by layout: its own assignments, and plans if it was rank 0.
+    """Plans and assignments that a process keeps from earlier saves, by layout, each with the id of its plan.
 
-    Each is kept with the id of its plan.
+    Every process keeps its own assignments; rank 0 also keeps plans.
     """
 
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
-        """Empty the cache, also in a forked child."""
+        """Empty the cache: at the start, and in a forked child."""
         self.plans: Memo[bytes, tuple[bytes, SavePlan]] = Memo(MAX_PLANS)
         self.assignments: Memo[bytes, tuple[bytes, Assignment]] = Memo(MAX_ASSIGNMENTS)
 
 
 PLANS = PlanCache()
-"""The cache of this process, used by all saves."""
+"""The plan cache of this process, used by all its saves."""
 
 
 class _Answer(NamedTuple):
-    """Rank 0's broadcast to all ranks.
+    """Rank 0's answer to all ranks: the ids of the save and of the plan, and the next messages.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ def agree(
     accept: Callable[[SavePlan], None] = lambda plan: None,
     checked: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values,
 ) -> tuple[Assignment, SaveContents | None]:
-    """Agree with all ranks on the runs that each of them writes. Collective; the module's docstring lists the messages.
+    """Agree with all ranks on the runs that each rank writes. Collective; the module's docstring lists the messages.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def agree(
 
 
 class Leader:
-    """Rank 0's side of one agreement, without the sending and receiving of messages.
+    """Rank 0's part of one agreement on a save plan, without sending and receiving.
 
     The order of use is: the constructor (makes `answer`), `take_parts`, `assignments`.
 
@@ -213,12 +213,15 @@ class Leader:
 
     @property
     def plan(self) -> SavePlan:
-        """The kept plan, or the plan that `take_parts` made."""
+        """The plan of this save: the kept one, or the one that `take_parts` made."""
         assert self._plan is not None
         return self._plan
 
     def _asked(self, everything: bool) -> NDArray[np.bool_]:
-        """Return which ranks shall send which parts (parts, ranks): all parts, or only those after the layout for a kept plan."""
+        """Return a mask (parts, ranks) of the metadata parts that ranks shall send: all, or after the layout for a kept plan.
+
+        Of several ranks with equal parts, only the lowest is asked.
+        """
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):
             # Rank 0 is never asked: it has its own parts.
@@ -226,7 +229,7 @@ class Leader:
         return asked
 
     def _first_with(self, part: int) -> dict[bytes, int]:
-        """Return the lowest rank that has each distinct digest of a part, in order of rank."""
+        """Map each distinct digest of a part of the metadata to the lowest rank that has it, in order of rank."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
         first: dict[bytes, int] = {}
         for rank, state in enumerate(self._states):
@@ -234,13 +237,13 @@ class Leader:
         return first
 
     def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """Return one part of every rank's metadata, by rank. Of ranks with equal digests, the lowest sent the bytes for all."""
+        """Return a part of every rank's metadata, by rank. Where several ranks have equal parts, only the lowest has sent it."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
         message_of = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
         return [message_of[state[at]] for state in self._states]
 
     def take_parts(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
-        """Take the parts that ranks sent; make a plan unless one was kept, check ``metadata=``, and merge the values.
+        """Take the metadata parts that ranks sent. Make a plan unless one was kept, check ``metadata=``, and merge the values.
 
         Parameters
         ----------
@@ -261,13 +264,13 @@ class Leader:
         self.values = merge_values(of_ranks, self.plan.tables)
 
     def assignments(self) -> list[bytes]:
-        """Return the encoded assignment of each rank, by rank; no bytes for a rank that has kept its assignment."""
+        """Return the encoded assignment of each rank, by rank; empty bytes for a rank that has kept its assignment."""
         encoded = encode_assignments(self.plan)
         return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
 
 
 def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
-    """Raise a `UsageError` if a rank's ``metadata=`` differs from rank 0's. The order of keys in dicts may differ."""
+    """Raise a `UsageError` if a rank's ``metadata=`` differs from rank 0's. Dicts may have their keys in another order."""
     if first == second:
         return
     own, other = decode_value(first, name="metadata"), decode_value(second, name="metadata")
@@ -285,5 +288,5 @@ def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
 
 
 def _encoded(metadata: dict[Any, Any], key: Any) -> bytes | None:
-    """Return the encoded value of a key, or None if the dict lacks it."""
+    """Return the encoded value of one key of the user's metadata, or None if the dict lacks it."""
     return encode_value(metadata[key], "metadata") if key in metadata else None

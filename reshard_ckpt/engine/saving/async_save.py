@@ -1,4 +1,4 @@
-"""Saving while training goes on: stage the state, then write and commit it in a thread.
+"""Saving while training goes on: copy the state into host memory (stage it), then write and commit it in a thread.
 
 1. The caller's thread agrees with all ranks, as in every save, and then copies the tensors that cannot wait.
 2. With *eager* staging these are all tensors. With *lazy* staging, tensors that only the optimizers change are copied by a
@@ -29,20 +29,20 @@ from .write import FileLayout, lay_out
 
 
 class SaveTarget(Protocol):
-    """Destination of the file images of an asynchronous save: the store, or memory."""
+    """Where an asynchronous save puts the images of its files: in the store, or in the memory of nodes."""
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        """Return host memory to stage in, 1-D uint8."""
+        """Return the ring: host memory that the images are staged in, 1-D uint8."""
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
-        """Take the images from the ring, front to back, and commit; return the save's figures. Called in the saving thread."""
+        """Take the file images from the ring, front to back, and commit; return the save's figures. For the saving thread."""
 
     def give_back(self, ring: torch.Tensor) -> None:
-        """Take the ring back. Called once nothing reads or writes it any more, also after an error."""
+        """Take the ring back from a save. Called once nothing reads or writes it any more, also after an error."""
 
 
 class StoreTarget:
-    """Destination of ordinary saves: writes the images to the store of the save."""
+    """The target of ordinary saves: it writes the file images to the store."""
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
@@ -56,7 +56,7 @@ class StoreTarget:
 
 
 class SaveThread:
-    """The thread that writes and commits one save, after its state is staged or while it is staged."""
+    """The thread that writes and commits one asynchronous save, during or after its staging."""
 
     def __init__(
         self, save: RunningSave, session: AbstractContextManager[Any], job: SaveJob, copy: StagedCopy, target: SaveTarget
@@ -67,7 +67,7 @@ class SaveThread:
         self._may_begin = threading.Event()
 
     def start(self) -> None:
-        """Start the thread. After `let_begin` it writes and commits in the session, leaves the session, and gives the ring back.
+        """Start the thread. After `let_begin` it writes and commits the save, leaves the session, and gives the ring back.
 
         Raises
         ------
@@ -86,13 +86,13 @@ class SaveThread:
                 ) from error
 
     def let_begin(self) -> None:
-        """Let the threads begin, now that the caller is done: before, they would have slowed it down."""
+        """Let the save's threads begin. It is called last in the public call, which they would have slowed down."""
         self._may_begin.set()
 
     def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:
-        """Run `fill`, here or in a thread that waits for `let_begin`; then the state may change. Its error fails the save.
+        """Call `fill`, which stages tensors, here or in a thread that waits for `let_begin`; after it, the state may change.
 
-        An interrupt (Ctrl-C) in `fill`, if it runs here, is raised as well.
+        An error of `fill` fails the save. An interrupt (Ctrl-C) in `fill`, if it runs here, is also raised.
         """
         self._stages = True
         if in_background:
@@ -110,7 +110,7 @@ class SaveThread:
             self._save.finish_staging()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail the save, and wait until it is over."""
+        """Fail the save with this error, and wait until its threads have ended it."""
         self.let_begin()
         self._staging.fail(error)
         if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it
@@ -156,7 +156,7 @@ def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
 
 
 def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:
-    """Stage the state as agreed, start the threads that write and commit, and return the handle.
+    """Stage the agreed part of the state, start the threads that write and commit it, and return the save's handle.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     guarded
         The optimizers whose steps can be held back, and the tensors that only they change; empty for eager staging.
     target
-        Destination of the images; the store by default.
+        Where the file images go; the store by default.
     """
     recorder = job.recorder
     if job.base is not None and job.options.host_buffer_bytes is not None:
@@ -207,7 +207,10 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
 def _stage_lazily(
     thread: SaveThread, save: RunningSave, copy: StagedCopy, guard: StepGuard, guarded: Sequence[torch.Tensor]
 ) -> None:
-    """Copy the tensors that a forward pass may change (buffers, averaged weights) here, and those of `guarded` in a thread."""
+    """Copy the tensors that a forward pass may change (buffers, averaged weights) now, and the `guarded` tensors in a thread.
+
+    `guard` holds back optimizer steps until the second copy is made or queued.
+    """
     copy_streams = copy.staging.copy_streams
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded}
     # others: the ids of tensors that forward may change

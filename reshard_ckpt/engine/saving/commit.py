@@ -66,7 +66,7 @@ from .write import Chunks, chunks_in_place, keys_of, lay_out, remove, write_file
 
 
 def read_previous(storage: Storage) -> PreviousCheckpoint:
-    """Return the catalog and the folders that a path holds. Rank 0 calls it before any rank makes a file."""
+    """Return the catalog's bytes and the folders that a path holds before a save. For rank 0, before any rank makes a file."""
 
     def catalog() -> tuple[bytes | None, Version]:
         try:
@@ -81,7 +81,7 @@ def read_previous(storage: Storage) -> PreviousCheckpoint:
 
 
 def check_free_space(storage: Storage, plan: SavePlan) -> None:
-    """Refuse a plan that does not fit into the store, before a byte is written. Rank 0 calls it for all ranks.
+    """Raise an error if a save's plan needs more bytes than the store has free, before a byte is written. Called on rank 0.
 
     Headers, the catalog and writes of other jobs are not counted. If they fill the disk, the save fails later, when it writes.
 
@@ -103,7 +103,7 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
 
 @contextmanager
 def chunks_of(job: SaveJob) -> Iterator[Chunks]:
-    """Return the chunks of a synchronous save: from the tensors' own memory, or through a pinned ring if some lie on a device.
+    """Yield the bytes of a synchronous save in chunks: from the tensors' own memory, or copied from devices into a pinned ring.
 
     For a state on a device a thread copies into a ring of pinned memory while the caller writes from it. Copying each tensor just
     before it is written would wait for the device each time, and use pageable memory, which is slower.
@@ -144,8 +144,8 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
     """Write this rank's files and commit. After an error before the commit, the files of this save are deleted.
 
     An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
-    was published: then another rank deletes nothing. Rank 0 may not know whether the gather has ended, if it is interrupted in
-    it. So rank 0 deletes the files of all ranks.
+    was published, so no other rank deletes files then. If rank 0 is interrupted in the gather, it may not know whether it has
+    ended. So rank 0 deletes the files of all ranks.
 
     Parameters
     ----------
@@ -226,10 +226,10 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
 def _undo(
     job: SaveJob, gathered: Sequence[bytes], replaced: Mapping[str, tuple[Document | None, Version]], error: BaseException
 ) -> None:
-    """Undo the save after an error on rank 0, unless the catalog may be published.
+    """After an error on rank 0, delete all files of the save, unless its catalog may be published.
 
-    Delete the files in the receipts by name, as the store may be unable to list them, and put back the files beside the catalog.
-    ``replaced[key]`` is a file beside the catalog before this save, None if there was no file, and its version after this save.
+    The files in the receipts are deleted by name, as the store may be unable to list them. Files beside the catalog get their old
+    contents back: ``replaced[key]`` is such a file before this save (None if there was none), and its version after this save.
     """
     storage = job.storage
     if not isinstance(error, Exception):
@@ -247,7 +247,7 @@ def _undo(
 
 
 def _put_back(storage: Storage, key: str, before: Document | None, new: Version) -> None:
-    """Put the old bytes back into a file beside the catalog after a failed save, unless another save has written it since."""
+    """Restore the old bytes of a file beside the catalog after a failed save, unless another save has written it since."""
     with suppress(CheckpointError):  # the caller raises the error of the save, which says more
         if before is not None:
             storage.publish(key, before.data, expected=new)
@@ -256,10 +256,10 @@ def _put_back(storage: Storage, key: str, before: Document | None, new: Version)
 
 
 def is_uncommitted(storage: Storage, save_id: str, error: BaseException) -> bool:
-    """Tell whether the save certainly did not publish its catalog: the path has no catalog, or one of another save.
+    """Tell whether it is certain that a failed save has not published its catalog: there is none, or one of another save.
 
-    False if the catalog is the save's own (its error came after the rename), or cannot be read. Also False if a store of objects
-    did not answer: it may still publish the catalog.
+    False if the catalog is the save's own (its error came after the rename), or cannot be read. Also False if an object store did
+    not answer: it may still publish the catalog.
     """
     if isinstance(error, PublishUnknown):
         return False
@@ -290,7 +290,7 @@ def publish(
     check_base
         Called with the store once the catalog is published; raises `MissingKey` if files that it refers to may be gone.
     sha256
-        Also write a manifest with the SHA-256 of every file.
+        Whether to write a manifest with the SHA-256 of every file.
     lease
         The lease that keeps sweeps of other jobs from these files, if there is one.
     grace_s
@@ -349,7 +349,7 @@ def publish(
 
 
 def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:
-    """Build the catalog of a save from its contents and the receipts of all ranks."""
+    """Build the catalog of a save from rank 0's contents and the receipts of all ranks."""
     files = [
         FileEntry(file.key, file.size, file.digests_key, file.digest, file.key.partition("/")[0], rank, packed=file.packed)
         for rank, file in zip(receipts.rank.tolist(), receipts.files, strict=True)
@@ -372,10 +372,10 @@ def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:
 
 
 def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
-    """Cut the save plan into the parts of an incremental save.
+    """Divide the save plan of an incremental save into parts that lie in one file each.
 
-    Returns the plan of parts; the file and the byte at which each part lies; and the files of the base that parts lie in. These
-    follow the files of all ranks.
+    Returns the plan of parts; for each part, its file and first byte; and the entries of the base's files that hold parts. In the
+    numbering of files these come after the files of all ranks.
     """
     parts, num_files = receipts.parts, len(receipts.files)
     assert parts is not None  # all ranks open the base
@@ -390,7 +390,7 @@ def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I
 
 
 def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousCheckpoint | None) -> None:
-    """Refuse the save if rank 0 does not see each file of the receipts, with the size that its rank wrote."""
+    """Raise an error if rank 0 does not see each file of the receipts in the store, with the size that its rank wrote."""
     sizes = dict(found for folder in receipts.folders for found in storage.list(folder))
     # wanted: each key that a rank has written, with its bytes; None for digests, whose bytes are not compared
     wanted = [(key, size) for file in receipts.files for key, size in ((file.key, file.stored_bytes), (file.digests_key, None))]
@@ -416,7 +416,7 @@ def check_files_again(
     version: Version,
     lease: Lock | None = None,
 ) -> None:
-    """Look for the files of a save once more, after its catalog was published; undo the save if another job has deleted them.
+    """Check the files of a save once more after its catalog was published; undo the save if another job has deleted them.
 
     While this job is paused for longer than its `lease`, another one may take its files for leftovers. It looks for a catalog
     before it deletes them (`remove_files`). So one of the two jobs always sees the files or the catalog of the other.
@@ -449,15 +449,15 @@ def check_files_again(
 
 
 def _put_catalog_back(storage: Storage, before: PreviousCheckpoint | None, version: Version) -> None:
-    """Put back the catalog that the path held before a save published one of this version."""
+    """Restore the catalog that the path held before a save, if the catalog there is still the one that the save published."""
     _put_back(storage, CATALOG_KEY, Document(before.catalog, before.version) if before and before.catalog else None, version)
 
 
 def _check_base_unchanged(base: Base, storage: Storage) -> None:
-    """Raise `MissingKey` if the base has changed since the save opened it, so that files which the save refers to may be gone.
+    """Raise `MissingKey` if the base of an incremental save has changed, so that files which the save refers to may be gone.
 
-    Whoever replaces the base first publishes its own catalog, and then looks for catalogs that refer to the old files. So either
-    it finds the catalog that this save has published, or this save finds the new one.
+    A job that replaces the base first publishes its own catalog, and then looks for catalogs that refer to the old files. So
+    either it finds the catalog that this save has published, or this save finds the new one.
     """
     if unlinked_path(base.storage.url) == unlinked_path(storage.url):
         return  # this save has replaced it

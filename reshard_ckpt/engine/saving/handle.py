@@ -1,7 +1,7 @@
 """A save that is under way: its futures, the handle that a user waits on, and the queue of this process's saves.
 
-1. `RunningSave` holds three futures: steps may go on, the state may change, the save is committed. The threads of the save set
-   them. It counts how long callers waited, and remembers whether its error was raised.
+1. `RunningSave` holds three futures: optimizer steps may go on, the state may change, the save is committed. The threads of the
+   save set them. It counts how long callers waited, and remembers whether its error was raised.
 2. `SaveHandle` is the value that `async_save` returns.
 3. `SAVES` lets one save run at a time. If nobody has asked for the error of a save, it is raised when the next save begins.
 """
@@ -28,7 +28,7 @@ from .agreement import PLANS
 
 
 def _running_future() -> Future[Any]:
-    """Make a future that nobody can cancel."""
+    """Make a future that is already running, so that nobody can cancel it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -69,18 +69,18 @@ class RunningSave:
         self.committed: Future[SaveReport] = _running_future()
 
     def let_steps_through(self) -> None:
-        """Let held steps go on; a second call does nothing."""
+        """Let held optimizer steps go on; a second call does nothing."""
         with suppress(InvalidStateError):
             self.queued.set_result(None)
 
     def finish_staging(self) -> None:
-        """Let the state change from now on; a second call does nothing."""
+        """Say that all is copied: the state may change from now on. A second call does nothing."""
         self.let_steps_through()
         with suppress(InvalidStateError):
             self.staged.set_result(None)
 
     def wait_for(self, future: Future[None]) -> None:
-        """Wait for `queued` or `staged`, and count for how long a caller was held up."""
+        """Wait for the future `queued` or `staged`, and count the time as a stall of the training."""
         if not future.done():
             began = time.monotonic()
             future.result()
@@ -115,17 +115,17 @@ class RunningSave:
         return error
 
     def add_stall(self, seconds: float) -> None:
-        """Count the seconds for which a caller was held up."""
+        """Add to the seconds for which the save has held up its callers."""
         with self._lock:
             self._stall_s += seconds
 
     def report(self) -> SaveReport:
-        """Return the report of a save that was committed, with the stalls so far."""
+        """Return the report of a save that was committed, with all stalls so far in it."""
         report = self.committed.result()
         return replace(report, stall_s=min(self._stall_s, report.duration_s), failed_before=self.failed_before)
 
     def take_error(self) -> BaseException | None:
-        """Return the error of a failed save once; None if the save has not failed, or this was called before."""
+        """Return the error of a failed save the first time; None later, or if the save has not failed."""
         error = None if self._error_is_known else self.failure
         self._error_is_known = True
         return error
@@ -141,7 +141,7 @@ class RunningSave:
         return self._outcome if isinstance(self._outcome, BaseException) else None
 
     def after_fork(self) -> None:
-        """End this save in a forked child. Its threads do not exist there, and one of them may have held a lock at the fork."""
+        """End this save in a forked child: its threads do not exist there, and its locks may be held for ever."""
         outcome = self._outcome
         if outcome is None:
             outcome = UsageError(
@@ -154,7 +154,7 @@ class RunningSave:
 
 
 _RUNNING: WeakSet[RunningSave] = WeakSet()
-"""The saves of this process; a forked child ends all of them."""
+"""All saves of this process that some object refers to; a forked child ends them."""
 
 
 def saves_to(path: str) -> list[SaveHandle]:
@@ -246,20 +246,23 @@ class SaveHandle:
 
 
 def joint_error(errors: Sequence[BaseException], note: str = "") -> CheckpointError:
-    """Return one error that has the texts of the errors of several saves; `which` says in its text which saves they were."""
+    """Return one error with the texts of the errors of several failed background saves; `note` says which saves these were."""
     saves = "the save" if len(errors) == 1 else f"{len(errors)} saves"
     return CheckpointError(f"{saves}{note} failed in the background: {'; '.join(map(str, errors))}")
 
 
 class SaveQueue:
-    """The saves of this process, one at a time: they share the staging memory, and each error has to be raised somewhere."""
+    """The saves of this process.
+
+    They run one at a time, because they share the staging memory, and the error of each must be raised.
+    """
 
     def __init__(self) -> None:
         self.begun: list[SaveHandle] = []
         """The saves that no `wait_turn` has waited for yet; more than one if several threads began saves at once."""
 
     def wait_turn(self, *, when_busy: str) -> None:
-        """Wait for the saves before this one, and raise their errors if nobody has seen them.
+        """Wait for the saves before the new one, and raise their errors if nobody has seen them.
 
         Called inside the new save's session, so that an error of one rank is raised on all ranks.
 
@@ -285,7 +288,7 @@ class SaveQueue:
             raise joint_error(errors, " before this one") from errors[0]
 
     def join(self, handle: SaveHandle) -> None:
-        """Add a save that has begun to the queue."""
+        """Add a save that has just begun, so that the next `wait_turn` waits for it."""
         self.begun.append(handle)
 
 
@@ -293,7 +296,7 @@ SAVES = SaveQueue()
 
 
 def _after_fork() -> None:
-    """End the parent's saves in a forked child (a data loader's worker), where their threads do not exist; empty caches."""
+    """In a forked child (a data loader's worker), end the parent's saves, whose threads do not exist there, and empty caches."""
     for save in _RUNNING:
         save.after_fork()
     SAVES.begun = []

@@ -1,4 +1,4 @@
-"""The tensors and values of a save: of one rank as columns with the memory of each piece; the values of all ranks in one table.
+"""The tensors and values that a rank saves, as columns with the memory of each piece; and merging all ranks' values on rank 0.
 
 1. `local_values` splits values: small ones go into the catalog, large and per-rank ones become blobs, which are saved as tensors.
 2. `describe_local` puts the specs of tensors and blobs into columns, with the memory of each row beside them. A `Memo` keeps them
@@ -28,19 +28,21 @@ from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, byte_blob, 
 from .messages import Memo, RunColumns
 
 INLINE_BYTES = 4096
-"""Encoded plain values above this size become blobs, which are kept in the shard files."""
+"""A plain value that is larger than this in encoded bytes is kept in the shard files, as a blob, and not in the catalog."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The tensors of this rank, and the memory of their pieces.
+    """The tensors that this rank saves, and the memory of their pieces.
 
     Attributes
     ----------
     specs
         One spec for each tensor and each blob.
     rows
-        For each row of the metadata (one piece), the index of its spec and the memory of the piece.
+        For each piece, the index of its spec, and the memory of the piece.
+    local_metadata
+        The same as columns, one row for each piece, and the values.
     """
 
     specs: Sequence[TensorSpec]
@@ -48,12 +50,12 @@ class LocalShards:
     local_metadata: LocalMetadata
 
     def runs(self, columns: RunColumns) -> list[LocalRun]:
-        """Return the memory of each run in `columns`."""
+        """Return each run in `columns` together with the memory that holds it."""
         return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns.rows()]
 
     @property
     def device_to_pin(self) -> torch.device | None:
-        """The first device of the tensors that copies faster into pinned memory; None if all lie on the host."""
+        """The first device of the tensors that copies to the host faster through pinned memory; None if there is no such one."""
         devices = dict.fromkeys([local.tensor.device for _, local in self.rows])
         return next(filter(has_streams, devices), None)
 
@@ -77,17 +79,17 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
 
 
 _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
-"""Cached columns of the last two states, without their values, which change from save to save."""
+"""Cache of the metadata columns of the last two states that were saved, without their values, which change between saves."""
 
 
 def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[LocalTensor], dict[int, str]]:
-    """Make blobs of per-rank values and of values too large for the catalog.
+    """Encode per-rank values and values too large for the catalog as blobs, which are saved like tensors.
 
     Returns
     -------
     tuple
-        All values that are not opaque, without bytes if the value became a blob; the blobs; and the name of the value of each
-        per-rank blob, by the blob's index.
+        All values that this library can decode, without their bytes if they became blobs; the blobs; and for each per-rank blob,
+        by its index, the name of its value.
     """
     inline: list[ValueSpec] = []
     blobs: list[LocalTensor] = []
@@ -137,7 +139,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
 
 
 def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTables, problems: list[str]) -> ValueEntry:
-    """Merge the values that ranks have under one name into one entry, and append to `problems` where they disagree."""
+    """Merge the values that ranks have under one name into one entry. Append a line to `problems` if they disagree."""
     first_rank, first = found[0]
     at = bisect_left(tables.names, name)
     if at < len(tables.names) and tables.names[at] == name:
@@ -165,7 +167,7 @@ def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTabl
 
 
 def _link(held: Sequence[tuple[int, ValueSpec]]) -> StateLink | None:
-    """Return the link of a value of optimizer state; None for other values. A link that names the parameter is preferred."""
+    """Return the link of a value to its optimizer, if possible one that names the parameter. None if no rank has a link."""
     links = [value.link for _, value in held if value.link is not None]
     return next((link for link in links if link.parameter is not None), links[0] if links else None)
 

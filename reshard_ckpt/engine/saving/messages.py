@@ -1,4 +1,4 @@
-"""The messages between the ranks of a save: columns as bytes, never pickles.
+"""The messages between the ranks of a save, and their encoding: columns of numbers as bytes, never pickles.
 
 A rank's *metadata* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. The metadata has three parts:
 the tensors, the rows (this rank's pieces of them), and the values. A part that many ranks have alike is sent and decoded once
@@ -26,7 +26,7 @@ from ...core.planning.save_plan import SavePlan
 from ...format.files import digests_key
 
 _NARROW = ("dtype", "kind", "own", "replication")
-"""The columns of tensors that are uint8."""
+"""The columns of the tensors' table that are uint8; the others are wider."""
 
 _TENSOR_COLUMNS = (*_NARROW, "ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """The values of the last `limit` keys. Thread-safe.
+    """A cache of the last `limit` keys and their values. Thread-safe.
 
     >>> memo = Memo(2)
     >>> [memo.get(key, lambda: key * 10) for key in (1, 2, 1)]
@@ -51,7 +51,7 @@ class Memo(Generic[Key, Value]):
         self._items: tuple[tuple[Key, Value], ...] = ()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of an equal key; if there is none, make the value and keep it."""
+        """Return the cached value of a key; if there is none, make it and keep it."""
         found = self.find(key)
         if found is None:
             found = make()
@@ -59,7 +59,7 @@ class Memo(Generic[Key, Value]):
         return found
 
     def find(self, key: Key) -> Value | None:
-        """Return the value of an equal key, or None. No value is None."""
+        """Return the cached value of a key, or None."""
         # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
         items = self._items
         for i, (known, value) in enumerate(items):
@@ -70,13 +70,13 @@ class Memo(Generic[Key, Value]):
         return None
 
     def keep(self, key: Key, value: Value) -> None:
-        """Keep a value. It replaces the value of an equal key, or else the least recently used one."""
+        """Keep a value. It replaces the value of the same key, or else the least recently used value."""
         others = [item for item in self._items if item[0] != key]
         self._items = ((key, value), *others[: self._limit - 1])
 
 
 class EncodedMetadata(NamedTuple):
-    """A rank's metadata as bytes, in parts."""
+    """The metadata of one rank (its tensors, its rows, and its values) as three byte strings."""
 
     tensors: bytes
     rows: bytes
@@ -85,7 +85,7 @@ class EncodedMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunColumns(ColumnTable):
-    """Runs of a rank's own rows: elements ``[start, start + count)`` of the box of row `local`."""
+    """Runs of elements in a rank's own rows (pieces): ``[start, start + count)`` of the row-major order of row `local`'s box."""
 
     local: I64
     start: I64
@@ -94,10 +94,10 @@ class RunColumns(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Work of one rank in a save: write the runs `items` in this order, and fingerprint the runs `checks`.
+    """The work of one rank in a save: the runs to write (`items`), in order, and the replicated runs to fingerprint (`checks`).
 
-    With `aligned`, the data of each file begin at a block, so that a later save finds each block of a run by itself. `bits` has,
-    for each of this rank's rows that is packed, the bits of an element.
+    With `aligned`, the data of each file begin at a block, so that a later save can find each block of a run by itself. `bits`
+    has, for each row that is stored in fewer bits, the bits of one element.
     """
 
     save_id: str
@@ -109,7 +109,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class StoredRuns(ColumnTable):
-    """Parts of write items, and where they lie: ``count`` elements of the box of `item`, from `start` on, at a byte of a file."""
+    """Parts of write items, with their places in files: ``count`` elements from `start` on of the box of `item`.
+
+    `file` is an index of a file, and `offset` the byte at which the part begins there.
+    """
 
     item: I64
     start: I64
@@ -130,7 +133,7 @@ class WrittenFile(NamedTuple):
     sha256, digests_sha256
         The SHA-256 of the shard file and of the digests file; empty unless the save writes a manifest.
     packed
-        The rows of the file that are packed. `size` is that of the plain file, which the digests and the catalog mean.
+        The rows of the file that are stored in fewer bits. `size` and the digests are of the plain file, without this packing.
     """
 
     key: str
@@ -142,7 +145,7 @@ class WrittenFile(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of the file in the store."""
+        """Size in bytes of the file as it is stored, with packed rows."""
         return packed_size(self.size, self.packed) if self.packed else self.size
 
     @property
@@ -152,10 +155,10 @@ class WrittenFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Result of one rank's part of a save: its files, and the fingerprints of its checks.
+    """One rank's message after writing: the files that it wrote, and the fingerprints of its replicated runs.
 
     ``file[i]`` and ``offset[i]`` are the index of the file that holds write item i, and the byte at which the item begins there.
-    An incremental save has `parts` in their place, which refer to files of its base by the index there plus ``len(files)``.
+    An incremental save has `parts` instead; file i of its base has the number ``len(files) + i`` there.
     """
 
     files: tuple[WrittenFile, ...]
@@ -163,7 +166,7 @@ class Receipt:
     offset: I64
     fingerprints: NDArray[np.uint64]
     record: bytes = b""
-    """Durations of this rank's steps, as `Recorder.encoded` encodes them; empty if no timeline is kept."""
+    """The times of this rank's steps, as `Recorder.encoded` encodes them; empty if no timeline is kept."""
     parts: StoredRuns | None = None
 
     @property
@@ -203,7 +206,7 @@ class Receipts:
 
     @property
     def folders(self) -> list[str]:
-        """The folders of the files, which are named by ids of saves; sorted."""
+        """The sorted names of the folders that the files lie in. Each folder is named by the id of a save."""
         return sorted({file.key.partition("/")[0] for file in self.files})
 
 
@@ -257,7 +260,7 @@ def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
-    """Encode the metadata of a rank as its three parts. The bytes of the last two tables of tensors and rows are kept."""
+    """Encode the metadata of a rank as its three parts. The encoded tensors and rows of the last two states are cached."""
     tensors, rows = local_metadata.tensors, local_metadata.rows
     # By identity, and with the tables themselves, so that no others get their ids.
     *_, parts = _ENCODED.get((id(tensors), id(rows)), lambda: (tensors, rows, (_encode_tensors(tensors), _encode_rows(rows))))
@@ -291,14 +294,14 @@ def _decode_tensors(data: bytes) -> TensorColumns:
 
 
 def encode_values(values: Sequence[ValueSpec | ValueEntry]) -> bytes:
-    """Encode values for `decode_values`, without the indices of their blobs."""
+    """Encode values for `decode_values`. The indices of their blobs are left out."""
     links = ((None if v.link is None else [v.link.optimizer, v.link.fqn, v.link.key, v.link.parameter]) for v in values)
     packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, link] for v, link in zip(values, links, strict=True)])
     return packed
 
 
 def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
-    """Decode the bytes of `encode_values`."""
+    """Decode values that `encode_values` encoded."""
     return tuple(
         ValueSpec(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
         for name, path, kind, raw, link in msgpack.unpackb(data)
@@ -311,7 +314,7 @@ def _encode_rows(rows: RowColumns) -> bytes:
 
 
 def _joined_boxes(column: I64, num_boxes: I64, num_dims: I64, fill: int) -> I64:
-    """Return offsets or lengths of the boxes of all ranks (boxes, D), padded on the left where a rank has fewer dims."""
+    """Join offsets (or lengths) of the boxes of all ranks into one array (boxes, D). Ranks with fewer dims get leading dims."""
     width = int(num_dims.max())
     if (num_dims == width).all():
         return column.reshape(int(num_boxes.sum()), width)
@@ -320,7 +323,7 @@ def _joined_boxes(column: I64, num_boxes: I64, num_dims: I64, fill: int) -> I64:
 
 
 def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetadata:
-    """Decode the tensors and rows of all ranks, by rank. Equal tensor tables are decoded once, all rows as one array."""
+    """Decode the tensors and rows of all ranks, by rank. Equal tensor tables are decoded once, and all rows as one array."""
     # number: index of each distinct tensors part. table[rank]: index of the rank's part
     number: dict[bytes, int] = {}
     table = np.array([number.setdefault(data, len(number)) for data in tensors], np.int64)
@@ -345,7 +348,7 @@ def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetad
 
 
 def encode_assignments(plan: SavePlan) -> list[bytes]:
-    """Encode the assignment of each rank, by rank: the columns of all ranks are encoded at once, and cut at each rank's range."""
+    """Encode the assignment of each rank, by rank. The columns of all ranks are encoded at once, and then cut."""
     checks, ranks = plan.checks, np.arange(plan.num_ranks + 1)
     # Rank r's write items are [first[r], first[r + 1]), its checks [checked[r], checked[r + 1]).
     first, checked = np.searchsorted(plan.rank, ranks), np.searchsorted(checks.rank, ranks)
@@ -360,7 +363,7 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
-    """Encode a receipt."""
+    """Encode a receipt as one message."""
     parts = StoredRuns.empty() if receipt.parts is None else receipt.parts
     [columns] = encode_columns([receipt.file, receipt.offset, receipt.fingerprints, *columns_of(parts)])
     packed: bytes = msgpack.packb([receipt.files, receipt.record, receipt.parts is not None, columns])
@@ -368,7 +371,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipts(messages: Sequence[bytes]) -> Receipts:
-    """Decode the receipts of all ranks, by rank, as `encode_receipt` encoded them: one column of all ranks at a time."""
+    """Decode and join the receipts of all ranks, given by rank, as `encode_receipt` encoded them."""
     unpacked = [msgpack.unpackb(message, use_list=False) for message in messages]
     files_of, records, has_parts, columns = zip(*unpacked, strict=True)
     (file, offset, fingerprints, *parts), counts = decode_columns(columns, 8)

@@ -1,4 +1,4 @@
-"""The options of a save, and the values that go from step to step: the checkpoint before it, its job, its contents."""
+"""The options of a save, and the values that go from step to step: the checkpoint before it, the job, and its contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .touched import Picked, Tracker
 from .unchanged import Base, Unchanged
 
 Hold = str | Optimizer | Sequence[Optimizer]
-"""The ``hold=`` of a lazy save: ``"optimizers"`` (those in the state), ``"caller"``, or more optimizers to hold back as well."""
+"""The type of ``hold=`` of a lazy save: ``"optimizers"`` (those in the state), ``"caller"``, or optimizers to hold back in
+addition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,18 @@ class SaveOptions:
     replicas: str = "verify"
     exclude: Sequence[str] = ()
     base: str | os.PathLike[str] | Callable[[], str | None] | None = None
-    """A `Manager` passes a function that rank 0 calls, as only rank 0 needs to look at the steps in the store."""
+    """The base of an incremental save. A `Manager` passes a function that only rank 0 calls, as only that rank looks into the
+    store."""
     verify_base: bool = False
     rows: Tracker | None = None
     grace_s: float = GRACE_S
     compare_first: bool = False
-    """Compare replicas before anything is written, and capture tensors whose replicas differ again."""
+    """Whether to compare replicas before anything is written, and to capture again the tensors whose replicas differ."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
-    """Files by key that rank 0 publishes just before the catalog."""
+    """Small files by key, which rank 0 publishes just before the catalog."""
     check_names: Callable[[list[str], list[str]], None] = lambda names, claims: None
-    """Called on rank 0 with the names of all values and claims (`StateBuilder.claim`). Its error is raised on all ranks."""
+    """A check that rank 0 calls with the names of all values and all claims (`StateBuilder.claim`). Its error is raised on all
+    ranks."""
 
     def __post_init__(self) -> None:
         check_choice("staging", self.staging, ("eager", "lazy"))
@@ -84,31 +87,31 @@ class SaveOptions:
 
     @property
     def samples_replicas(self) -> bool:
-        """Whether large replicas are compared by samples. Then each replica is written by one rank alone, never in parts."""
+        """Whether large replicas are compared by samples. If so, each replica is written by one rank, not in parts by several."""
         return self.replicas == "sample"
 
     @property
     def caller_holds(self) -> bool:
-        """Whether the caller promises to change nothing before all is staged, so that the call may return before any copy."""
+        """Whether the caller promises to change nothing until all is staged. Then `async_save` may return before any copy."""
         return self.hold == "caller"
 
     @property
     def more_held(self) -> list[Optimizer]:
-        """Return the optimizers of `hold=`, whose steps wait for the copy although they are not in the state."""
+        """Return the optimizers in ``hold=``: their steps wait for the copy although they are not in the state."""
         if isinstance(self.hold, str):
             return []
         return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)
 
 
 def sample_shift(save_id: str) -> int:
-    """Return the `shift` of `replicas.looked_at` for a save, below 2^32: the same on all ranks, another in each save."""
+    """Return a number below 2^32, the same on all ranks and another in each save, with which `looked_at` chooses samples."""
     return xxhash.xxh32_intdigest(save_id.encode())
 
 
 class PreviousCheckpoint(NamedTuple):
-    """Contents of a path before the first file of a save was made: the catalog's bytes and version, and the names of folders.
+    """The contents of a path before a save made any file there: the catalog's bytes and version, and the names of folders.
 
-    The catalog is empty if there was none, and None if the file there is too large for one; then any version is replaced.
+    The catalog is empty if there was none. It is None if the file there is too large for one; then any version is replaced.
     """
 
     catalog: bytes | None
@@ -118,7 +121,7 @@ class PreviousCheckpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveContents:
-    """The part of a save that rank 0 has before any file is written: the catalog without files, and the checkpoint to replace.
+    """Rank 0's knowledge about a save before any file is written: the catalog without files, and the checkpoint to replace.
 
     Attributes
     ----------
@@ -131,7 +134,7 @@ class SaveContents:
     base_files
         The files of the base of an incremental save, as `Base.files`; None for a full save.
     lossy
-        For each tensor with rows that are older than the save, or rounded to fewer bits, a text that says so.
+        For each tensor that is saved with older rows or in fewer bits, a text that says so.
     """
 
     plan: SavePlan
@@ -145,7 +148,7 @@ class SaveContents:
 
 
 class Written(NamedTuple):
-    """Figures of a save on this rank.
+    """Numbers of bytes that a save has written.
 
     Attributes
     ----------
@@ -164,7 +167,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """One save on one rank, once all ranks agreed on it.
+    """One save on one rank, from the agreement of all ranks to the commit.
 
     Attributes
     ----------
@@ -177,7 +180,7 @@ class SaveJob:
     base
         The checkpoint that an incremental save refers to; None for a full save.
     unchanged
-        The parts of the agreed items that the base has, once they are found; `assignment` then has the other parts.
+        The parts of the agreed items that lie in files of the base, once they are found; `assignment` then has the other parts.
     picked
         Maps the items of `assignment` back to the agreed items, if some rows of tables are saved alone; else None.
     """
@@ -201,11 +204,11 @@ class SaveJob:
 
     @property
     def shift(self) -> int | None:
-        """The number that decides which blocks of a replica this save compares; None if replicas are compared whole."""
+        """The number by which `looked_at` chooses samples of a replica in this save; None if replicas are compared whole."""
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     def report(self, written: Written) -> SaveReport:
-        """Return the report of a save that ends now, and whose caller has waited for all of it."""
+        """Return the report of a save that ends now, and for all of whose time its caller has waited."""
         if self.options.rows is not None:
             self.options.rows.committed(self.save_id)
         seconds = self.recorder.now() - self.recorder.began

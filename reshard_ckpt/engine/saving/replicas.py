@@ -1,4 +1,4 @@
-"""Fingerprints of replicas: each rank takes 64 bits of each of its pieces, and rank 0 compares them.
+"""Fingerprints of replicas: each rank computes 64 bits from each of its replicated pieces, and rank 0 compares them.
 
 1. If all of a rank's state lies in host memory, each piece is hashed (`fingerprint`): the whole piece, or with
    ``replicas="sample"`` some blocks of a large piece, which are at other places in each save (`looked_at`).
@@ -38,35 +38,35 @@ from .messages import RunColumns
 U64 = NDArray[np.uint64]
 
 WHOLE_BYTES = 1 << 20
-"""Pieces up to this size are always fingerprinted whole, never by samples."""
+"""Size in bytes up to which a piece is always fingerprinted whole, never by samples."""
 
 PACKED_BYTES = 4 << 20
-"""Bytes that are summed up at once. It must be the same on all ranks, and a multiple of every element size. On the CPU, packs of
-16 MiB take four times as long, because their products leave the cache."""
+"""Bytes of one pack, which is summed up at once. It must be the same on all ranks, and a multiple of every element size. On the
+CPU, packs of 16 MiB take four times as long, because their products leave the cache."""
 
 NUM_SAMPLES = 16
-"""Blocks that are sampled of a large piece."""
+"""Number of blocks that are sampled of a large piece."""
 
 SAMPLE_BYTES = 64 << 10
-"""Size of one sampled block."""
+"""Size of one sampled block in bytes."""
 
 WORD_BYTES = 4
-"""Size of the words that are weighted and added."""
+"""Size in bytes of the words that are multiplied by weights and added."""
 
 _FACTOR = 0x2545F4914F6CDD1D
-"""Multiplies the sum so far before the sum of a piece's next pack is added, so that equal packs do not cancel."""
+"""The sum of a piece so far is multiplied by this before the sum of its next pack is added, so that equal packs do not cancel."""
 
 
 class Fingerprints:
-    """The fingerprints of runs of this rank's memory. They are taken in several calls, and on a device they are queued.
+    """Computes the fingerprints of runs of this rank's memory, in several calls. On a device the work is only queued.
 
     Parameters
     ----------
     shift
         As for `looked_at`.
     between_ranks
-        Whether they are compared with fingerprints of other ranks. Then runs in host memory are summed up, not hashed, if any run
-        lies on a device, because another rank may hold the replica of a host run on a device.
+        Whether the fingerprints are compared with those of other ranks. Then runs in host memory are summed up, not hashed, if
+        any run lies on a device, because another rank may hold the replica of a host run on a device.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Fingerprints:
         self._queued: list[Mark] = []
 
     def queue(self, chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Fingerprint the runs of each chosen tensor. On a device, only queue the work: `finish` waits."""
+        """Fingerprint the runs of each tensor for which `chosen` is True. On a device, only queue the work: `finish` waits."""
         # by_device[device][i]: chosen run i, on this device
         by_device: dict[torch.device, dict[int, LocalRun]] = defaultdict(dict)
         for i, run in enumerate(self._runs):
@@ -114,24 +114,24 @@ class Fingerprints:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether sums are queued that may not have reached the host."""
+        """Whether sums are queued that may not have arrived in host memory."""
         return bool(self._queued)
 
     def finish(self) -> None:
-        """Wait for the queued sums, and put them into `taken`."""
+        """Wait for the queued sums, and put them into the array `taken`."""
         self.close()
         for numbers, sums in self._come:
             self.taken[numbers] = with_kind(sums.numpy().view(np.uint64), summed=True)
         self._come = []
 
     def close(self) -> None:
-        """Wait until no device writes sums into this host memory any more."""
+        """Wait until no device writes sums into host memory any more."""
         for mark in self._queued:
             mark.synchronize()
         self._queued = []
 
     def _host_memory(self, count: int) -> torch.Tensor:
-        """Return pinned memory for `count` sums, int64. All calls together may ask for one sum for each run."""
+        """Return pinned host memory for `count` sums, int64. All calls together may ask for one sum for each run."""
         if not self._sums.numel():
             self._sums = allocate(8 * len(self._runs), pinned=True).view(torch.int64)
         taken, self._sums = self._sums[:count], self._sums[count:]
@@ -139,7 +139,7 @@ class Fingerprints:
 
 
 def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int | None = None) -> U64:
-    """Return the fingerprints of all runs in `checks`, in their order, and wait for them."""
+    """Compute and return the fingerprints of all runs in `checks`, in their order."""
     streams = CopyStreams([local.tensor for _, local in local_shards.rows])
     fingerprints = Fingerprints(streams, local_shards.runs(checks), shift=shift)
     fingerprints.queue(lambda _: True)
@@ -148,7 +148,7 @@ def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int |
 
 
 def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
-    """Return the parts of a run that its fingerprint covers: the whole run, or `NUM_SAMPLES` blocks of `SAMPLE_BYTES`.
+    """Return the parts of a run that its fingerprint is computed from: all of it, or `NUM_SAMPLES` blocks of `SAMPLE_BYTES`.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
 
 
 def fingerprint(run: LocalRun, scratch: torch.Tensor, shift: int | None = None) -> int:
-    """Return the XXH3-64 of the parts of a run that `looked_at` chooses; `scratch` is host memory for copies."""
+    """Return the XXH3-64 of the bytes of a run, or of its samples that `looked_at` chooses. `scratch` is for copies."""
     each = run.local.tensor.element_size()
     hasher = xxhash.xxh3_64()
     whole = bytes_in_place(*run)  # one view for all parts: making a view takes longer than hashing a block
@@ -206,10 +206,10 @@ def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | N
 
 
 def _words(parts: Sequence[LocalRun], packed: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a run as arrays of 32-bit words, at most `PACKED_BYTES` each, to be hashed.
+    """Yield the bytes of a run as tensors of 32-bit words, of at most `PACKED_BYTES` each, for a weighted sum.
 
-    They are views of the run's memory if that is contiguous and begins and ends at a whole word, else copies in `packed`. Of a
-    long run only samples are hashed: then `parts` are several, and one array has all of them.
+    They are views of the run's memory if that is contiguous and begins and ends at a whole word, else copies in `packed`. If
+    `parts` are several samples of a long run, one tensor has all of them.
     """
     run = parts[0]
     tensor, piece, each = run.local.tensor.detach(), run.local.piece, run.local.tensor.element_size()
@@ -227,7 +227,7 @@ def _words(parts: Sequence[LocalRun], packed: torch.Tensor) -> Iterator[torch.Te
 
 
 def _copied_words(parts: Sequence[LocalRun], packed: torch.Tensor) -> torch.Tensor:
-    """Copy runs into `packed`, one after the other, and return them as 32-bit words; zeros fill the last word."""
+    """Copy runs into `packed`, one after the other, and return them as 32-bit words. The last word is filled up with zeros."""
     at = 0
     for part in parts:
         if part.num_elements:
@@ -239,7 +239,7 @@ def _copied_words(parts: Sequence[LocalRun], packed: torch.Tensor) -> torch.Tens
 
 
 def _weights(num: int, device: torch.device) -> torch.Tensor:
-    """Return the weights of positions 0 to ``num - 1``, odd int64. They are splitmix64's numbers, the same on every device."""
+    """Return the weights of positions 0 to ``num - 1``, odd int64: splitmix64's pseudo-random numbers, alike everywhere."""
     # int64 shifts copy the sign bit, splitmix64's do not: the mask clears the copied bits.
     out = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -248,36 +248,36 @@ def _weights(num: int, device: torch.device) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the same 64 bits as an unsigned number."""
+    """Convert a number below 2^64 to the int64 with the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def with_kind(fingerprints: U64, *, summed: bool) -> U64:
-    """Return fingerprints with the lowest bit set to 1 if they are sums, to 0 if they are hashes."""
+    """Return fingerprints whose lowest bit says how they were computed: 1 for a sum, 0 for a hash."""
     out: U64 = (fingerprints & ~np.uint64(1)) | np.uint64(summed)
     return out
 
 
 def may_be_alike(first: U64, second: U64) -> Mask:
-    """Return, for each pair of fingerprints, whether they are equal or cannot be compared: one is a sum, the other a hash."""
+    """Return, for each pair of fingerprints, True if they are equal, or cannot be compared: one is a sum, one a hash."""
     out: Mask = (first == second) | ((first ^ second) & np.uint64(1) == 1)
     return out
 
 
 def differing(checks: Checks, fingerprints: U64) -> I64:
-    """Return the indices of the rows of `checks` that differ from the first row of their replica group, sorted by group.
+    """Return the indices of the runs in `checks` that differ from the first run of their replica group, sorted by group.
 
     Parameters
     ----------
     fingerprints
-        One for each row of `checks`: those of rank 0, in the order in which it was assigned its checks, then those of rank 1, …
+        One for each run in `checks`: those of rank 0, in the order in which it was assigned its checks, then those of rank 1, …
     """
     rows = np.flatnonzero(~may_be_alike(fingerprints, fingerprints[checks.leader]))
     return rows[np.argsort(checks.group[rows], kind="stable")]
 
 
 def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> frozenset[str]:
-    """Return on every rank the names of tensors whose replicas differ.
+    """Compare the replicas of all ranks. On every rank, return the names of the tensors whose replicas differ.
 
     Collective: a gather of fingerprints to rank 0, then a broadcast of the names. Only rank 0 needs the plan.
     """
@@ -291,9 +291,9 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 
 
 def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: U64) -> None:
-    """Raise an error if the members of a replica group have different fingerprints; `fingerprints` as for `differing`.
+    """Raise an error if the members of a replica group have different fingerprints.
 
-    Buffers under DDP and FSDP may differ: one warning names all that do.
+    Buffers under DDP and FSDP may differ: one warning names all that do. `fingerprints` as for `differing`.
 
     Raises
     ------

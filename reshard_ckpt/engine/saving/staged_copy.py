@@ -1,4 +1,4 @@
-"""The copy in host memory of the bytes that one rank writes, made while they are written or before the state changes again.
+"""The copy in host memory of the bytes that one rank saves, made while they are written or before the state changes again.
 
 `StagedCopy` fills the ring of a `Staging`, and takes the fingerprints of replicas on the way.
 """
@@ -24,11 +24,11 @@ from .unchanged import find_unchanged
 from .write import WRITE_BYTES, Chunks, FileLayout, chunks_in_place
 
 RING_BYTES = 64 << 20
-"""Size of the ring of a synchronous save: one part is being copied into, one part is being written, and one part is free."""
+"""Size of the ring of a synchronous save in bytes: one part is being copied into, one is being written, and one is free."""
 
 
 class StagedCopy:
-    """The copy of one rank's files in a ring, with the fingerprints of its replicas."""
+    """The copy of one rank's files in a ring of host memory, with the fingerprints of its replicas."""
 
     def __init__(self, job: SaveJob, layouts: Sequence[FileLayout], ring: torch.Tensor) -> None:
         self.ring, self._recorder = ring, job.recorder
@@ -48,12 +48,12 @@ class StagedCopy:
         queued: Callable[[], None] = lambda: None,
         looks_again: bool = False,
     ) -> bool:
-        """Copy and fingerprint chosen tensors.
+        """Copy chosen tensors into the ring, and fingerprint their replicas.
 
         Parameters
         ----------
         chosen
-            Whether a tensor is copied by this call.
+            Tells whether a tensor is copied by this call.
         last
             As for `Staging.fill`.
         queued
@@ -86,9 +86,9 @@ class StagedCopy:
         return look is not None and look.has_changed()
 
     def fill_all(self, fill: Callable[[], object]) -> BaseException | None:
-        """Call `fill`, which makes the last copies; then tell the writer that all are made.
+        """Call `fill`, which makes the last copies; then tell the writing thread that all are made.
 
-        If `fill` raises, give its error to the writer, which would wait for ever, and return the error; else None.
+        If `fill` raises, also raise its error in the writing thread, which would wait for ever, and return it; else return None.
         """
         try:
             fill()
@@ -100,7 +100,7 @@ class StagedCopy:
 
     @contextmanager
     def changed(self, job: SaveJob) -> Iterator[Chunks]:
-        """Wait until all is copied, and return the chunks that the base checkpoint lacks. The ring must hold all files."""
+        """Wait until all is copied, and yield the chunks of bytes that the base checkpoint lacks. The ring holds all files."""
         self.staging.wait_finished()
         local_shards, items = self.staging.copied_items(job.local_shards)
         copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
@@ -108,7 +108,7 @@ class StagedCopy:
         yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, self.chunks.fingerprints, rest.unchanged)
 
     def close(self) -> None:
-        """Wait until no device writes into the ring or into the sums any more."""
+        """Wait until no device writes into the ring, or into the memory of fingerprints, any more."""
         self.staging.close()
         self._fingerprints.close()
         if self._look is not None:
@@ -135,25 +135,25 @@ class SecondLook:
             self._copied.queue(lambda _: True)
 
     def queue(self) -> None:
-        """Hash all tensors again; on a device, only queue the work. Call it once all copies are made or queued."""
+        """Hash all tensors again. On a device, only queue the work. Call it once all copies are made or queued."""
         if self._is_host:
             self._copied.queue(lambda _: True)
         self._now.queue(lambda _: True)
 
     def has_changed(self) -> bool:
-        """Wait for the queued hashes, and return whether a tensor differs from its copy."""
+        """Wait for the queued hashes, and return whether a tensor differs from its copy in the ring."""
         self._copied.finish()
         self._now.finish()
         return not np.array_equal(self._copied.taken, self._now.taken)
 
     def close(self) -> None:
-        """Wait until no device writes into the sums any more."""
+        """Wait until no device writes hashes into host memory any more."""
         self._copied.close()
         self._now.close()
 
 
 def without_unchanged(job: SaveJob) -> SaveJob:
-    """Find the bytes that the base of the job has, and return the job that writes the others."""
+    """Compare this rank's bytes with the base checkpoint of a save, and return the save job that writes only the other bytes."""
     assert job.base is not None
     items, device = job.assignment.items, job.local_shards.device_to_pin
     with job.recorder.step("compare"), on_device(device):
@@ -172,7 +172,7 @@ def without_unchanged(job: SaveJob) -> SaveJob:
 
 
 def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:
-    """Take a ring for these files from the pool, 1-D uint8: all their bytes, or `host_buffer_bytes` if that is less.
+    """Take a ring of host memory, 1-D uint8, from the pool: as large as these files, or `host_buffer_bytes` if that is less.
 
     It is pinned if a tensor lies on a device. It is never smaller than the lesser of all bytes and `MIN_RING_BYTES`.
     """

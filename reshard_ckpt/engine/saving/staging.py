@@ -46,17 +46,17 @@ from .messages import Assignment, RunColumns
 from .write import WRITE_BYTES, FileLayout, member_offsets
 
 STEP_BYTES = 4 << 20
-"""Bytes of one copy into a ring that streams; a multiple of every element size."""
+"""Bytes of one copy into a ring that is smaller than the files; a multiple of every element size."""
 
 BATCH_BYTES = 256 << 20
-"""Bytes in one batch of a ring that holds all images; writing begins after the first batch, not after the last."""
+"""Bytes in one batch of copies if the ring holds all images. Writing begins after the first batch, not after the last."""
 
 MIN_RING_BYTES = 16 << 20
-"""Size of the smallest ring that streams."""
+"""Size in bytes of the smallest ring that is filled and written at the same time."""
 
 
 class _Batch(NamedTuple):
-    """Queued copies. Once `marks` have passed and `late` is put into the ring, the images are whole up to the address `end`.
+    """A batch of queued copies. The ring has all bytes up to the address `end` once `marks` have passed and `late` is put in.
 
     `late` lists addresses and bytes of host items whose places a pack overwrites.
     """
@@ -68,9 +68,9 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _Pack:
-    """Consecutive items that are gathered on a device, at addresses ``[begin, end)``; more fit up to `limit`.
+    """A pack: consecutive items, at addresses ``[begin, end)``, that are gathered on a device and copied to the host together.
 
-    Address `origin` is byte 0 of `scratch`.
+    Further items fit up to the address `limit`. Address `origin` is byte 0 of `scratch`, the memory on the device.
     """
 
     streams: DeviceStreams
@@ -125,7 +125,7 @@ class Staging:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether copies are queued that may not have ended."""
+        """Whether queued copies into the ring may not have ended."""
         return any(batch.marks for batch in self._batches)
 
     def fill(self, chosen: Callable[[torch.Tensor], bool], *, last: bool = True) -> int:
@@ -137,7 +137,7 @@ class Staging:
         Parameters
         ----------
         chosen
-            Whether a tensor's items are copied by this call.
+            Tells whether a tensor's items are copied by this call.
         last
             After this call all tensors have been copied. If False, more calls follow, and this one waits for its queued copies.
 
@@ -163,13 +163,19 @@ class Staging:
         return num_bytes
 
     def copied_runs(self, chosen: Callable[[torch.Tensor], bool]) -> tuple[list[LocalRun], list[LocalRun]]:
-        """Return the items of chosen tensors in their own memory, and the copy of each in a ring that holds all images."""
+        """Return two lists of runs for chosen tensors: each item in the tensor's own memory, and its copy in the ring.
+
+        The ring must hold all images.
+        """
         items = [(run, at) for run, at in zip(self._items, self._item_at, strict=True) if chosen(run.local.tensor)]
         whole = LocalPiece(self._ring, box_piece((0,), (self._ring.numel(),), 0, (1,)))
         return [run for run, _ in items], [LocalRun(whole, at, run.num_bytes) for run, at in items]
 
     def copied_items(self, local_shards: LocalShards) -> tuple[LocalShards, RunColumns]:
-        """Return the items as rows of their own, whose memory is their copy in a ring that holds all images."""
+        """Return local shards and items that stand for the copies in the ring: each item is a row of its own.
+
+        The ring must hold all images.
+        """
         rows = []
         for (row, _, _), run, at in zip(self._columns.rows(), self._items, self._item_at, strict=True):
             memory = self._ring[at : at + run.num_bytes].view(run.local.tensor.dtype)
@@ -185,31 +191,34 @@ class Staging:
             self._settle_one()
 
     def finish(self) -> None:
-        """Settle all batches, and let the draining thread write to the end. The filling thread calls it last."""
+        """Settle all batches (wait for their copies), and let the draining thread write to the end.
+
+        The filling thread calls it last.
+        """
         self.settle()
         with self._changed:
             self._filled, self._finished = self.num_bytes, True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the scratch memory. After a failed save, first wait for queued copies: they write to the ring."""
+        """Free the scratch memory on devices. After a failed save, first wait for queued copies, which write to the ring."""
         if self._batches:
             with self.copy_streams.entered():
                 self.copy_streams.synchronize()
         self._scratch.clear()
 
     def wait_finished(self) -> None:
-        """Wait for `finish`; raise the error of the filling thread if it failed."""
+        """Wait until the filling thread has called `finish`, or raise its error."""
         self._wait(lambda: self._finished)
 
     def fail(self, error: BaseException) -> None:
-        """Record an error, and wake the other thread, which raises it."""
+        """Record an error of one thread, and wake the other thread, which raises it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def drain(self, layout: FileLayout) -> Iterator[memoryview]:
-        """Yield the bytes of one file in chunks, as they are settled. Call it for the files in order.
+        """Yield the bytes of one file image in chunks, as soon as their copies are settled. Call it for the files in order.
 
         A chunk is a view of the ring, valid until the next chunk is asked for.
         """
@@ -231,7 +240,10 @@ class Staging:
         return self._scratch[streams.device]
 
     def _put_item(self, item: int) -> int:
-        """Copy one item into the ring by one of three ways, or queue that; return its size in bytes."""
+        """Copy one item into the ring, or queue the copy, and return its size in bytes.
+
+        Small or non-contiguous items of a device go through a pack; a small host item inside a pack is put in place late.
+        """
         run, at = self._items[item], self._item_at[item]
         local, num_bytes = run.local, run.num_bytes
         # None for an item of the host, and for all items if the ring is not pinned.
@@ -249,7 +261,7 @@ class Staging:
         return num_bytes
 
     def _put_run(self, run: LocalRun, at: int) -> None:
-        """Copy a run straight into the ring, in parts that neither exceed a step nor wrap around the ring's end."""
+        """Copy a run straight into the ring, in parts of at most one step that do not wrap around the ring's end."""
         self._send()
         local, start, count = run
         each = local.tensor.element_size()
@@ -262,7 +274,7 @@ class Staging:
             start, count, at = start + num, count - num, at + num * each
 
     def _pack_run(self, streams: DeviceStreams, run: LocalRun, at: int) -> None:
-        """Gather a run of a device in the open pack; begin a new pack when it is full, or is of another device."""
+        """Copy a run of a device into the open pack. Begin a new pack when it is full, or belongs to another device."""
         local, start, count = run
         each = local.tensor.element_size()
         while count:
@@ -283,7 +295,7 @@ class Staging:
         return _Pack(streams, self._scratch_of(streams).begin(), origin, at, at, limit)
 
     def _send(self) -> None:
-        """Queue the copy of the open pack into the ring, and close it. Without an open pack, do nothing."""
+        """Queue the copy of the open pack into the ring, and close the pack. If there is no open pack, do nothing."""
         pack, self._pack = self._pack, None
         if pack is None:
             return
@@ -305,7 +317,10 @@ class Staging:
             data, at = data[size:], at + size
 
     def _reserve(self, at: int, size: int) -> None:
-        """Wait for room for `size` bytes at address `at`, if the ring streams; all bytes before `at` have been queued by then."""
+        """Wait until the ring has room for `size` bytes at the address `at`. All bytes before it have been queued by then.
+
+        A ring that holds all images always has room.
+        """
         if self.holds_all:
             return
         self._close_batch(at)
@@ -319,7 +334,7 @@ class Staging:
         return end <= self._written + self._capacity
 
     def _close_batch(self, end: int) -> None:
-        """Close the batch of all copies queued so far. Once it is settled, the images are whole up to address `end`."""
+        """Close the batch of all copies queued so far. Once they have ended, the ring has all bytes up to address `end`."""
         self._send()
         # Without queued copies, a mark would only wait for the training job's own work.
         marks = self.copy_streams.record() if self._queues else ()
@@ -350,12 +365,12 @@ class Staging:
 
 
 def ring_bytes(layouts: Sequence[FileLayout]) -> int:
-    """Return the size in bytes of a ring that holds all of these files, rounded up to `STEP_BYTES`."""
+    """Return the size in bytes of a ring that holds the images of some files, rounded up to `STEP_BYTES`."""
     return -(-image_addresses(layouts)[-1] // STEP_BYTES) * STEP_BYTES
 
 
 def image_addresses(layouts: Sequence[FileLayout]) -> list[int]:
-    """Return the address at which the image of each file begins (a multiple of 64), and last the end of the last image."""
+    """Return the address at which each file's image begins, a multiple of 64, and at last the end of the last image."""
     addresses, end = [], 0
     for layout in layouts:
         begin = -(-end // 64) * 64

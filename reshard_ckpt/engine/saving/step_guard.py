@@ -1,4 +1,4 @@
-"""Holding an optimizer's steps back until the tensors that they change are copied, and a check that no step came through.
+"""Holding an optimizer's steps back until the tensors that they change are copied, and checking that no step came through.
 
 1. `_hold_back` runs before every step. It returns at once if no guard holds the optimizer. It is called from two places: the
    first of the hooks that torch runs in every optimizer's step, and a wrapper around ``optimizer.step`` (`GuardedStep`), put
@@ -33,20 +33,20 @@ _HELD: dict[int, StepGuard] = {}
 """``_HELD[id(optimizer)]``: the guard that holds this optimizer. A guard keeps its optimizers alive, so no `id` is reused."""
 
 MAX_SAMPLED = 64
-"""Most tensors whose values are sampled and compared; a step changes nearly all tensors, so a sample shows it."""
+"""The most tensors whose values are sampled and compared. A step changes nearly all tensors, so a sample shows it."""
 
 MAX_SCALARS = 1024
-"""Most 0-dim tensors, such as step counters, that are compared; nearly always all of them."""
+"""The most 0-dim tensors, such as step counters, that are compared; nearly always these are all."""
 
 SAMPLE_ELEMENTS = 16
-"""Elements of each sampled tensor that are compared."""
+"""Number of elements of each sampled tensor that are compared."""
 
 WHOLE_BYTES = 4 << 20
-"""Size up to which all elements are compared: the bytes of all tensors together."""
+"""If all tensors together have at most this many bytes, all their elements are compared."""
 
 
 class GuardedState(NamedTuple):
-    """Optimizers whose steps can be held back, and the local tensors that only those steps change."""
+    """The optimizers whose steps a save can hold back, and the local tensors that only those steps change."""
 
     optimizers: Sequence[Optimizer] = ()
     tensors: Sequence[torch.Tensor] = ()
@@ -74,12 +74,15 @@ class StepGuard:
             _HELD[id(optimizer)] = self
 
     def let_through(self, follow: Callable[[], None]) -> None:
-        """Hold no step back any more: all copies are made or queued. Each step calls `follow`, which queues it behind them."""
+        """Stop holding steps back, because all copies are made or queued.
+
+        Each step calls `follow`, which queues it behind the copies.
+        """
         with self._lock:
             self._follow = follow
 
     def hold_back(self) -> None:
-        """Block the thread that steps until the step may run."""
+        """Block the thread that is about to step until the step may run."""
         self.wait()
         with self._lock:
             if self._follow is not None:
@@ -88,13 +91,13 @@ class StepGuard:
                 self._seen = self._seen or self._detector.take_snapshot()
 
     def release(self) -> None:
-        """Let every step through."""
+        """Take this guard off its optimizers, so that every later step runs at once."""
         for optimizer in self._optimizers:
             if _HELD.get(id(optimizer)) is self:
                 del _HELD[id(optimizer)]
 
     def close(self, *, has_changed: bool = False) -> None:
-        """Release the optimizers once all is copied, and raise if their tensors changed meanwhile.
+        """Release the optimizers once all is copied, and raise an error if their tensors changed meanwhile.
 
         Parameters
         ----------
@@ -125,7 +128,7 @@ class StepGuard:
 
 
 class Snapshot(NamedTuple):
-    """Version counters and samples of a detector's tensors at one moment; samples on a device are valid after `taken` pass."""
+    """Version counters and sampled values of tensors at one moment. Samples on a device are valid once `taken` has passed."""
 
     versions: list[int]
     samples: list[torch.Tensor]
@@ -133,7 +136,7 @@ class Snapshot(NamedTuple):
 
 
 class ChangeDetector:
-    """Tells whether tensors have changed since it was made, by the version counters of all tensors and sampled values.
+    """Tells whether tensors have changed since it was made: compares the version counters of all tensors, and sampled values.
 
     If the tensors are small together (`WHOLE_BYTES`), all their values are compared. Version counters alone do not suffice:
     fused kernels, writes through ``.data``, and kernels outside of torch do not advance them.
@@ -149,7 +152,7 @@ class ChangeDetector:
         self._before = self.take_snapshot()
 
     def take_snapshot(self) -> Snapshot:
-        """Take a snapshot. On a device it is queued on this thread's current stream, after the work that is queued there."""
+        """Take a snapshot of version counters and sampled values. On a device it is queued on this thread's current stream."""
         versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         samples = self._sample()
         devices = {sample.device for sample in samples}
@@ -157,7 +160,7 @@ class ChangeDetector:
         return Snapshot(versions, samples, taken)
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:
-        """Whether one of the tensors was written to before `seen` was taken, or before now without `seen`."""
+        """Whether a tensor changed between the making of this detector and the snapshot `seen`, or now without a snapshot."""
         now = seen or self.take_snapshot()
         if self._before.versions != now.versions:
             return True
@@ -166,9 +169,9 @@ class ChangeDetector:
         return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:
-        """Return `SAMPLE_ELEMENTS` elements from the middle of each sampled tensor, or all of them, as bytes.
+        """Return sampled values as bytes: the middle `SAMPLE_ELEMENTS` of each sampled tensor, or all values of small tensors.
 
-        There is one tensor of bytes for each device and dtype, and one for the scalars of each.
+        There is one tensor of bytes for each device and dtype, and one more for the 0-dim tensors of each.
         """
         scalars: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         parts: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -184,7 +187,7 @@ class ChangeDetector:
 
 
 def _middle(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the middle elements of the middle row of the last dim, as a view."""
+    """Return a view of the middle elements of the middle row (along the last dim) of a tensor."""
     *outer, last = tensor.shape
     low = max((last - SAMPLE_ELEMENTS) // 2, 0)
     *strides, step = tensor.stride()
@@ -193,7 +196,7 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor]:
-    """Choose at most `most` tensors at even distances in the list."""
+    """Choose at most `most` of the tensors, at even distances in the list."""
     return tensors[:: max(-(-len(tensors) // max(most, 1)), 1)]
 
 
@@ -233,7 +236,7 @@ class GuardedStep:
         return getattr(self.__wrapped__, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the wrapper so that it wraps the step of the optimizer's copy."""
+        """Copy and pickle this wrapper so that the copy wraps the step of the optimizer's copy."""
         return _rebuild, (self._optimizer(), self._step, self._is_bound)
 
 
@@ -242,14 +245,14 @@ def _rebuild(optimizer: Optimizer, step: Callable[..., Any], is_bound: bool) -> 
 
 
 def _put_in_front(optimizer: Optimizer) -> None:
-    """Wrap the current ``optimizer.step`` in a `GuardedStep`. Set in `vars`, because a class may override ``__setattr__``."""
+    """Wrap the current ``optimizer.step`` in a `GuardedStep`, set in `vars` because a class may override ``__setattr__``."""
     step = vars(optimizer).get("step", optimizer.step)
     if not isinstance(step, GuardedStep):
         vars(optimizer)["step"] = GuardedStep(optimizer, step)
 
 
 def _hold_back(optimizer: object, *_: object) -> None:
-    """Wait if a guard holds this optimizer. Called before every step."""
+    """Wait if a guard holds this optimizer back. Called before every step of every optimizer."""
     if torch.compiler.is_compiling():  # tracing runs no step; a compiled step that comes through is found by the detector
         return
     guard = _HELD.get(id(optimizer))

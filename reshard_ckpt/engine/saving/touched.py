@@ -1,4 +1,4 @@
-"""Saves that write only some rows of embedding tables, and refer to a base for the others.
+"""Saves that write only some rows of embedding tables, and refer to a base checkpoint for the other rows.
 
 1. Each rank scores the rows of its tables. The scores of all ranks are merged, and all ranks choose the same rows (`choose`).
 2. Each write item of a table, or of optimizer state with as many rows, is divided. Rows that are not chosen and that the base
@@ -38,14 +38,17 @@ from .messages import RunColumns, StoredRuns
 from .unchanged import Base, Spans, Unchanged, is_equal, merged, spans_of
 
 Scores = NDArray[Any]
-"""A score for each row: bool, int64 or float32. Rows with a score of 0 need no saving."""
+"""One score for each row of a table: bool, int64 or float32. Rows with a score of 0 need no saving."""
 
 Rows = Mapping[str, NDArray[np.bool_]]
-"""For the name of each table, whether each of its rows is chosen."""
+"""The chosen rows: for the name of each table, a mask over all its rows."""
 
 
 class Table(Protocol):
-    """A table of the state, as a tracker knows it: its name, its number of rows, and the row at which its scores begin."""
+    """An embedding table of the state, or this rank's part of it, with a score for each of its rows.
+
+    `num_rows` counts the rows of the whole table; the scores begin at row `first`.
+    """
 
     name: str
     num_rows: int
@@ -57,7 +60,7 @@ class Table(Protocol):
 
 
 class Tracker(Protocol):
-    """The ``rows=`` of a save: `state.touched_rows.TouchedRows`."""
+    """The object that a user passes as ``rows=`` of a save (`state.touched_rows.TouchedRows`); it tracks changed rows."""
 
     policy: str
     fraction: float | None
@@ -82,12 +85,13 @@ def choose(
     process_group: Any,
     timeout_s: float,
 ) -> Rows | None:
-    """Choose the rows that a save writes, alike on all ranks. Collective.
+    """Choose the rows of tables that a save writes, the same on all ranks. Collective.
 
     Returns
     -------
     Mapping or None
-        None if all rows are to be saved: there is no base, or the rows of some rank count from another checkpoint.
+        None if all rows are to be saved: there is no base, or some rank has tracked changes since another checkpoint than the
+        base.
 
     Raises
     ------
@@ -123,7 +127,7 @@ def choose(
 
 
 def _agreed(of_ranks: list[Any]) -> Any:
-    """Merge the trackers of all ranks: their policy, the checkpoint that all rows count from, and all tables."""
+    """Merge all ranks' trackers: return their options, the save since which all have tracked, and the sizes of all tables."""
     options = {tuple(of_rank[:3]) for of_rank in of_ranks}
     if len(options) > 1:
         raise UsageError(f"rows=: ranks passed trackers with different policy=, fraction= and bits=: {sorted(options, key=repr)}")
@@ -133,7 +137,7 @@ def _agreed(of_ranks: list[Any]) -> Any:
 
 
 def _merged(exchange: Exchange, scores: Scores) -> Scores:
-    """Add up the scores of all ranks, or join them if they are bool. Each rank merges a part, and sends it to all."""
+    """Add up the scores of all ranks, or combine them by "or" if they are bool. Each rank merges a part, and sends it to all."""
     is_bool = scores.dtype == bool
     # sent: this rank's scores, 8 to a byte if they are bool. Rank r merges entries bounds[r] to bounds[r + 1] of all ranks.
     sent = np.packbits(scores) if is_bool else scores
@@ -156,7 +160,10 @@ def _as_bytes(values: NDArray[Any]) -> torch.Tensor:
 
 
 def _highest(scores: Scores, num: int, save_id: str) -> NDArray[np.bool_]:
-    """Choose up to `num` rows with the highest scores above 0; among equal scores at random, alike on all ranks."""
+    """Return a mask of at most `num` rows: those with the highest scores above 0, among equal scores at random.
+
+    The choice is the same on all ranks, because `save_id` seeds it.
+    """
     rows = np.flatnonzero(scores)
     if len(rows) > num:
         # Shuffled first, so that the rows next to the limit, which have equal scores, are not always the first ones.
@@ -169,7 +176,7 @@ def _highest(scores: Scores, num: int, save_id: str) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """How the write items that `pick` makes came from the write items of the save's plan.
+    """Maps the write items that `pick` made back to the write items of the save's plan.
 
     Attributes
     ----------
@@ -178,8 +185,8 @@ class Picked:
     stored
         The parts of the plan's items that the base holds; ``file`` is an index into the files of the base.
     runs
-        The runs of elements that packs hold, one row for each: ``local`` is the pack's index among the new items, ``start`` and
-        ``count`` lie in the plan's item. Sorted by ``local``.
+        The runs of elements that packs hold, sorted by ``local``, the pack's index among the new items. ``start`` and ``count``
+        count elements of the plan's item.
     ahead
         For each of `runs`, the byte of its pack at which it begins.
     num_bytes
@@ -196,7 +203,7 @@ class Picked:
     bits: Mapping[int, int]
 
     def restored(self, found: Unchanged) -> Unchanged:
-        """Convert parts of the new items to parts of the plan's items."""
+        """Convert the unchanged and the written parts of the new items to parts of the plan's items."""
         written = found.written
         # num[i]: the number of runs in item i if it is a pack, else 0; first[i]: the first of them.
         num = np.bincount(self.runs.local, minlength=len(self.origin))
@@ -218,7 +225,7 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One write item that `pick` makes of a write item of the save's plan: a run of elements of one row of the local shards.
+    """One write item that `pick` makes from a write item of the save's plan: a run of elements of one row (piece) of the shards.
 
     Attributes
     ----------
@@ -244,14 +251,14 @@ class _Item:
 def pick(
     base: Base, local_shards: LocalShards, items: RunColumns, rows: Rows, bits: int | None
 ) -> tuple[LocalShards, RunColumns, Picked]:
-    """Divide the write items of tables into rows that the base holds and packs of the other rows.
+    """Divide the write items of tables: rows that stay in files of the base, and packs (new tensors) of the other rows.
 
     With `bits`, the packs of the tables themselves have that many bits an element in the file. Optimizer state is never narrowed.
 
     Returns
     -------
     tuple
-        The local shards with the packs, the items to write, and how they came about.
+        The local shards with the packs added, the items to write, and the way back to the plan's items.
     """
     specs, kinds = local_shards.specs, local_shards.local_metadata.tensors.kind.tolist()
     tables = {i: rows[name] for i, spec in enumerate(specs) if kinds[i] == TensorKind.TENSOR and (name := table_of(spec, rows))}
@@ -309,7 +316,7 @@ def pick(
 
 
 def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
-    """Whether the rows of a pack can have `bits` bits an element: each row is of finite floats, and becomes shorter."""
+    """Whether the rows of a pack can be stored in `bits` bits an element: each row is of finite floats, and becomes shorter."""
     if dtype not in PACKABLE or not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
         return False
     values = pack.float().flatten(1)
@@ -317,13 +324,16 @@ def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
 
 
 def table_of(spec: TensorSpec, rows: Rows) -> str:
-    """Return the name of the table that has a tensor's rows: its own, or that of its parameter; "" if there is none."""
+    """Return the name of the table whose rows a tensor has: its own name, or its parameter's; "" if there is none."""
     name = spec.name if spec.name in rows or spec.link is None else spec.link.parameter or ""
     return name if name in rows and spec.shape[:1] == rows[name].shape else ""
 
 
 def _held(spans: Spans, chosen: NDArray[np.bool_], low: int, width: int, item: int) -> StoredRuns:
-    """Find the runs of rows of one item that are not chosen and that spans hold; ``chosen[0]`` is the row `low` of the box."""
+    """Find the runs of rows of one item that are not chosen and that the base holds, in `spans`.
+
+    ``chosen[0]`` is row `low` of the box, and a row has `width` elements.
+    """
     # lows, highs: the runs of rows that are not chosen; begins, ends: the whole rows of each span.
     edges = np.flatnonzero(np.diff(chosen, prepend=True, append=True)) + low
     lows, highs = edges[::2], edges[1::2]
@@ -341,7 +351,10 @@ def _held(spans: Spans, chosen: NDArray[np.bool_], low: int, width: int, item: i
 
 
 def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> torch.Tensor:
-    """Gather rows ``begins[i]`` to ``ends[i]`` of a piece's box, all between `low` and `high`, on their device."""
+    """Copy rows ``begins[i]`` to ``ends[i]``, for all i, of a piece's box into one new tensor on their device.
+
+    All of them lie between rows `low` and `high`.
+    """
     piece = local.piece
     run, step = ranges(ends - begins)
     rows = torch.from_numpy(begins[run] + step - low).to(local.tensor.device)
@@ -350,7 +363,7 @@ def _pack(local: LocalPiece, low: int, high: int, begins: I64, ends: I64) -> tor
 
 
 def _with_packs(local_shards: LocalShards, items: Sequence[_Item]) -> tuple[LocalShards, I64]:
-    """Add each pack as a tensor of its own, which no base has; return the local shards, and the row of each item."""
+    """Add each pack to the local shards as a tensor of its own, which no base has. Return the shards, and each item's row."""
     specs, rows = list(local_shards.specs), list(local_shards.rows)
     local = np.array([item.local for item in items], np.int64)
     for i, item in enumerate(items):
@@ -368,7 +381,7 @@ def _with_packs(local_shards: LocalShards, items: Sequence[_Item]) -> tuple[Loca
 
 
 def lossy_tensors(tables: MergedTables, rows: Rows, tracker: Tracker) -> dict[str, str]:
-    """Name all tensors with rows older than the save, or in fewer bits; each with the policy and the bits."""
+    """Return, for each tensor saved with rows older than the save or in fewer bits, a text with the policy and the bits."""
     older = "" if tracker.policy == "touched" else f"{tracker.policy}, {tracker.fraction:g} of the rows"
     narrow = "" if tracker.bits is None else f"rows in {tracker.bits} bits"
     names, width = tables.names, tables.shape.shape[1]

@@ -1,4 +1,4 @@
-"""Incremental saves: bytes that an earlier checkpoint, the *base*, already holds are referred to, and the rest is written.
+"""Incremental saves: refer to the bytes that an earlier checkpoint, the *base*, already holds, and write the rest.
 
 1. Each write item of this rank is matched with the rows of the base by its place in the global tensor (`plan_load`), whatever the
    layout was then. A *span* is the part of a file of the base whose bytes one item holds in the same order.
@@ -36,20 +36,20 @@ from .local_shards import LocalShards
 from .messages import RunColumns, StoredRuns
 
 MIN_LIVE = 0.25
-"""If the base needs less than this share of a file, the bytes are written anew, so that the file can be deleted."""
+"""If less than this share of a base's file is still needed, those bytes are written anew, so that the file can be deleted."""
 
 _REWRITTEN = 0.1
-"""The most bytes that one save writes anew for that reason, as a share of the base's bytes; it may always write one file anew.
-Files with the smallest share of needed bytes come first."""
+"""The most bytes that one save writes anew in order to free files of the base, as a share of the needed bytes; it may always
+write those of one file anew. Files with the smallest share of needed bytes come first."""
 
 _ONE_WINDOW = 1 << 62
-"""Window size for `plan_load` that no file reaches, so that no span is cut."""
+"""A window size for `plan_load` that is larger than any file, so that no span is cut."""
 
 Views: TypeAlias = Sequence[memoryview | None]
-"""The bytes of each item of this rank, where they lie in order in host memory."""
+"""For each write item of this rank, its bytes in host memory; None if they are not in order there."""
 
 _HEADER = -1
-"""The item of a span that is the header of a file."""
+"""In place of an item's index, marks a span that is the header of a file."""
 
 
 class Base(NamedTuple):
@@ -72,7 +72,7 @@ class Base(NamedTuple):
 
 
 def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, min_live: float = MIN_LIVE) -> Base:
-    """Return the checkpoint in `storage` as the base of a save to `url`; `min_live` as in `MIN_LIVE`.
+    """Make a checkpoint in `storage` the base of an incremental save to `url`; `min_live` as in `MIN_LIVE`.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def _left_behind(sizes: I64, live: I64, min_live: float) -> I64:
 
 
 def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
-    """Return the entry of a file of the checkpoint `base` as the checkpoint `new` beside it refers to it.
+    """Return the entry of a file of the checkpoint `base`, as the catalog of the checkpoint `new` beside it refers to it.
 
     None if the file lies outside the folder that holds both.
     """
@@ -133,7 +133,10 @@ def _entry_beside(file: FileEntry, base: str, new: str) -> FileEntry | None:
 
 @dataclass(frozen=True, slots=True)
 class Spans(ColumnTable):
-    """Bytes ``[begin, end)`` of files of the base: elements of `item` from `start` on, `each` bytes an element."""
+    """Ranges ``[begin, end)`` of bytes in files of the base that hold elements of this rank's items, in order.
+
+    A range has elements of `item` from element `start` on, with `each` bytes an element.
+    """
 
     file: I64
     begin: I64
@@ -144,7 +147,7 @@ class Spans(ColumnTable):
 
 
 class Unchanged(NamedTuple):
-    """The write items of one rank, divided into parts that its base holds and parts that it writes.
+    """The write items of one rank, divided into unchanged parts, which the base holds, and parts that the rank writes.
 
     Attributes
     ----------
@@ -191,7 +194,10 @@ def find_unchanged(base: Base, local_shards: LocalShards, items: RunColumns, scr
 
 
 def spans_of(base: Base, local_shards: LocalShards, items: RunColumns) -> Spans:
-    """Match the items with the rows of the base; in any order."""
+    """Find the bytes of the base that hold elements of the items, as spans in any order.
+
+    Whether they are unchanged is not checked.
+    """
     catalog, specs = base.catalog, local_shards.specs
     # source[s]: the tensor of the base with the name, dtype and shape of spec s, or −1; a blob has none.
     source = np.full(len(specs), -1)
@@ -221,7 +227,7 @@ def spans_of(base: Base, local_shards: LocalShards, items: RunColumns) -> Spans:
 
 
 def _with_headers(base: Base, spans: Spans) -> Spans:
-    """Add the headers of the files that spans lie in, and leave out bytes that occur twice; in order of file and byte."""
+    """Add a span for the header of each file in `spans`, and leave out spans of bytes that occur twice; sort by file and byte."""
     catalog = base.catalog
     # The bytes before the first row of a file are its header: with them, its first block can be hashed too.
     data_begin = np.full(len(catalog.files), np.iinfo(np.int64).max)
@@ -240,7 +246,7 @@ def _with_headers(base: Base, spans: Spans) -> Spans:
 def _unchanged_of(
     base: Base, file: int, digests: Digests, spans: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
 ) -> StoredRuns:
-    """Hash each block of one file that lies in a stretch, and return the parts of items in blocks that are equal."""
+    """Hash this rank's bytes for each block of one file that adjacent spans cover. Return the parts of items in equal blocks."""
     size, block = base.catalog.files[file].size, digests.block_bytes
     equal = np.zeros(len(digests.values) + 2, bool)  # equal[1 + i]: of block i; with a False at both ends
     breaks = np.flatnonzero(spans.begin[1:] != spans.end[:-1]) + 1
@@ -273,7 +279,7 @@ def _unchanged_of(
 def _bytes_of(
     base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a stretch in order: the header from the base, all other bytes from this rank's memory."""
+    """Yield the bytes of adjacent spans in order: a header from the base, all other bytes from this rank's memory."""
     for _, begin, end, item, start, each in stretch.rows():
         if item == _HEADER:
             header = memoryview(bytearray(end))
@@ -287,7 +293,7 @@ def _bytes_of(
 
 
 def is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: torch.Tensor) -> bool:
-    """Whether the bytes of an unchanged run are equal to the base's, which are read for that."""
+    """Whether a run of this rank is equal to its bytes in the base, which are read and compared."""
     item, start, count, file, offset = row
     for chunk in chunks(runs[item].local, start, count, scratch):
         held = memoryview(bytearray(len(chunk)))
@@ -302,7 +308,7 @@ def is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: 
 
 
 def merged(runs: StoredRuns, each: I64) -> StoredRuns:
-    """Join sorted runs that go on both in their item and in one file; ``each[i]`` are the bytes of an element of item i."""
+    """Join sorted runs that continue each other both in their item and in one file; ``each[i]`` is the element size of item i."""
     # ahead[i]: the byte at which the item's element 0 would lie, so that it is the same for runs that go on.
     ahead = runs.offset - runs.start * each[runs.item]
     first = is_new(runs.item, runs.file, ahead)
@@ -313,7 +319,10 @@ def merged(runs: StoredRuns, each: I64) -> StoredRuns:
 
 
 def _rest(items: RunColumns, stored: StoredRuns, each: I64) -> RunColumns:
-    """Return the parts of the items that are not stored; `local` is the number of the item. Runs of whole blocks come first."""
+    """Return the parts of the items that are not stored in the base.
+
+    Runs of whole blocks come first; `local` is the item's index.
+    """
     number = np.arange(len(items.local))
     # Each item begins a gap at its start and behind each stored run, and ends one at each stored run and at its end. In order of
     # item and place, the n-th beginning and the n-th end belong together.

@@ -1,4 +1,4 @@
-"""Writing a rank's part of a checkpoint: lay out its files, write them front to back, and report them in a receipt.
+"""Writing one rank's part of a checkpoint: lay out its files, write them front to back, and report them in a receipt.
 
 1. Write items come sorted by element size, so the members of a file are aligned without holes.
 2. A new file begins when the header of the current one would grow too large.
@@ -38,19 +38,19 @@ from .messages import Assignment, Memo, Receipt, StoredRuns, WrittenFile
 from .unchanged import Unchanged
 
 WRITE_BYTES = 1 << 20
-"""Bytes hashed and written at once: few enough to be still in the processor's cache when they are written."""
+"""Number of bytes hashed and written at once: few enough to be still in the processor's cache when they are written."""
 
 HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
-"""Metadata in each file's header. Loaders of Hugging Face models read ``format``: the framework of the tensors."""
+"""The metadata in each file's header. Loaders of Hugging Face models read ``format``: the framework of the tensors."""
 
 HEADER_BYTES = 48 << 20
-"""The header of a file stays below this; safetensors refuses a header above 100 MB."""
+"""The size that the header of a file stays below; safetensors refuses a header above 100 MB."""
 
 
 class FileLayout(NamedTuple):
-    """One file to be written: its key, members and header, and the range of the assignment's items that it holds.
+    """The layout of one file to be written: its key, its members (tensors in the file), its header, and the items that it holds.
 
-    `num_bytes` is the size of the file; of one with packed rows, that of the plain file.
+    `items` is a range of the assignment's items. `num_bytes` is the size of the file; if rows are packed, that of the plain file.
     """
 
     key: str
@@ -62,7 +62,7 @@ class FileLayout(NamedTuple):
 
 
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int) -> list[FileLayout]:
-    """Divide the assigned items into files. The layouts of the last two states are cached."""
+    """Divide the assigned write items into files, and return the layouts. Those of the last two states are cached."""
     items = assignment.items
     pieces = [(index, local.piece) for index, local in local_shards.rows]
     key = (
@@ -90,11 +90,11 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int) -> lis
 
 
 _FILES: Memo[Any, list[FileLayout]] = Memo(2)
-"""Cached layouts. Their keys have no save's id in them; `lay_out` replaces each by a real key."""
+"""Cache of the file layouts of the last two states. The keys of files lack the save's id, which `lay_out` adds."""
 
 
 def lay_out_members(members: Sequence[Member], save_id: str, rank: int, alignment: int = ALIGNMENT) -> list[FileLayout]:
-    """Divide members, in their order, into files whose headers stay below `HEADER_BYTES`.
+    """Divide members (tensors in a file), in their order, into files whose headers stay below `HEADER_BYTES`.
 
     The data of each file begin at a multiple of `alignment`.
     """
@@ -117,7 +117,7 @@ def lay_out_members(members: Sequence[Member], save_id: str, rank: int, alignmen
 
 
 def _packed(file: FileLayout, bits: Sequence[int]) -> tuple[PackedRows, ...]:
-    """List the members that are packed; ``bits[i]`` are the bits of an element of member i, or 0."""
+    """List the packed rows of a file: the members that are stored in fewer bits. ``bits[i]`` is 0 if member i is not."""
     each = zip(file.members, member_offsets(file).tolist(), bits, strict=True)
     return tuple(
         PackedRows(begin, member.shape[0], prod(member.shape[1:]), member.dtype, of_member)
@@ -127,7 +127,7 @@ def _packed(file: FileLayout, bits: Sequence[int]) -> tuple[PackedRows, ...]:
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
-    """Return the member of a shard file for a run of one row; the member of a blob, or of a pack of rows, is all of it."""
+    """Return the member of a shard file that holds a run of one row. A blob, or a pack of rows, is one member as a whole."""
     index, local = local_shards.rows[row]
     spec, piece = local_shards.specs[index], local.piece
     if local_shards.local_metadata.tensors.kind[index] == TensorKind.BLOB:
@@ -136,7 +136,7 @@ def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Memb
 
 
 class Chunks(NamedTuple):
-    """The bytes that one rank writes in a save, wherever they come from.
+    """The bytes of all files that one rank writes in a save, wherever they come from.
 
     Attributes
     ----------
@@ -166,14 +166,14 @@ def chunks_in_place(
     fingerprints: NDArray[np.uint64],
     unchanged: Unchanged | None = None,
 ) -> Chunks:
-    """Return the chunks of the runs that this rank was assigned, each copied from the tensor's own memory when it is written."""
+    """Return the files that this rank was assigned as chunks, each copied from the tensor's own memory when it is written."""
     layouts = lay_out(local_shards, assignment, rank)
     of_file = partial(_file_chunks, local_shards.runs(assignment.items))
     return Chunks(layouts, of_file, fingerprints, unchanged=unchanged)
 
 
 def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256: bool = False) -> Receipt:
-    """Write files, hash them on the way, and make their bytes durable; on an error delete them all. Return the receipt.
+    """Write a rank's files, hash them on the way, and make their bytes durable; on an error delete them. Return the receipt.
 
     The names of the files are not durable yet: rank 0 syncs the folders of all ranks at once, before it publishes the catalog.
 
@@ -232,18 +232,18 @@ def remove(storage: Storage, keys: Iterable[str]) -> None:
 
 
 def keys_of(files: Iterable[WrittenFile]) -> list[str]:
-    """Return the keys of shard files and of their digests files."""
+    """Return the keys of the shard files and of their digests files."""
     return [key for file in files for key in (file.key, file.digests_key)]
 
 
 def member_offsets(layout: FileLayout) -> I64:
-    """Return the byte offset of each member in the file."""
+    """Return the byte offset in the file at which each member begins."""
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
     return len(layout.header) + np.cumsum(sizes) - sizes
 
 
 class ShardFileWriter:
-    """Writer of one shard file, front to back, hashed on the way; `finish` writes its digests file.
+    """Writes one shard file, front to back, and hashes it on the way; `finish` writes its digests file.
 
     If an error leaves its ``with`` block, the file is removed. With `sha256`, the SHA-256 of both files is taken as well.
     """
@@ -255,7 +255,7 @@ class ShardFileWriter:
         self._writer = storage.create(layout.key)
 
     def write(self, chunk: memoryview) -> None:
-        """Append bytes to the file. If it packs rows, pass the rows as they are; this method packs them."""
+        """Append bytes to the file. Rows to be packed are passed unpacked; this method packs them."""
         for stored, plain in [(chunk, chunk)] if self._packer is None else self._packer.add(chunk):
             self._hasher.update(memoryview(plain))
             if self._sha256 is not None:
@@ -294,7 +294,7 @@ class ShardFileWriter:
 
 
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
-    """Yield the bytes of a file, front to back; each chunk is a copy, which the next one overwrites. Small runs share a chunk.
+    """Yield the bytes of a file, front to back. Each chunk is a copy, which the next one overwrites; small runs share a chunk.
 
     A chunk must not be the tensor's own memory. If another thread or process changed that between hashing and writing (a replay
     buffer, a counter in shared memory), the checkpoint would be committed, and every load would refuse it as damaged.
