@@ -37,7 +37,8 @@ MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
 
 HEAD_BYTES = 128
-"""The first bytes of a catalog, by which two saves differ: they have the digest of the first section, which has the save's id."""
+"""Number of bytes at the beginning of a catalog that are never the same for two saves: they have the digest of the first section,
+which has the save's id."""
 
 _SECTIONS: dict[str, dict[str, str]] = {
     "info": {"plain": "save_id created_s mesh metadata critical lossy compacted_from"},

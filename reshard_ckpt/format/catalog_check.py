@@ -30,8 +30,9 @@ MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
 
 CELLS_PER_BYTE, MIN_CELLS = 16, 1 << 20
-"""Runs that are not boxes are cut into boxes. These may have so many numbers for each byte of the file, and so many in any case.
-A save has fewer than 8: in a large table a row takes at least 4 bytes, and a run of a tensor of 4 dims is cut into 28 numbers."""
+"""Limits of the numbers (cells) that runs which are not boxes may be cut into: `CELLS_PER_BYTE` for each byte of the file, but
+`MIN_CELLS` in any case. A save has fewer than 8 for each byte: in a large table a row takes at least 4 bytes, and a run of a
+tensor of 4 dims is cut into 28 numbers."""
 
 _NAME = r"(?!\.\.?(?:/|\Z))[^/\x00-\x1f\x7f\\]+"
 _SAFE = re.compile(f"{_NAME}(?:/{_NAME})*")

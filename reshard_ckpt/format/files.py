@@ -8,7 +8,7 @@ Block checksums verify any bytes of a shard file without reading all of it:
 2. The digests file, beside the shard file, has a header with the sizes of file and block, and then the digests of all blocks.
 3. The catalog, which has checksums of its own, keeps one XXH3-128 of the digests file.
 
-A reader of a few bytes needs only the blocks that hold them: `block_digest` of each, compared with `Digests.values`.
+A reader of a few bytes needs only the blocks that hold them: it hashes each, and compares with `Digests.values` (`wrong_blocks`).
 XXH3 finds damage; it does not keep out somebody who forges both the data and the catalog.
 
 The *manifest* has the SHA-256 of all files, in the form of ``sha256sum -c``: each line has 64 hexadecimal digits, two spaces, and
@@ -46,10 +46,10 @@ RESHARD_LOCK = "reshard.lock"
 """Name of the lock of an offline reshard, in the folder of the files that it writes."""
 
 SAVE_TIME = "%Y%m%dT%H%M%SZ"
-"""The form of the time in the id of a save, UTC. Sorted as texts, such times are in order."""
+"""The format, for ``strftime``, of the time in the id of a save, UTC. Sorted as texts, such times are in order."""
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
-"""The form of a save's id: a time, and 8 random digits, or 32 digits that an offline reshard computes from its request."""
+"""Matches the id of a save: a time, and 8 random digits, or 32 digits that an offline reshard computes from its request."""
 
 EXPORT = "safetensors"
 """The name of the folder, below a checkpoint, that holds its export for Hugging Face's libraries."""

@@ -232,9 +232,9 @@ class SlotPool:
             self._kept = dict([*others, new][-self.generations :])
 
     def keep_current(self, is_current: Callable[[int, int], bool]) -> None:
-        """Let the slots of saves that no longer count in the run's lineage be refilled.
+        """Let the slots of saves that no longer count in the run's lineage be refilled, so that saves that count keep theirs.
 
-        `is_current` takes an attempt and a step. Otherwise these saves would take the place of older ones that do count.
+        `is_current` takes an attempt and a step.
         """
         with self._lock:
             self._kept = {save_id: place for save_id, place in self._kept.items() if is_current(*place)}
@@ -268,7 +268,7 @@ class SlotPool:
                 held.save_id = ""
 
     def has_all(self) -> bool:
-        """Whether this process has all the slots that it will need: for each rank in `source` one more than saves to keep."""
+        """Whether this process has all slots that it needs: for each rank whose files it holds, one more than `generations`."""
         return bool(self._slots) and all(len(slots) > self.generations for slots in self._slots.values())
 
     def paths(self) -> set[str]:
@@ -288,7 +288,7 @@ class SlotPool:
 
 @contextmanager
 def node_lock(folder: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a run's folder in a ``with`` block; processes of this node make and remove slots under it."""
+    """Hold the lock of a run's folder in a ``with`` block, in which slots are made or removed."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with await_lock(fd, str(folder / "lock"), timeout_s=timeout_s):
         yield

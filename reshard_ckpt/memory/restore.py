@@ -199,7 +199,7 @@ def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, 
 
 @dataclass(slots=True)
 class _Told:
-    """The facts of all nodes about a generation (checkpoint in memory): number of files, owners of whole files, knowing ranks."""
+    """The facts of all nodes about a generation (checkpoint in memory): number of files, owners of whole files, and the like."""
 
     num_files: int = 0
     older: Sequence[str] = ()

@@ -45,7 +45,7 @@ class MemoryHandle(SaveHandle):
 
     @property
     def copies(self) -> int:
-        """The least number of other nodes that hold a copy of each file. Known once the save is done; 0 if it is in the store."""
+        """The least number of other nodes that hold a copy of each file, once the save is done; 0 without the memory tier."""
         return 0 if self._target is None else self._target.copies
 
     def persisted(self, timeout: float | None = None) -> bool:
@@ -246,9 +246,9 @@ class MemoryRun:
     def _persist(
         self, generation: Generation, path: str, session: AbstractContextManager[Comm], keys: Sequence[str] | None = None
     ) -> Persisting:
-        """Begin to write a checkpoint from memory to the store. Each rank writes `keys`, by default the files that it saved.
+        """Begin to write a checkpoint from memory to the store. Collective.
 
-        Collective.
+        Each rank writes the files `keys`, by default the files that it saved.
         """
         if keys is None:
             keys = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
@@ -268,7 +268,7 @@ class MemoryRun:
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:
-        """Begin to write a checkpoint that an ended job left in memory to the store, if the store lacks it. Collective."""
+        """Begin to write a checkpoint in memory, which an ended job has left, to the store, if the store lacks it. Collective."""
         path = self._path(found.generation.step)
         session = open_session("persist", path, **self._session)
         return self._persist(found.generation, path, session, found.files_of(self._rank))

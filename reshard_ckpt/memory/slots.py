@@ -238,8 +238,8 @@ class Slot:
 class ReadSlot:
     """A slot of any process of this user, open for reading without a lock.
 
-    A read raises if the slot was refilled meanwhile. It copies from a mapping: of large pages that is faster than `read`,
-    of small ones as fast.
+    A read raises if the slot was refilled meanwhile. It copies from a mapping: with large pages that is faster than ``os.read``,
+    with small ones as fast.
     """
 
     def __init__(self, path: str) -> None:
@@ -283,7 +283,7 @@ class ReadSlot:
 
     @contextmanager
     def _unchanged(self, extent: SlotRange, offset: int, num_bytes: int) -> Iterator[int]:
-        """Yield the byte of the slot at which some bytes of a file begin, to be read in the ``with`` block.
+        """Yield the offset in the slot at which some bytes of a file begin, to be read in the ``with`` block.
 
         At its end, check that the slot was not refilled; see `read_into` for the errors.
         """

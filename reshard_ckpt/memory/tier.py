@@ -104,9 +104,9 @@ class Tier:
         self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
-        """Take slots for a save on all ranks, and return its target. If some rank has no room, warn once, and return None.
+        """Take slots for a save on all ranks, and return the save's target. Collective.
 
-        Collective.
+        If some rank has no room, warn once, and return None.
         """
         layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
@@ -187,7 +187,7 @@ class Tier:
     # Copies
 
     def copy(self, taken: Mapping[int, Slot], sizes: Sequence[int], table: SlotTable) -> list[int]:
-        """Send this rank's sealed slot to the ranks that hold its copies, and fill the copies that it holds.
+        """Send this rank's filled slot to the ranks that hold its copies, and receive the copies that it holds for other ranks.
 
         Returns
         -------
@@ -283,9 +283,9 @@ class Tier:
                 warnings.warn(f"the checkpoint that is loaded is not noted in this node's memory: {error}", stacklevel=6)
 
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
-        """Tell all ranks that this node has noted a save. Once all ranks have, it is committed, and older saves are freed.
+        """Tell all ranks that this node has noted a save. Collective.
 
-        Collective.
+        Once all ranks have told, the save is committed, and older ones are freed.
         """
         # If the gather fails, the images are freed only if surely no rank has freed an older generation: they may be the only
         # whole one.

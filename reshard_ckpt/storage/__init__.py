@@ -159,7 +159,7 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
 
 
 def open_below(storage: Storage, folder: str) -> Storage:
-    """Open the store of a folder below another store. A `ListedStorage` passes its list of names and sizes on."""
+    """Open the store of a folder below another store. A `ListedStorage` passes on its list of names and sizes."""
     below = open_storage(f"{storage.url}/{folder}")
     return storage.below(folder, below) if isinstance(storage, ListedStorage) else below
 

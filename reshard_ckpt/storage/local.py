@@ -66,7 +66,7 @@ is short."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
-"""Files that stay open between reads; a process may have 1,024 descriptors in all."""
+"""The most files that stay open between reads; a process may have 1,024 descriptors in all."""
 
 _TRIES = 10
 """Number of attempts to create a file, if another rank removes the empty folder for it meanwhile."""

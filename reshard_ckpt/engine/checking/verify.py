@@ -1,7 +1,7 @@
 """Verification of a checkpoint: read all files, hash their blocks, and name the damaged parts.
 
-1. The rows of every tensor must tile it, and every file must exist with its size. Several ranks divide the windows of all files
-   evenly; rank 0 checks the rows.
+1. The saved runs (rows) of every tensor must tile it, and every file must exist with its size. Several ranks divide the windows
+   of all files evenly; rank 0 checks the rows.
 2. Several threads read and hash windows of the files. Only a few windows are under way at any time, and digests are opened one
    file at a time, or from an object store of as many files as are read at once, so memory does not grow with the checkpoint.
 3. Damaged blocks that are neighbours are one problem, named with the tensors and values in them.
@@ -63,7 +63,7 @@ def verify_all(
     report: OnProgress,
     comm: Comm | None = None,
 ) -> VerifyReport:
-    """Read every byte that the catalog refers to.
+    """Read and hash every byte that the catalog refers to, and return a report of all problems.
 
     Collective if `comm` has several ranks: a gather of the problems and a broadcast of them all.
 

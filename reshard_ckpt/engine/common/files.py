@@ -62,9 +62,7 @@ class Found(NamedTuple):
     data: bytes | memoryview
 
     def lend(self, stack: ExitStack) -> bytes:
-        """Copy the catalog's bytes into shared memory.
-
-        Return a message with which other ranks of this machine can open it by `borrow`.
+        """Copy the catalog's bytes into shared memory, and return a message with which other ranks of this machine `borrow` them.
 
         The memory exists until `stack` is closed. The message is empty if there is no shared memory.
         """
@@ -385,7 +383,7 @@ def num_threads(tasks: int, hints: Hints = DISK) -> int:
 
 
 def in_threads(task: Callable[[T], object], items: Iterable[T], threads: int) -> None:
-    """Call `task` with each item, in several threads; calls begin in order. After an error no more begin, and it is raised.
+    """Call `task` with each item, in several threads; calls begin in order. After an error no more calls begin, and it is raised.
 
     No call runs any more when this returns or raises. One thread at a time takes the next item.
     """

@@ -59,7 +59,7 @@ class Pool:
         self.forked()
 
     def take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Take a buffer of at least this size: the idle one if it is large enough, else a new one."""
+        """Take a staging buffer of at least `num_bytes`: the idle one if it is large enough, else a new one."""
         with self._lock:
             idle = self._idle.pop(pinned, None)
         if idle is None or idle.numel() < num_bytes:
@@ -88,7 +88,7 @@ class Pool:
             self._idle.clear()
 
     def forked(self) -> None:
-        """Empty the pool. In a forked child, a thread that exists only in the parent may hold the old lock."""
+        """Empty the pool, and make a new lock: in a forked child, a thread that exists only in the parent may hold the old."""
         self._lock = threading.Lock()
         self._idle: dict[bool, torch.Tensor] = {}
         # The addresses of pinned buffers that are in use.
@@ -143,7 +143,7 @@ class PinnableMap(mmap.mmap):
 def pin(view: memoryview) -> bool:
     """Pin the bytes of a view of a `PinnableMap`, so that the current device copies from and into them at full speed.
 
-    Return False if the type of the device has no registrar, or if the driver refuses.
+    Return False if `REGISTRARS` lacks the type of the device, or if the driver refuses.
     """
     registrar, mapping = _registrar(), view.obj
     assert isinstance(mapping, PinnableMap)
@@ -166,9 +166,7 @@ def _registrar() -> Registrar | None:
 def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
     """Map new memory that is private to this process, in large pages if the kernel has them.
 
-    Its bytes are zeros in a forked child.
-
-    Return None on a system without private mappings.
+    Its bytes are zeros in a forked child. Return None on a system without private mappings.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return None

@@ -167,7 +167,7 @@ class Mover:
         self._held, self._from, self._wanted, self._into = held, sent, wanted, taken
 
     def begin(self) -> None:
-        """Begin a new exchange: forget the rows that the last one changed."""
+        """Begin a new exchange: forget which tensors the last one has overwritten."""
         self._done.clear()
 
     def changed(self) -> set[int]:
@@ -203,7 +203,7 @@ class Mover:
         return pairs
 
     def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
-        """Return the cached (target view, source view) pairs of this key.
+        """Return the (target view, source view) pairs that are cached under `key`.
 
         If there are none, make them, and cache them if they are few.
         """
@@ -280,7 +280,7 @@ class _Schedule:
         return self._rows[self._of(number)]
 
     def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:
-        """Return how many bytes each other rank has in a round.
+        """Return how many bytes each rank at the other end sends or receives in a round.
 
         `num_bytes` has the bytes of each part; `size` is the number of ranks.
         """

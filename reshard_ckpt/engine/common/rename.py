@@ -125,10 +125,8 @@ class _NewNames:
     def _link_of_renamed(self, name: str, link: StateLink) -> StateLink | None:
         """Return the new link of a tensor of optimizer state that `rename` has renamed.
 
-        None if its new name is not that of optimizer state.
-
-        The new name is divided into optimizer, FQN and key: by the optimizer's new name and the old key if both fit, else by the
-        new name of the entry ``<optimizer>.state.<fqn>``.
+        Return None if its new name is not that of optimizer state. Otherwise the new name is divided into optimizer, FQN and key:
+        by the optimizer's new name and the old key if both fit, else by the new name of the entry ``<optimizer>.state.<fqn>``.
         """
         optimizer, new = self._optimizer(link.optimizer), self._new[name]
         head, tail = state_name(optimizer), f".{link.key}"

@@ -155,7 +155,7 @@ class _Message:
 
 
 class Rounds:
-    """The rounds of one exchange on one rank.
+    """Runs the rounds of one exchange on one rank: packs, sends, receives and unpacks messages.
 
     Parameters
     ----------

@@ -241,10 +241,7 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s:
 
 
 def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
-    """Take the lock of an offline reshard, to see that it is not under way; return False if it is.
-
-    A store without locks cannot tell.
-    """
+    """Take the lease of an offline reshard; return False if it is under way. In a store that cannot tell, return True."""
     with suppress(LocksUnsupported, MissingKey):
         lease = root.lease(f"{folder}/{lock}", b"sweep", once=True)
         if lease is None:

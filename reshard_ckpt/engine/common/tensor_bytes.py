@@ -259,12 +259,12 @@ class Mark:
             self._spare.append(self._event)
 
     def hold(self, stream: torch.Stream) -> None:
-        """Make all later work on a stream wait for this point."""
+        """Make all later work on a stream wait for this mark."""
         with on_device(stream.device):
             stream.wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Wait on the host until the device is past this point."""
+        """Wait on the host until the device is past this mark."""
         self._event.synchronize()
 
 

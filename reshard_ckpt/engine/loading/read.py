@@ -283,7 +283,7 @@ class Reader:
         return out
 
     def _add_runs(self) -> None:
-        """Make the copies of short runs.
+        """Prepare the copies of short runs from the windows' buffers into targets.
 
         Runs of one window and target are copied together where that is less work than one by one.
         """
@@ -317,7 +317,7 @@ class Reader:
                 fills.append(_EachRun(of_window))
 
     def _add_items(self) -> None:
-        """Make the copies of the other plan items: strided copies on the host, casts, and copies to devices."""
+        """Prepare the copies of the other plan items: strided copies on the host, casts, and copies to devices."""
         plan, items = self.task.plan, self._reads.items
         window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.item_start))
         # Columns as lists: taking single elements of numpy arrays is slow. offset: first byte of each item in its window's buffer

@@ -211,7 +211,7 @@ def _of_group(exchange: Exchange, wants: Wants) -> list[Wants]:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes(ColumnTable):
-    """Boxes of elements that ranks take from file windows which other ranks, their owners, read; in their order in the messages.
+    """Boxes of elements that ranks take from file windows, in their order in the messages. Another rank, the owner, reads them.
 
     `src` is a box's first byte in the file; `src_strides` are bytes in the file.
     """
@@ -228,7 +228,7 @@ class _Boxes(ColumnTable):
 
 
 def _boxes_in_messages(plan: LoadPlan, message: I64, messages: Messages) -> tuple[I64, _Boxes]:
-    """Return the items of this rank's load plan that arrive in messages, and the boxes of the file that they are.
+    """Return the items of this rank's load plan that arrive in messages, and the box of the file that each item is.
 
     Item i arrives in message ``message[i]``; -1 if this rank reads it itself.
     """

@@ -39,7 +39,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def read_quantized(storage: Storage, catalog: Catalog, *, apply: bool) -> Quantized:
-    """Find the quantized tensors of a checkpoint, and the scales beside them. With `apply`, also find how to apply the scales."""
+    """Find the quantized tensors of a checkpoint. With `apply` (folders of safetensors), also find the scales to apply."""
     if not apply:
         return find_scales(catalog, None)
     try:

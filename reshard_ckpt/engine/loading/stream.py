@@ -180,9 +180,7 @@ class RunReader:
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
     def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
-        """Make one load plan for each batch of windows.
-
-        Yield for each batch a list of functions: each fills and returns a window.
+        """Make one load plan for each batch of windows, and yield for each batch a list of functions that fill the windows.
 
         There are `AHEAD` buffers, used in turn: a window is filled in the buffer that the window `AHEAD` before it had.
         """

@@ -132,9 +132,7 @@ class _TieChecker:
         return None
 
     def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
-        """Read into `out` the bytes that a load would put at a target's addresses from `low` on.
-
-        Return the load plan of this read.
+        """Read into `out` the bytes that a load would put at a target's addresses from `low` on; return the load plan for it.
 
         Places in the plan are counted from `low`, in elements. Bytes of `out` that the target does not have are left as they are.
         """

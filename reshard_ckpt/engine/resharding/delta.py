@@ -3,7 +3,7 @@
 The rank that sends a part (a box of a tensor), its owner, keeps a copy of the elements that it sent last: its snapshot. One
 exchange has three steps (`traffics`):
 
-1. Claims: each rank that receives parts, a taker, sends each of their owners the digest of the elements that it has now there.
+1. Claims: each rank that receives parts, a taker, sends each of their owners a digest of its present elements of these parts.
 2. Sizes: an owner compares the claim with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
    exchange, after a failed one, or if the taker's tensors were changed or replaced. Else it gets the runs that changed. The owner
    sends the size of its message of each round.
@@ -199,9 +199,7 @@ def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
 
 
 class _SmallMessages:
-    """Sends one small message to each rank, in one round.
-
-    `make` makes the message for a rank, `take` receives the one from a rank.
+    """Sends one small message to each rank, in one round. `make` makes the message for a rank, `take` receives one.
 
     ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r.
     """

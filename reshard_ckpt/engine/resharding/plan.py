@@ -46,7 +46,7 @@ class ByteSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The plan of an offline reshard, the same on every process: who of the new ranks holds and writes which rows.
+    """The plan of an offline reshard, the same on every process: which new rank would hold and write which rows.
 
     Attributes
     ----------

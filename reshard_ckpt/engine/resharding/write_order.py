@@ -93,7 +93,7 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int,
 
 
 def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
-    """Cut the write items of a group's files into windows of at most `window_bytes` and `MAX_RUNS`, and yield them.
+    """Cut the write items of a group's files into windows of at most `window_bytes` and `MAX_RUNS`, and yield the windows.
 
     Each file's items stay in order.
     """

@@ -67,7 +67,7 @@ class SaveThread:
         self._may_begin = threading.Event()
 
     def start(self) -> None:
-        """Start the thread. After `let_begin` it writes and commits the save, leaves the session, and gives the ring back.
+        """Start the thread. After `let_begin` it writes and commits the save, leaves the session, and gives back the ring.
 
         Raises
         ------
@@ -161,7 +161,8 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     Parameters
     ----------
     session
-        Entered by the caller. The saving thread takes it over and leaves it; if this raises before that, the caller leaves it.
+        The session with the other ranks, entered by the caller. The saving thread takes it over and leaves it; if this raises
+        before that, the caller leaves it.
     guarded
         The optimizers whose steps can be held back, and the tensors that only they change; empty for eager staging.
     target

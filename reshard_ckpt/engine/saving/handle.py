@@ -163,7 +163,7 @@ def saves_to(path: str) -> list[SaveHandle]:
     Parameters
     ----------
     path
-        As the save was given it, or an absolute path of the same folder.
+        The path that was passed to the save, or an absolute path of the same folder.
     """
     wanted = resolved_path(path)
     saves = [save for save in _RUNNING if resolved_path(save.path) == wanted]

@@ -208,7 +208,7 @@ class SaveJob:
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     def report(self, written: Written) -> SaveReport:
-        """Return the report of a save that ends now, and for all of whose time its caller has waited."""
+        """Return the report of a synchronous save: it ends now, and its caller has waited for all of it."""
         if self.options.rows is not None:
             self.options.rows.committed(self.save_id)
         seconds = self.recorder.now() - self.recorder.began
