@@ -297,7 +297,7 @@ class Storage(Protocol):
         """Return the size of a file in bytes, or None if there is no such file."""
 
     def stamp(self, key: str) -> object:
-        """Return an object that differs once a file was changed, such as its time.
+        """Return an object that differs once a file was changed, such as its time or ETag.
 
         None if there is no file or the store cannot tell.
         """

@@ -234,7 +234,7 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
-    """Return the store's stamp (such as a time of change) of each file that has no block digests, by the file's index.
+    """Return the store's stamp (time of change or ETag) of each file that has no block digests, by the file's index.
 
     Without digests, a changed stamp is the only sign that somebody has written the file while it was read.
     """
