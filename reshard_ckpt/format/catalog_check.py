@@ -81,7 +81,7 @@ def is_safe_key(key: str) -> bool:
 
 
 def _is_in(folder: str, key: str) -> bool:
-    """Return whether a key names a file below a folder."""
+    """Return whether a file's key is a path below a folder."""
     return key.startswith(folder) and is_safe_key(key[len(folder) :])
 
 

@@ -121,7 +121,7 @@ class Table:
         return self._ints(field, self.field(field, list), count)
 
     def column(self, form: str, field: str, count: int) -> list[Any]:
-        """Decode a column whose `form` is "ints", "texts" or "bytes"."""
+        """Decode a column in the form `form`: "ints", "texts" or "bytes"."""
         if form == "ints":
             numbers: list[int] = self.ints(field, count).tolist()
             return numbers

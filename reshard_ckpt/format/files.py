@@ -73,7 +73,7 @@ _EXPORT_NOTE = re.compile(rf"{EXPORT}/({SAVE_ID.pattern})\.exported")
 
 
 def timeline_key(save_id: str) -> str:
-    """Return the key of the timeline of a save."""
+    """Return the key of the file with the timeline of a save."""
     return f"{save_id}/timeline.msgpack"
 
 
@@ -92,7 +92,7 @@ def file_key(save_id: str, rank: int, part: int, *, is_packed: bool = False) -> 
 
 
 def digests_key(key: str) -> str:
-    """Return the key of the digests of a shard file."""
+    """Return the key of the digests file of a shard file."""
     return key.removesuffix(".safetensors") + ".digests"
 
 
@@ -113,7 +113,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """Encode a manifest from the SHA-256 of each file, by path."""
+    """Encode a manifest, given the SHA-256 of each file by path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 
@@ -198,7 +198,7 @@ class BlockHasher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes hashed so far."""
+        """The number of bytes of the file that were hashed so far."""
         return len(self._digests) * self._block_bytes + self._open_bytes
 
     @property
@@ -207,7 +207,7 @@ class BlockHasher:
         return self._digests
 
     def update(self, data: Buffer) -> None:
-        """Hash the next bytes of the file, from any contiguous buffer."""
+        """Hash the next bytes of the file, given as any contiguous buffer."""
         view = memoryview(data)
         if view.nbytes == 0:  # the cast below refuses a shape with a zero
             return
@@ -237,7 +237,7 @@ class BlockHasher:
         return self._digests
 
     def finish(self) -> bytes:
-        """Encode the digests file of all bytes hashed so far."""
+        """End the last block, and return the encoded digests file of all bytes hashed so far."""
         size = self.num_bytes
         return encode_digests(self.close(), self._block_bytes, size)
 

@@ -115,7 +115,7 @@ def decode_timeline(data: bytes, *, where: str) -> Timeline:
 
 
 def _steps(data: bytes, rank: int, shift_s: float, names: Sequence[str], threads: Sequence[str]) -> Iterator[Step]:
-    """Yield the steps of one rank that `encode_steps` encoded."""
+    """Decode the steps of one rank, which `encode_steps` encoded, and yield them."""
     numbers, end = msgpack.unpackb(data), 0
     if type(numbers) is not list or any(type(number) is not int for number in numbers):
         raise ValueError(f"the steps of rank {rank} are not integers")

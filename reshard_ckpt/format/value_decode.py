@@ -28,7 +28,7 @@ _MAX_DIMS = 64
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)}
-"""The factories that a saved defaultdict may have, by name."""
+"""The factories that a saved ``collections.defaultdict`` may have, by name."""
 
 NUMPY_DTYPE = re.compile(r"[<>|](b1|i[1248]|u[1248]|f[248]|c8|c16|S[1-9]\d{0,8}|U[1-9]\d{0,8}|[mM]8(\[\d{0,9}[A-Za-z]+\])?)")
 

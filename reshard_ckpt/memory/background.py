@@ -51,7 +51,7 @@ class PersistRule:
         self._last_s = clock()
 
     def begin(self, step: int) -> None:
-        """Let the interval begin at a step that was just loaded."""
+        """Let the interval of steps begin at the step that was just loaded."""
         self._last_step = step
 
     def due(self, step: int, *, kept: bool = False) -> bool:

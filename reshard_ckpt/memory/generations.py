@@ -207,7 +207,7 @@ class NodeImages:
 
     @property
     def url(self) -> str:
-        """Name of this store in messages."""
+        """The name of this store in messages: the memory of this node, and the folder."""
         return f"memory of this node ({self._folder})"
 
     def keys(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The options of the memory tier."""
+"""The options of the memory tier, which keeps checkpoints in the memory of nodes."""
 
 from __future__ import annotations
 

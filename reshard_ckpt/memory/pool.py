@@ -240,7 +240,7 @@ class SlotPool:
             self._kept = {save_id: place for save_id, place in self._kept.items() if is_current(*place)}
 
     def pin(self, save_id: str) -> None:
-        """Keep the slots of a save while it is written to the store."""
+        """Keep the slots of a save from being refilled while it is written to the store."""
         with self._lock:
             self._pinned.add(save_id)
 
@@ -261,7 +261,7 @@ class SlotPool:
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:
-        """Mark the slots of some saves as free."""
+        """Mark the slots of some saves as not filled and free."""
         for held in self._all():
             if held.save_id in save_ids:
                 held.void()

@@ -296,7 +296,7 @@ class JobImages:
 
     @property
     def asked(self) -> frozenset[str]:
-        """The keys of the files that are read from other nodes."""
+        """The keys of the files of the checkpoint that this rank reads from other nodes."""
         return frozenset(self._asked)
 
     def size(self, key: str) -> int | None:
@@ -313,7 +313,7 @@ class JobImages:
         self._server.read(owner, key, offset, [flat_bytes(buffer) for buffer in buffers])
 
     def read(self, key: str, limit: int) -> bytes:
-        """Return the bytes of a whole file."""
+        """Return the bytes of a whole file of the checkpoint."""
         data = bytearray(self._sizes[key])  # sizes come from the catalog, which is below any limit
         self.read_into(key, 0, [memoryview(data)])
         return bytes(data)

@@ -184,7 +184,7 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of images and digests that fit into the slot."""
+        """Number of bytes of images and digests that fit into the slot."""
         return self.size - HEADER_BYTES
 
     @property

@@ -47,7 +47,7 @@ class Topology:
         return tuple(out)
 
     def sources(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks whose files this rank holds copies of."""
+        """Return the ranks whose files the given rank holds copies of."""
         return tuple(source for source, targets in enumerate(self.targets) if rank in targets)
 
     def group_of(self, rank: int) -> tuple[int, tuple[int, ...]]:

@@ -46,7 +46,7 @@ class ListedStorage(FollowedStorage):
 
     @property
     def own(self) -> Storage:
-        """The store that this one wraps."""
+        """The store that this one wraps and caches."""
         return self._own
 
     def _files(self) -> dict[str, int]:

@@ -68,7 +68,7 @@ def _below(folder: str) -> Sequence[str]:
 
 
 class MemoryStorage(Storage):
-    """A `Storage` in the memory of this process."""
+    """A `Storage` that keeps its files in the memory of this process."""
 
     hints = Hints(shares_files=False)
 

@@ -135,7 +135,7 @@ class Writer(Protocol):
             self._abort()
 
     def _write(self, view: memoryview) -> None:
-        """Append a view of single bytes to the file."""
+        """Append a view of single bytes to the open file; each store's writer implements it."""
 
     def _finish(self) -> None:
         """Make the file's bytes durable and close it. If this raises, it is called again, or `_abort` is."""

@@ -51,7 +51,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no problem was found."""
+        """Whether the verification has found no problem."""
         return not self.problems
 
 

@@ -146,7 +146,7 @@ def _steps_beside(url: str) -> str:
 
 
 def open_catalog(storage: Storage) -> Catalog:
-    """Read and check the catalog of a checkpoint, in one process."""
+    """Read, decode and check the catalog of a checkpoint, in one process."""
     return identified_catalog(storage).value
 
 

@@ -83,7 +83,7 @@ class Pool:
                 self._idle[pinned] = buffer
 
     def clear(self) -> None:
-        """Free the idle buffers."""
+        """Free the idle buffers of the pool."""
         with self._lock:
             self._idle.clear()
 

@@ -95,7 +95,7 @@ class Note(Generic[T]):
         return self.decoded(data, where=where)
 
     def keep(self, storage: Storage, value: Any) -> None:
-        """Write the note of a value into the root of a run, atomically."""
+        """Encode a value as a note, and write it into the root of a run, atomically."""
         storage.publish(self.key, self.encoded(value))
 
 

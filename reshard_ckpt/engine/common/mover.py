@@ -188,7 +188,7 @@ class Mover:
             self._wanted.count_up()
 
     def copy_own(self) -> None:
-        """Copy the parts that this rank takes from itself."""
+        """Copy the parts that stay on this rank from their source memory to their target memory, without a message."""
         self._done.add(OWN)
         for into, source in self._pairs(("own",), self._own_pairs):
             _copy(into, source)
@@ -276,7 +276,7 @@ class _Schedule:
         return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(size)]
 
     def rows(self, number: int) -> I64:
-        """Return the indices of all parts of a round."""
+        """Return the indices of all parts of a round, in order."""
         return self._rows[self._of(number)]
 
     def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:

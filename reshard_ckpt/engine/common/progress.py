@@ -277,13 +277,13 @@ class Recorder:
 
     @contextmanager
     def step(self, name: str, num_bytes: int = 0) -> Iterator[None]:
-        """Record the ``with`` block as one step, unless it fails."""
+        """Record the ``with`` block as one step of the save, with its times, unless it raises."""
         began = self.now()
         yield
         self.add(name, began, num_bytes)
 
     def add(self, name: str, began: float, num_bytes: int = 0) -> None:
-        """Record a step that began at `began` and ends now."""
+        """Record a step of the save that began at `began` and ends now."""
         thread = _THREADS.get(threading.current_thread().name, "caller")
         with self._lock:
             self._steps.append((name, thread, began, self.now(), num_bytes))

@@ -333,7 +333,7 @@ def pack_table(table: I64) -> bytes:
 
 
 def unpack_table(data: bytes) -> I64:
-    """Decode a table that `pack_table` encoded."""
+    """Decode a table of integers that `pack_table` encoded."""
     width = int.from_bytes(data[:4], "little")
     table: I64 = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T.cumsum(axis=0)
     return table

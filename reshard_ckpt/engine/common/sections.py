@@ -102,12 +102,12 @@ class SectionWriter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the section is the whole file."""
+        """Whether the section that is written is the whole file."""
         return (self.low, self.high) == (0, self.size)
 
     @property
     def is_full(self) -> bool:
-        """Whether all bytes of the section are written."""
+        """Whether all bytes of the section have been written."""
         return self._at == self.high
 
     @property
@@ -140,12 +140,12 @@ class SectionWriter:
                 self._hasher.close()
 
     def sync(self) -> None:
-        """Make the written blocks durable."""
+        """Make the blocks written so far durable."""
         if self._writer is not None:
             self._writer.finish()
 
     def finish(self) -> Section:
-        """Make the written blocks durable, and return the section."""
+        """Make the written blocks durable, and return the `Section` to be sent to rank 0."""
         assert self.is_full, f"{self.key}: bytes from {self._at} to {self.high} are missing"
         self.sync()
         return Section(self.key, self.low, self.high, np.array(self.digests, "<u8").tobytes(), tuple(self._edges))

@@ -289,7 +289,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether torch queues the work of a device on streams."""
+    """Whether a device runs its work on torch streams, as GPUs do and the CPU does not."""
     if device.type in _WITHOUT_STREAMS:
         return False
     accelerator = current_accelerator()

@@ -45,7 +45,7 @@ class DevicePart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset in the window at which the part's bytes end."""
+        """The byte offset in the window at which the part ends."""
         last = sum((length - 1) * stride for length, stride in zip(self.lengths, self.src_strides, strict=True))
         return self.offset + last + self.dtype.itemsize
 

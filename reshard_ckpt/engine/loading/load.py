@@ -109,7 +109,7 @@ class Resolved:
     """Indices in the catalog of tensors that this rank cannot load whole, because no saved shard holds some part that it
     wants."""
     window_bytes: int
-    """Size of one read window in bytes."""
+    """Size in bytes of one window, the part of a file that is read at once."""
 
 
 def resolve(

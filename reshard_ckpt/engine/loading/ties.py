@@ -73,7 +73,7 @@ def find_ties(specs: Sequence[TensorSpec], targets: Sequence[ReadTarget], source
 
 
 def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list[Shared]:
-    """Return the groups of tensors whose pieces may share memory."""
+    """Return the groups of tensors whose pieces may share memory, each with its range of addresses."""
     # device[i]: number of tensor i's device. address, each: its first address, and the size of its elements
     devices = [tensor.device for tensor in tensors]
     number = {device: i for i, device in enumerate(dict.fromkeys(devices))}

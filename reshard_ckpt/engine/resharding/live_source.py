@@ -233,7 +233,7 @@ class LiveValues:
         return {name: ranks for name, ranks in lost.items() if ranks}
 
     def added_to(self, catalog: Catalog) -> Catalog:
-        """Return a copy of the catalog that contains the shared values."""
+        """Return a copy of the catalog, with the shared values in it."""
         return replace(catalog, values_table=self._table)
 
     def decoded(

@@ -65,7 +65,7 @@ class PlanCache:
         self.forked()
 
     def forked(self) -> None:
-        """Empty the cache: at the start, and in a forked child."""
+        """Empty the plan cache: when it is made, and in a forked child."""
         self.plans: Memo[bytes, tuple[bytes, SavePlan]] = Memo(MAX_PLANS)
         self.assignments: Memo[bytes, tuple[bytes, Assignment]] = Memo(MAX_ASSIGNMENTS)
 

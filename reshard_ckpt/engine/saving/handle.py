@@ -87,7 +87,7 @@ class RunningSave:
             self.add_stall(time.monotonic() - began)
 
     def finish(self, outcome: SaveReport | BaseException) -> None:
-        """End the save with its report or its error."""
+        """End the save with its report or its error, which all waiting callers get."""
         self._outcome = outcome  # before the future is set: a child forked between the two must not take the save for unfinished
         if isinstance(outcome, SaveReport):
             self.committed.set_result(outcome)

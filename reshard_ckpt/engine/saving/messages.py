@@ -59,7 +59,7 @@ class Memo(Generic[Key, Value]):
         return found
 
     def find(self, key: Key) -> Value | None:
-        """Return the cached value of a key, or None."""
+        """Return the cached value of a key; None if there is none."""
         # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
         items = self._items
         for i, (known, value) in enumerate(items):
@@ -301,7 +301,7 @@ def encode_values(values: Sequence[ValueSpec | ValueEntry]) -> bytes:
 
 
 def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
-    """Decode values that `encode_values` encoded."""
+    """Decode values of a state that `encode_values` encoded."""
     return tuple(
         ValueSpec(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
         for name, path, kind, raw, link in msgpack.unpackb(data)

@@ -186,7 +186,7 @@ class Staging:
         return replace(local_shards, rows=rows), items
 
     def settle(self) -> None:
-        """Wait until all queued copies are in the ring."""
+        """Wait until all copies queued on devices have ended, and their bytes are in the ring."""
         while self._batches:
             self._settle_one()
 

@@ -263,7 +263,7 @@ class ShardFileWriter:
             self._writer.write(memoryview(stored))
 
     def sync(self) -> None:
-        """Make the file durable. No bytes may be written after this."""
+        """Make the shard file durable. No bytes may be written to it after this."""
         self._writer.finish()
 
     def finish(self) -> WrittenFile:
