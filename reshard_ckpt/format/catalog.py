@@ -324,7 +324,7 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
 
 
 def _refuse_repeated(table: Table, field: str, names: Sequence[str]) -> None:
-    """Raise an error for a column that stores one name for all entries: few bytes would become many objects before a check."""
+    """Raise an error if a column that should have distinct names stores one name for all: few bytes would make many objects."""
     if len(names) > 1 and names[0] == names[-1]:
         raise table.corrupt(field, f"holds {names[0]!r:.80} twice")
 

@@ -72,7 +72,7 @@ def typed(body: Any, *kinds: type | None) -> tuple[Any, ...]:
 
 
 def typed_item(body: Any, kind: type) -> Any:
-    """Check that a list has exactly one item, of this type, and return the item."""
+    """Check that an encoded value is of exactly this type, and return it."""
     return typed([body], kind)[0]
 
 

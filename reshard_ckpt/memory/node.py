@@ -175,7 +175,7 @@ def run_folder(folder: str, root: str) -> Path:
 
 
 def enter_run(folder: Path, timeout_s: float) -> FileLock:
-    """Lock a run's folder as in use by a living process, which other processes of the run may do too. Return the lock.
+    """Lock a run's folder as in use by this process, and return the lock. Other processes of the run may hold such locks too.
 
     The system releases it when the process ends.
     """

@@ -199,7 +199,7 @@ def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, 
 
 @dataclass(slots=True)
 class _Told:
-    """The facts of all nodes about a generation (checkpoint in memory): number of files, owners of whole files, and the like."""
+    """The facts of all nodes about a generation (checkpoint in memory), such as its number of files and their owners."""
 
     num_files: int = 0
     older: Sequence[str] = ()
@@ -300,7 +300,7 @@ class JobImages:
         return frozenset(self._asked)
 
     def size(self, key: str) -> int | None:
-        """Return the size of a file in bytes; None if the generation has no such file."""
+        """Return the size of a file in bytes; None if the checkpoint has no such file."""
         return self._sizes.get(key)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:

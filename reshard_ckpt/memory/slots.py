@@ -39,7 +39,8 @@ HEADER_BYTES = 64 << 10
 _FIXED = len(MAGIC) + 16 + 4
 _VOID = bytes(len(MAGIC))
 ALIGN_BYTES = 4 << 20
-"""The part of a slot behind its header is a multiple of this size, so that a slot fits later saves that are a little larger."""
+"""The size of a slot without its header is a multiple of this many bytes, so that it fits later saves that are a little
+larger."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 

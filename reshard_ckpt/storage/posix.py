@@ -350,7 +350,7 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
 
 
 def _after_fork() -> None:
-    """In a forked child, close the parent's locks, and give file caches new thread locks: a gone thread may hold the old."""
+    """In a forked child, close the parent's locks, and give file caches new locks: its threads may hold the old ones."""
     for lock in list(_LIVE_LOCKS):
         lock.close()
     for files in _ALL_OPEN:

@@ -239,7 +239,7 @@ class Storage(Protocol):
         raise StorageError(f"{self.url}: {key}: a file in this store has one writer; see Hints.shares_files")
 
     def copy(self, source: Storage, key: str, to: str) -> bool:
-        """Copy a file of another store to the key `to` of this one, if the two can without reading it here.
+        """Copy a file of another store to the key `to` of this one, if both can do it without reading the file here.
 
         Return whether they did.
         """

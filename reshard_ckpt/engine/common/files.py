@@ -41,7 +41,7 @@ SHORT_FOR_LONG = 2
 """A store serves ``Hints.requests`` large reads well at once. It is sent this many times as many small ones (sizes, digests)."""
 
 REQUESTS_OF_THREAD = 16
-"""One more thread is started for each so many requests to a disk. Fewer requests take less time than the start of a thread."""
+"""Number of requests to a disk for each further thread that is started: fewer requests take less time than a thread's start."""
 
 MAX_THREADS = 8
 """Most threads that read files at once on one rank."""

@@ -88,7 +88,7 @@ class Pool:
             self._idle.clear()
 
     def forked(self) -> None:
-        """Empty the pool, and make a new lock: in a forked child, a thread that exists only in the parent may hold the old."""
+        """Empty the pool and make a new lock: in a forked child, a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
         self._idle: dict[bool, torch.Tensor] = {}
         # The addresses of pinned buffers that are in use.

@@ -128,7 +128,7 @@ class Lineage:
     superseded: tuple[str, ...] = ()
 
     def begun(self, step: int | None = None, newer: Iterable[str] = (), own: str = "") -> Lineage:
-        """Return the lineage with one more attempt.
+        """Return the lineage with one more attempt (the part of a run that follows a load).
 
         Parameters
         ----------

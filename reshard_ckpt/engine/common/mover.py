@@ -252,7 +252,7 @@ class Mover:
 
 
 def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
-    """Return the memory address of each rank's message. Cached views of messages are valid only if these have not changed."""
+    """Return the memory address of each rank's message. Cached views of messages are valid as long as these are the same."""
     return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Renaming: a catalog with the same rows and files under other names.
+"""Renaming the tensors and values of a checkpoint: a catalog with the same rows and files under other names.
 
 1. Each name is passed through the user's mapping or function.
 2. The *link* of a saved tensor of optimizer state names its optimizer, its parameter and its key. State that is not renamed

@@ -55,7 +55,7 @@ class RunLineage:
         return LINEAGE.decoded(data, where=self._where)
 
     def adopt(self, comm: Comm, copy: Lineage | None) -> None:
-        """Go on from the newest copy of the lineage that a node has, if it is newer than the one in the store. Collective.
+        """Take the newest copy of the lineage that a node has, if it is newer than the lineage in the store. Collective.
 
         A root that has a manager's lock and no lineage was begun by a job that could not write its lineage: then a copy is that
         job's. A root without the lock is new, and no copy is its own.

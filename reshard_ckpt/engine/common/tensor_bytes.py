@@ -379,7 +379,7 @@ class Scratch:
 
 
 def _forked() -> None:
-    """In a forked child, forget the parent's streams, which are not inherited, and make a new lock in place of a held one."""
+    """In a forked child, forget the parent's streams, and make a new lock: a thread of the parent may hold the old one."""
     global _MAKING
     _MAKING = threading.Lock()
     _KEPT.clear()

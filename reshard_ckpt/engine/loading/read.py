@@ -44,9 +44,9 @@ LARGE_BYTES = 4 << 20
 """Targets of at least this many bytes are filled in large pages if their memory was never touched."""
 
 UNITS_OF_A_COPY, FEW_COPIES = 8, 32
-"""Weights for choosing how many small runs of a window are copied to a target. The lengths of these runs are multiples of a
-*unit*. A run copied alone costs as much as `UNITS_OF_A_COPY` units; copying runs together costs their units, and `FEW_COPIES`
-single copies to begin with."""
+"""Costs by which small runs of a window are copied to a target one by one or all together. A *unit* is the largest number of
+bytes that divides their sizes and the distances between them. One by one, each run costs `UNITS_OF_A_COPY` units. Together, they
+cost all their units, and `FEW_COPIES` single runs in addition."""
 
 
 class ReadTarget(NamedTuple):

@@ -47,7 +47,7 @@ AHEAD = 2
 """Number of windows in memory: one in use, the others being read."""
 
 _ALIGN_BYTES = 8
-"""Each run is counted in the size of its window as a multiple of this many bytes, which leaves room for alignment."""
+"""The bytes of each run in a window are rounded up to a multiple of this, which leaves room for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _fill(reader: Reader, numbers: Iterable[int], window: Window, scaled: Sequen
 
 
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
-    """Return runs as wanted pieces for `plan_load`: target i holds the elements of run i, 1-D, from its first element on."""
+    """Return runs as the wanted pieces of a load plan: target i is 1-D, and holds the elements of run i."""
     # `base` is the place of a box's element 0; element `start` shall lie at place 0, so it is -start.
     width = max(catalog.boxes.offsets.shape[1], 1)
     start = np.array([run.start for run in runs], np.int64)

@@ -150,7 +150,7 @@ def span_of(outputs: Sequence[Sequence[Item]], window_bytes: int, low: int, high
 
 
 Batch = list[tuple[int, list[Item]]]
-"""The write items of one tensor that are handled together: for each output (file sequence), its index and its items."""
+"""The write items of one tensor that are handled together: for each rank of the group (output), its index and its items."""
 
 
 def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:

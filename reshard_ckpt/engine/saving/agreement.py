@@ -49,7 +49,7 @@ _PARTS = 4
 """Number of parts of a rank's metadata: tensors, rows, values, and the user's ``metadata=``."""
 
 _LAYOUT_PARTS = 2
-"""Number of the first parts, tensors and rows, which form the layout. A plan depends on the layout alone."""
+"""Number of parts that form the layout: the first ones, tensors and rows. A save plan depends on the layout alone."""
 
 _VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)

@@ -167,7 +167,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """One save on one rank, from the agreement of all ranks to the commit.
+    """All that one rank knows about a save, from the agreement of all ranks to the commit.
 
     Attributes
     ----------

@@ -114,7 +114,7 @@ class Fingerprints:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether sums are queued that may not have arrived in host memory."""
+        """Whether some queued sums may not have arrived in host memory yet."""
         return bool(self._queued)
 
     def finish(self) -> None:

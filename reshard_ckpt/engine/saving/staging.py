@@ -125,7 +125,7 @@ class Staging:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether queued copies into the ring may not have ended."""
+        """Whether some queued copies into the ring may still be running."""
         return any(batch.marks for batch in self._batches)
 
     def fill(self, chosen: Callable[[torch.Tensor], bool], *, last: bool = True) -> int:

@@ -45,7 +45,7 @@ Rows = Mapping[str, NDArray[np.bool_]]
 
 
 class Table(Protocol):
-    """An embedding table of the state, or this rank's part of it, with a score for each of its rows.
+    """This rank's part of an embedding table, or all of it, with a score for each of its rows.
 
     `num_rows` counts the rows of the whole table; the scores begin at row `first`.
     """
@@ -85,7 +85,7 @@ def choose(
     process_group: Any,
     timeout_s: float,
 ) -> Rows | None:
-    """Choose the rows of tables that a save writes, the same on all ranks. Collective.
+    """Choose the rows of embedding tables that a save writes, the same on all ranks. Collective.
 
     Returns
     -------
@@ -316,7 +316,7 @@ def pick(
 
 
 def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
-    """Whether the rows of a pack can be stored in `bits` bits an element: each row is of finite floats, and becomes shorter."""
+    """Whether the rows of a pack can be stored in `bits` bits an element: each has finite floats alone, and takes fewer bytes."""
     if dtype not in PACKABLE or not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
         return False
     values = pack.float().flatten(1)

@@ -166,7 +166,7 @@ def chunks_in_place(
     fingerprints: NDArray[np.uint64],
     unchanged: Unchanged | None = None,
 ) -> Chunks:
-    """Return the files that this rank was assigned as chunks, each copied from the tensor's own memory when it is written."""
+    """Return the assigned files as chunks, which are copied from the tensors' own memory when they are written."""
     layouts = lay_out(local_shards, assignment, rank)
     of_file = partial(_file_chunks, local_shards.runs(assignment.items))
     return Chunks(layouts, of_file, fingerprints, unchanged=unchanged)
