@@ -372,6 +372,8 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
     # does not derive from Shard in torch 2.13.
     if type(placement) is _shard_class() or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
+        if not -len(shape) <= dim < len(shape):  # `DTensor.from_local` takes any
+            raise LayoutError(f"{placement!r} on axis {axis!r} cuts dim {dim}, which shape {shape} does not have; correct it")
         return AxisPlacement(axis, "shard", dim % len(shape))
     # Before any of its methods is called: torch 2.13's base class is in C++, and crashes if a subclass did not initialize it.
     added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)

@@ -97,6 +97,8 @@ def test_a_strided_one_says_that_the_later_axes_cut_first_as_they_do() -> None:
             r"split factor 4, but later .* into 2;",
         ),
         ((4, 6), (Ragged((0,), (1, 1, 1, 1)), Ragged((0,), (1, 1))), (3,), UnsupportedError, r"flattened on several axes"),
+        ((4, 6), (Ragged((0,), (1, 1, 1, 1)), Shard(3)), (3,), LayoutError, r"on axis 'tp' cuts dim 3, which shape \(4, 6\)"),
+        ((), (Replicate(), Shard(0)), (), LayoutError, r"cuts dim 0, which shape \(\) does not have"),
     ],
 )
 def test_what_is_no_known_ragged_shard_is_refused(
