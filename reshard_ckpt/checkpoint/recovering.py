@@ -24,10 +24,10 @@ from ..comm import ALONE, Comm, merge_of_all, open_session, union, value_of_firs
 from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, bare, optimizer_of, state_name
-from ..core.catalog.param_groups import NO_GROUP, groups_beyond
+from ..core.catalog.param_groups import groups_beyond
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
-from ..core.report import LoadReport, few, summarize
+from ..core.report import COMBINE, LoadReport, Problem, few, summarize
 from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
@@ -331,12 +331,13 @@ class Recovery:
                 if isinstance(found := saved_values.get(name), PerRankValues)
                 and _are_renumbered(live.values, found.values, comm.rank)
             )
-            problems = target.check(wanted(saved_values))
+            problems = [Problem.of(line) for line in target.check(wanted(saved_values))]
             # A value of each rank that was saved by another number of ranks, or under other numbers, has no rank here.
-            unfit = [name for name in per_rank if name in own or any(line.startswith(f"{name}: saved by ") for line in problems)]
-            self._kept_values = [_kept(name, comm.rank) for name in unfit]
-            problems = [line for line in problems if not line.startswith(tuple(f"{name}: saved by " for name in unfit))]
-            return problems if is_exact else [line for line in problems if NO_GROUP not in line]  # the survivors had these groups
+            elsewhere = {problem.name for problem in problems if problem.cure == COMBINE}.intersection(per_rank)
+            self._kept_values = [_kept(name, comm.rank) for name in per_rank if name in own or name in elsewhere]
+            # A checkpoint of an older step may lack hyperparameters, which the survivors have.
+            lacks = () if is_exact else ("allow_missing",)
+            return [problem for problem in problems if problem.name not in elsewhere and problem.cure not in lacks]
 
         return replace(
             target,

@@ -23,8 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.names import MODULE, WRAPPED
 from ..core.catalog.specs import Replication
-from ..core.planning.match import LEAVES_OUT
-from ..core.report import few
+from ..core.report import few, no_place
 from ..core.trees import Path
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
@@ -253,7 +252,7 @@ class ModulesTarget:
     def check(self, values: Mapping[str, Any]) -> list[str]:
         # Only modules on this rank are judged: a value of another pipeline stage is for other ranks to judge.
         return [
-            f"{name}: saved as a value, for which the module has no place; {LEAVES_OUT}"
+            no_place(name, "module")
             for name, value in values.items()
             if name not in self._wanted and not is_nothing(value) and name.rpartition(".")[0] in self._here
         ] + [

@@ -22,7 +22,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.names import groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups
 from ..core.catalog.specs import StateLink
-from ..core.planning.match import LEAVES_OUT
+from ..core.report import no_place
 from ..core.trees import leaves, map_tree
 from ..format.dtypes import TORCH_DTYPES
 from .dtensor import local_of
@@ -172,7 +172,7 @@ class OptimizersTarget:
         problems = list(dict.fromkeys(self.unplaced.values()))
         groups = values.get(self.groups_name) or []
         if not are_groups(groups):
-            problems.append(f"{self.groups_name}: is not the groups of an optimizer; {LEAVES_OUT}")
+            problems.append(no_place(self.groups_name, what="is not the groups of an optimizer"))
             groups, values = [], {name: value for name, value in values.items() if name != self.groups_name}
         self._groups = Groups(groups)
         self._selections = []
@@ -187,7 +187,7 @@ class OptimizersTarget:
             link = self._links.get(name)
             # A parameter in the saved groups is taken to be on another rank, and that rank reports problems with its state.
             if link is None or link.optimizer != self.name or link.fqn not in self._groups:
-                problems.append(f"{name}: saved as a value, for which the optimizer has no place; {LEAVES_OUT}")
+                problems.append(no_place(name, "optimizer"))
         return problems
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.specs import ValueKind
-from ..core.planning.match import LEAVES_OUT
-from ..core.report import plural, type_in_words
+from ..core.report import COMBINE, Problem, no_place, plural, type_in_words
 from ..core.trees import Path, name_of
 from ..errors import MismatchError, UsageError
 from .describe import Index, in_order, new_dict, own_key
@@ -238,10 +237,11 @@ class TreeTarget:
             return f"{name}: saved as one value for all ranks, wanted as PerRank; pass the plain value in the state"
         num_saved, rank, size = len(value.values), self._group.rank, self._group.size
         if num_saved != size and holder.combine is None:
-            return (
-                f"{name}: saved by {plural(num_saved, 'rank')}, wanted on {size}; pass PerRank(value, combine=...) to say what "
-                "becomes of the saved values"
+            what = (
+                f"saved by {plural(num_saved, 'rank')}, wanted on {size}; pass PerRank(value, combine=...) to say what becomes "
+                "of the saved values"
             )
+            return Problem(name, what, COMBINE)
         if rank in value.lost:
             return None
         own = value.values[rank] if num_saved == size else holder.combined(value.values, rank, size)
@@ -271,7 +271,7 @@ class TreeTarget:
         if not self._adds or self._is_elsewhere(saved.path):
             return None
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
-            return f"{name}: saved as a value, for which the state has no place; {LEAVES_OUT}"
+            return no_place(name, "state")
         if saved.kind == ValueKind.PER_RANK:
             saved_values, value = value, PerRank(None)
             if (problem := self._take_per_rank(value, name, saved_values)) is not None:

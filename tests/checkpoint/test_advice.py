@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,13 +32,30 @@ def test_a_value_without_a_place_names_the_option_that_leaves_it_out(tmp_path: P
     assert not checkpoint.load(tmp_path, into, ignore=["model._extra_state"]).values
 
 
-def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tmp_path: Path):
+@pytest.mark.parametrize("key", ["optimizer", "optimizers[0]"])
+def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tmp_path: Path, key: str):
     model = nn.Linear(2, 2)
-    checkpoint.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD([model.weight], lr=0.5)})
-    into = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.25)}
-    with pytest.raises(MismatchError, match="no saved group holds parameter bias; allow_missing= of its state keeps"):
+    checkpoint.save(tmp_path, {"model": model, key: torch.optim.SGD([model.weight], lr=0.5)})
+    into = {"model": model, key: torch.optim.SGD(model.parameters(), lr=0.25)}
+    told = rf"bias; allow_missing= of its state keeps .*, as '{re.escape(key)}\.state\.bias' does for hyperparameters, or with"
+    with pytest.raises(MismatchError, match=told):
         checkpoint.load(tmp_path, into)
-    assert checkpoint.load(tmp_path, into, allow_missing=["optimizer.state.bias"]).kept
+    assert checkpoint.load(tmp_path, into, allow_missing=[f"{key}.state.bias"]).kept
+
+
+def test_a_missing_value_may_be_allowed_and_the_state_of_another_optimizer_may_not(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    sgd, adam = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    for optimizer in (sgd, adam):
+        optimizer.step()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": sgd})
+    with pytest.raises(MismatchError, match=r"step: not in the checkpoint; .* load with allow_missing="):
+        checkpoint.load(tmp_path, {"model": model, "step": 1})
+    with pytest.raises(MismatchError, match="saved by another kind of optimizer") as refused:
+        checkpoint.load(tmp_path, {"model": model, "optimizer": adam})
+    assert "optimizer.state.weight.exp_avg: not in the checkpoint" in str(refused.value)
+    assert "allow_missing" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("wanted", "resizes"), [((4,), True), ((3, 1), False), ((), False)])

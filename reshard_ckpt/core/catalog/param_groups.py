@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import LayoutError
+from ..report import Problem
+from .names import optimizer_of, state_name
 
 Group = Mapping[str, Any]
 
@@ -33,11 +35,6 @@ def are_groups(value: Any) -> bool:
     )
 
 
-OTHER_KIND = "saved by another kind of optimizer"
-NO_GROUP = "no saved group holds parameter "
-"""The beginning of the message about a parameter that is in no saved group, so that its hyperparameters are not known."""
-
-
 class Selection(NamedTuple):
     """The saved hyperparameters for one group of the loading optimizer, and messages about problems.
 
@@ -45,7 +42,7 @@ class Selection(NamedTuple):
     """
 
     hyperparameters: dict[str, Any]
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> list[dict[str, Any]]:
@@ -137,14 +134,18 @@ class Groups:
                 unknown.append(fqn)
             else:
                 sources.setdefault(at, fqn)
-        problems = [f"{name}: {NO_GROUP}{fqn}; allow_missing= of its state keeps the group's own for it" for fqn in unknown]
+        what = "no saved group holds parameter {}; allow_missing= of its state keeps the group's own for it"
+        problems = [Problem(name, what.format(fqn), "allow_missing", state_name(_optimizer_of(name), fqn)) for fqn in unknown]
         if not sources:
             return Selection({}, tuple(problems))
         # The first saved group gives the hyperparameters; all others must agree with it.
         (first, first_fqn), *others = sources.items()
         conflicts = [
-            f"{name}: draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(value)} and "
-            f"{_short(other)}; split the target group, or save them equal"
+            Problem(
+                name,
+                f"draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(value)} and "
+                f"{_short(other)}; split the target group, or save them equal",
+            )
             for at, fqn in others
             for key, value, other in differences(self._saved[first], self._saved[at])
             if key not in SWITCHES
@@ -166,7 +167,7 @@ def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group
     return [group for group in older if known.isdisjoint(group["params"])]
 
 
-def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
+def _other_kind(saved: Group, target: Group, name: str) -> list[Problem]:
     """Return a message if a group was saved by another kind of optimizer: each side has hyperparameters that the other lacks.
 
     If only one side has more, the kind may be the same, because releases of torch and schedulers add hyperparameters.
@@ -175,10 +176,16 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     extra = [key for key in hyperparameters(target) if key not in saved and key not in SWITCHES]
     if not lacking or not extra:
         return []
-    return [
-        f"{name}: {OTHER_KIND}, with {', '.join(lacking)}, where this one has {', '.join(extra)}; load "
+    what = (
+        f"saved by another kind of optimizer, with {', '.join(lacking)}, where this one has {', '.join(extra)}; load "
         "into an optimizer of the kind that was saved, or leave this one out of the state"
-    ]
+    )
+    return [Problem(name, what, lacks=state_name(_optimizer_of(name)))]
+
+
+def _optimizer_of(group: str) -> str:
+    """Return the optimizer that has a group of this name, such as ``optimizer.param_groups[0]``."""
+    return optimizer_of(group.rpartition("[")[0]) or ""
 
 
 def differences(first: Group, second: Group) -> list[tuple[str, Any, Any]]:

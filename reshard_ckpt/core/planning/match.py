@@ -13,17 +13,11 @@ from ..catalog.names import bare
 from ..catalog.specs import PieceColumns, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, find_faults
-from ..report import describe_region
+from ..report import Problem, describe_region
 from .load_plan import LoadPlan
 from .scales import Quantized
 
 MISSING = "not in the checkpoint"
-
-LEAVES_OUT = "ignore= of this name leaves it out"
-"""Advice in messages about names that the checkpoint has and the state lacks."""
-
-OTHER_NDIM = "of another number of dims"
-"""Part of the message about a tensor whose number of dims differs, so that ``allow_resize=`` cannot load it."""
 
 
 class Match(NamedTuple):
@@ -36,10 +30,10 @@ class Match(NamedTuple):
     source: I64
     named: frozenset[int]
     """The catalog indices of all wanted tensors whose names the catalog has, including tensors that cannot load."""
-    missing: tuple[str, ...]
-    shape: tuple[str, ...]
-    dtype: tuple[str, ...]
-    kept: tuple[str, ...]
+    missing: tuple[Problem, ...]
+    shape: tuple[Problem, ...]
+    dtype: tuple[Problem, ...]
+    kept: tuple[Problem, ...]
     """Messages about tensors that the checkpoint lacks, and that keep their value because of `allow_missing`."""
     saved_as: Mapping[str, str]
     """For specs that were saved under another name, that name. The two differ only in parts that module wrappers add."""
@@ -77,23 +71,25 @@ def match(
     saved_as = _without_wrappers(specs, catalog)
     found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own
     named: list[int] = []
-    missing: dict[str, TensorSpec] = {}
-    shape: list[str] = []
-    dtype: list[str] = []
+    missing: dict[Problem, TensorSpec] = {}
+    shape: list[Problem] = []
+    dtype: list[Problem] = []
     names = [saved_as.get(spec.name, spec.name) for spec in specs]
     for i, (spec, entry) in enumerate(zip(specs, catalog.found(names), strict=True)):
         if entry is None:
-            missing[f"{spec.name}: {MISSING}"] = spec
+            missing[Problem(spec.name, MISSING, "allow_missing", spec.name)] = spec
             continue
         index, code, saved = entry
         # A spec that fails both tests is listed once, by its shape.
-        if saved != spec.shape and not (len(saved) == len(spec.shape) and matches(spec.name, allow_resize)):
-            other = "" if len(saved) == len(spec.shape) else f", {OTHER_NDIM}"
-            shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}{other}")
+        if len(saved) != len(spec.shape):
+            what = f"saved with global shape {saved}, wanted {spec.shape}, of another number of dims"
+            shape.append(Problem(spec.name, what))
+        elif saved != spec.shape and not matches(spec.name, allow_resize):
+            shape.append(Problem(spec.name, f"saved with global shape {saved}, wanted {spec.shape}", "allow_resize"))
         elif code != spec.dtype and not matches(spec.name, cast):
-            dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
+            dtype.append(Problem(spec.name, f"saved as {code}, wanted {spec.dtype}", "cast"))
         elif code != spec.dtype and quantized is not None and (why := quantized.refusal(catalog, index, spec.dtype)):
-            dtype.append(f"{spec.name}: wanted {spec.dtype}, {why}")
+            dtype.append(Problem(spec.name, f"wanted {spec.dtype}, {why}"))
         else:
             found[i] = index
         named.append(index)

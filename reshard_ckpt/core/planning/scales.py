@@ -42,8 +42,7 @@ OTHER_PARTS = ("_scale_2", "_zero_point", "_g_idx")
 PRE_QUANT = "pre_quant_scale"
 """The name, beside a ``weight``, of a scale of the layer's inputs, which divides the weight. Such a weight cannot be cast."""
 
-DEQUANTIZE = "dequantize it before"
-WITHOUT_SCALE = f"which a cast would leave out: {DEQUANTIZE}"
+WITHOUT_SCALE = "which a cast would leave out: dequantize it before"
 """Advice in the message about a quantized tensor whose scale cannot be applied."""
 
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -151,7 +150,7 @@ def find_scales(catalog: Catalog, blocks: Iterable[Ints] | None, method: str = "
         elif beside is not None:
             refused[place] = f"saved as {code} with the scale {beside}, {WITHOUT_SCALE}"
         elif method and code in QUANTIZED and not name.endswith(SCALES):
-            refused[place] = f"saved as {code} in a folder quantized by {method}, without a known scale: {DEQUANTIZE}"
+            refused[place] = f"saved as {code} in a folder quantized by {method}, without a known scale: dequantize it before"
         packed = packed or (bool(method) and scale is None and code in PACKED)
     return Quantized(scales, refused, method, packed)
 

@@ -14,10 +14,8 @@ from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.names import is_below
-from ...core.catalog.param_groups import NO_GROUP, OTHER_KIND
-from ...core.planning.match import LEAVES_OUT, MISSING, OTHER_NDIM, matches
-from ...core.planning.scales import DEQUANTIZE
-from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
+from ...core.planning.match import MISSING, matches
+from ...core.report import MAX_NAMED, LoadReport, Problem, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
@@ -83,18 +81,19 @@ def vote(
     UsageError
         Ranks were given options with which some ranks would enter a collective and others would not.
     """
-    values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    missing = [line for line in values if _divided(line)[1].startswith((MISSING, NO_GROUP))]
-    allowed = [line for line in missing if matches(_missing_name(line), options.allow_missing)]
-    values = [line for line in values if line not in allowed]
-    kept = [line.partition("; ")[0] for line in allowed]  # drop the line's advice: a missing name is allowed here
+    of_values = [*map(Problem.of, wanted.problems)]
+    unfit = [problem for problem in of_values if not matches(problem.name, options.ignore)]
+    allowed = [problem for problem in unfit if _is_missing(problem) and matches(problem.lacks, options.allow_missing)]
+    kept = [Problem(problem.name, problem.what.partition("; ")[0]) for problem in allowed]  # without advice: it may be missing
+    values = [problem for problem in unfit if problem not in allowed]
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
+    problems = {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)}
     own_vote = {
-        "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
+        "problems": {kind: [Problem.of(line).fields for line in lines] for kind, lines in problems.items()},
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
-        "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
+        "unused": unused_patterns(options, (*wanted.names, *(problem.lacks or problem.name for problem in of_values))),
         "options": _collective_options(options),
     }
 
@@ -106,11 +105,12 @@ def vote(
         return _merge(catalog, votes, wanted.prefixes)
 
     result = merge_of_all(comm, own_vote, merge)
-    problems: dict[str, Any] = {kind: tuple(lines) for kind, lines in result["problems"].items()}
-    report = LoadReport(**problems)
+    found = {kind: [Problem(*each) for each in each_of] for kind, each_of in result["problems"].items()}
+    lines: dict[str, Any] = {kind: tuple(map(str, each_of)) for kind, each_of in found.items()}
+    report = LoadReport(**lines)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _advised_options(report, options.offered)])
+        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _advised_options(found, options.offered)])
         suggestions = dict(result["suggestions"])
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
@@ -123,25 +123,26 @@ def _collective_options(options: LoadOptions) -> dict[str, bool]:
     return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
 
 
-def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
-    """Return advice: the options with which the load would succeed. ``strict=False``, which allows every difference, comes last.
+def _advised_options(found: Mapping[str, Sequence[Problem]], offered: Collection[str]) -> str:
+    """Return advice for the problems of each kind: the options with which the state would load, ``strict=False`` last.
 
     `offered` are the options that the function called by the user takes.
     """
+    problems = [problem for kind, each_of in found.items() if kind != "kept" for problem in each_of]
     cures = {}
-    states = [_missing_name(line) for line in report.values if _no_group(line)]
     # An optimizer of another kind lacks all of its state: the line that says so has the cure.
-    others = [line.partition(".param_groups")[0] for line in report.values if f": {OTHER_KIND}" in line]
-    missing = [line for line in report.missing if not line.startswith(tuple(f"{name}.state." for name in others))]
-    if missing or states:
+    explained = tuple(problem.lacks for problem in problems if problem.lacks and not problem.cure)
+    missing = [problem for problem in problems if _is_missing(problem) and not problem.lacks.startswith(explained)]
+    if missing:
+        states = [problem.lacks for problem in missing if problem.lacks != problem.name]
         example = f", as {states[0]!r} does for hyperparameters" if states else ""
         cures["allow_missing"] = f"with allow_missing=[patterns] where the checkpoint may lack some{example}"
-    if report.unexpected or any(LEAVES_OUT in line for line in report.values):
-        cures["ignore"] = "with ignore=[patterns] to leave some out"
-    if any(DEQUANTIZE not in line for line in report.dtype):
-        cures["cast"] = "with cast=[patterns] to convert dtypes"
-    if not all(line.endswith(OTHER_NDIM) for line in report.shape):
-        cures["allow_resize"] = "with allow_resize=[patterns] to load what overlaps"
+    others = {
+        "ignore": "with ignore=[patterns] to leave some out",
+        "cast": "with cast=[patterns] to convert dtypes",
+        "allow_resize": "with allow_resize=[patterns] to load what overlaps",
+    }
+    cures |= {option: text for option, text in others.items() if any(problem.cure == option for problem in problems)}
     texts = [text for option, text in cures.items() if option in offered]
     if "strict" not in offered:
         return f"load {' or '.join(texts)}" if texts else "reshard_ckpt.checkpoint.load has options that load the rest"
@@ -149,35 +150,9 @@ def _advised_options(report: LoadReport, offered: Collection[str]) -> str:
     return f"load {', '.join(texts)}, or {last}" if texts else f"load {last}"
 
 
-def _divided(line: str) -> tuple[str, str]:
-    """Split the text of a problem into the name that it begins with, which may contain ": ", and the rest."""
-    for begin in (MISSING, NO_GROUP, ""):
-        name, colon, rest = line.partition(f": {begin}")
-        if colon:
-            return name, begin + rest
-    return line, ""
-
-
-def _subject(line: str) -> str:
-    """Return the name at the beginning of a problem's text."""
-    return _divided(line)[0]
-
-
-def _no_group(line: str) -> bool:
-    """Return whether a problem's text says that a parameter has no saved hyperparameters."""
-    return _divided(line)[1].startswith(NO_GROUP)
-
-
-def _missing_name(line: str) -> str:
-    """Return the name that the checkpoint lacks, from a problem's text.
-
-    If a parameter lacks its hyperparameters, this is the name of its optimizer state.
-    """
-    name, what = _divided(line)
-    if not _no_group(line):
-        return name
-    fqn = what.removeprefix(NO_GROUP).partition(";")[0]
-    return f"{name.partition('.param_groups')[0].partition('[')[0]}.state.{fqn}"
+def _is_missing(problem: Problem) -> bool:
+    """Tell whether the problem is a name that the checkpoint lacks, which `allow_missing` would allow."""
+    return problem.cure == "allow_missing"
 
 
 def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
@@ -207,12 +182,12 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
     votes = list({id(vote): vote for vote in votes}.values())  # ranks that want the same have one vote
     problems = {}
     for kind in _KINDS:
-        lines = dict.fromkeys(line for vote in votes for line in vote["problems"].get(kind, ()))  # each once, in order of rank
-        problems[kind] = tuple(lines)
+        # Each problem once, in order of rank.
+        problems[kind] = tuple(dict.fromkeys(tuple(each) for vote in votes for each in vote["problems"].get(kind, ())))
     named: set[int] = set().union(*(vote["named"] for vote in votes))
     table = catalog.tensors_table
     problems["unexpected"] = tuple(
-        f"{name}: in the checkpoint, but not in the state passed"
+        Problem(name, "in the checkpoint, but not in the state passed", "ignore").fields
         for i, name in enumerate(table.names)
         if table.kind[i] == TensorKind.TENSOR
         and i not in named
@@ -230,30 +205,33 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
     }
 
 
-def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """For lines about a missing name, return pairs: the line, and the line with the most similar saved name as a suggestion.
+def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ...]]], named: set[int]) -> list[tuple[str, str]]:
+    """For problems about a missing name, return pairs: the line, and the line with the most similar saved name as a suggestion.
 
     Only the lines that a message shows are looked at.
     """
-    lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
-    if not lines:
+    shown = [Problem(*each) for kind in ("missing", "values") for each in problems[kind][:MAX_NAMED]]
+    missing = [problem for problem in shown if problem.what == MISSING]
+    if not missing:
         return []
     table = catalog.tensors_table
     left = (name for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR and i not in named)
-    meant = nearest(map(_subject, lines), (*left, *catalog.value_names))
-    return [(line, f"{line} (did you mean {meant[name]}?)") for line in lines if (name := _subject(line)) in meant]
+    meant = nearest((problem.name for problem in missing), (*left, *catalog.value_names))
+    return [(problem, f"{problem} (did you mean {meant[problem.name]}?)") for problem in missing if problem.name in meant]
 
 
-def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """Return one line of text for each of these value names that the checkpoint lacks."""
+def missing_values(catalog: Catalog, names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each of these value names that the checkpoint lacks."""
     saved = set(catalog.value_names)
     absent = [name for name in names if name not in saved]
     blobs = set(catalog.tensors_table.names) if absent else set()
-    return [f"{name}: {_OPAQUE if opaque_name(name) in blobs else MISSING}" for name in absent]
+    return [
+        Problem(name, _OPAQUE) if opaque_name(name) in blobs else Problem(name, MISSING, "allow_missing", name) for name in absent
+    ]
 
 
-def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """Return one line of text for each entry of the checkpoint at or below these names that this library cannot read.
+def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[Problem]:
+    """Return a problem for each entry of the checkpoint at or below these names that this library cannot read.
 
     Raises
     ------
@@ -265,4 +243,4 @@ def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> li
     if strict:
         for error in found.values():
             raise error
-    return [f"{name}: {why}" for name, why in found.items()]
+    return [Problem(name, str(why)) for name, why in found.items()]
