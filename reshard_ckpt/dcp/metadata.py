@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +31,7 @@ from ..format.dtypes import TORCH_DTYPES
 from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
 from ..formats.source import Path, RawValue, Source, open_source, with_options
+from ..state.layouts import RankSet, group_of
 from ..state.optimizer_dicts import flat_groups
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
@@ -67,7 +67,7 @@ class UnavailableValue:
 SavedItem = KeyedValue | RawValue | OpaqueValue | UnavailableValue
 
 
-def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
+def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[str, SavedItem]]:
     """Yield each value of a source with the name that DCP would give it. If a name occurs twice, the later value counts."""
     saved, table = source.catalog, source.catalog.tensors_table
     yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
@@ -77,7 +77,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
             yield name, OpaqueValue(blob)
     values = open_values(source.storage, saved, saved.value_names, verify=verify)
     for entry in saved.values_table:
-        value = _value_for_rank(entry.name, values[entry.name])
+        value = _value_for_rank(entry.name, values[entry.name], group)
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
@@ -91,17 +91,16 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
     yield from source.raw.items()
 
 
-def _value_for_rank(name: str, saved: SavedValue) -> Any:
-    """Return a saved value as this rank gets it: its own one of a `PerRank` value. See `UnavailableValue` for errors."""
+def _value_for_rank(name: str, saved: SavedValue, group: RankSet) -> Any:
+    """Return a saved value as this rank gets it: of `PerRank`, its own in the group. See `UnavailableValue` for errors."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if len(saved.value) != size:
+    if len(saved.value) != group.size:
         return UnavailableValue(
-            f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {size}; load it with checkpoint.load and "
+            f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {group.size}; load it with checkpoint.load and "
             "PerRank(value, combine=...)"
         )
-    return saved.value[rank]
+    return saved.value[group.rank]
 
 
 def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
@@ -172,4 +171,4 @@ def _read_metadata(path: Path, at: str, save_id: str) -> Metadata:
                 f"{source.storage.url}: holds save {source.catalog.save_id} by now, and not {save_id}; look at the metadata of "
                 "a save before the next one replaces it"
             )
-        return metadata_of(source.catalog, dict(all_values(source, verify=True)), path)
+        return metadata_of(source.catalog, dict(all_values(source, True, group_of(None))), path)

@@ -28,6 +28,7 @@ from ..errors import MismatchError
 from ..format.columns import dtype_code
 from ..formats.dcp.values import torch_saved
 from ..formats.source import RawValue, Source, open_source
+from ..state.layouts import group_of
 from .arguments import Path, StorageFolder
 from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
 
@@ -41,6 +42,9 @@ class ReshardReader(StorageFolder, StorageReader):
         The folder of the checkpoint; ``checkpoint_id=`` of a call takes its place.
     verify
         Verify the checksum of every block that is read, if the checkpoint has checksums.
+    process_group
+        The ranks that load together, if ``process_group=`` of the call names fewer than all. They decide which of the values of a
+        `PerRank` this rank gets.
 
     Examples
     --------
@@ -54,9 +58,10 @@ class ReshardReader(StorageFolder, StorageReader):
     {'w': tensor([0, 1, 2, 3])}
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: Path, *, verify: bool = True, process_group: Any = None) -> None:
         StorageFolder.__init__(self, path)
         self._verify = verify
+        self._process_group = process_group
         self._held = ExitStack()
         self._source: Source | None = None
         self._values: dict[str, SavedItem] = {}
@@ -74,7 +79,7 @@ class ReshardReader(StorageFolder, StorageReader):
         self._close()
         # It stays open until the data are read, so that nobody removes them meanwhile.
         source = self._source = self._held.enter_context(open_source(self._at, FORMATS_AS_SAVED))
-        self._values = dict(all_values(source, self._verify))
+        self._values = dict(all_values(source, self._verify, group_of(self._process_group)))
         return metadata_of(source.catalog, self._values, self._path)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ..errors import UsageError
-from .arguments import Path, check_flattens, named_path
+from .arguments import Path, check_flattens, group_of, named_path
 from .reader import ReshardReader
 from .writer import ReshardWriter
 
@@ -96,6 +96,6 @@ def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: An
                 stacklevel=4,
             )
     else:
-        store = ours(path, process_group=options["process_group"]) if ours is ReshardWriter else ours(path)
+        store = ours(path, process_group=group_of(options["process_group"], options["no_dist"]))
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
     return _CALLS[call](state_dict, **{option: store}, **given)

@@ -174,6 +174,13 @@ def calls_job(folder: str) -> list[str]:
     dcp.save({"n": rank}, checkpoint_id=Path(folder, f"planned {rank}"), process_group=group, planner=planner)
     dcp.load(own := {"n": -1}, checkpoint_id=Path(folder, f"planned {rank}"), process_group=group)
     wrong += [f"process_group, with a planner: {own}"] if own["n"] != rank else []
+    # A value of each rank is counted among the ranks that load.
+    checkpoint.save(one := Path(folder, f"per rank {rank}"), {"n": checkpoint.PerRank(rank + 5)}, process_group=group)
+    loading = type("OwnLoad", (torch_dcp.DefaultLoadPlanner,), {})()
+    torch_dcp.load(own := {"n": -1}, storage_reader=dcp.ReshardReader(one, process_group=group), process_group=group)
+    dcp.load(planned := {"n": -1}, checkpoint_id=one, process_group=group, planner=loading)
+    dcp.load(alone := {"n": -1}, checkpoint_id=one, no_dist=True, planner=loading)
+    wrong += [f"PerRank: {own}, {planned}, {alone}"] if {own["n"], planned["n"], alone["n"]} != {rank + 5} else []
     # What DCP would save from rank 0 alone, without a word, is an error here.
     error = error_of(lambda: dcp.save({"rng": rank}, checkpoint_id=path))
     wrong += [f"values that differ: {error!r}"] if not isinstance(error, LayoutError) else []
