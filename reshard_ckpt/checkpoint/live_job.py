@@ -369,7 +369,9 @@ class Job:
         return opened
 
     def _opened_by_plan(self, captured: Captured) -> Opened:
-        """Open both states, and check that the kept plan still fits: the same layouts, shared memory, and values that do not fit.
+        """Open both states, and check that the kept plan still fits.
+
+        It fits if both states have the layouts and the shared memory that it was made for, and the same values do not fit.
 
         Raises
         ------
@@ -400,16 +402,19 @@ class Job:
             comm.gather(b"")
 
     def _make_spares(self, opened: Opened) -> Spares:
-        """Allocate memory for tensors that are staged: all of them, or only those tied to another one.
+        """Allocate the memory that staged tensors are received into: with ``staged=True`` all tensors, else only tied ones.
 
-        A tensor that is the very memory of its source receives nothing, so it needs none.
+        A tensor whose memory is that of its source receives nothing, so it needs no other memory.
         """
         overlaps = self.plan.overlaps
         staged, tied = self.plan.sources.keys() - overlaps.identical, {i for group in overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
 
     def _vote(self, comm: Comm, opened: Opened, resolved: Resolved) -> VoteResult:
-        """Let all ranks vote on whether the load can go on. Collective: gather, broadcast, then the messages of `vote`."""
+        """Let all ranks vote on whether the load can go on; raise on all of them if it cannot.
+
+        Collective: a gather and a broadcast of the prefixes, then a gather and a broadcast in `vote`.
+        """
         target, saved = opened.target, opened.saved
         prefixes = merge_of_all(comm, target.prefixes, union)  # rank 0 judges unexpected names for all, and may want none itself
         wanted = Wanted(prefixes, opened.names, opened.unfit, target.unplaced)

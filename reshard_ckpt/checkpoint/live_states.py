@@ -64,7 +64,7 @@ class Options:
 
 
 class Opened(NamedTuple):
-    """Both states as they are now.
+    """The state to move from (`src`) and the state to move into (`dst`), as they are now.
 
     Attributes
     ----------

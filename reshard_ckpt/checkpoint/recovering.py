@@ -130,7 +130,7 @@ class Recovery:
 
     @property
     def _keeps(self) -> bool:
-        """Whether this rank is a survivor whose tensors stay in place. Nothing is loaded into them unless all ranks go back."""
+        """Whether this rank kept its state, so that nothing is loaded into it unless all ranks go back to a checkpoint."""
         return self._alive is True
 
     @property

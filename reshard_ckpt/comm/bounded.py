@@ -339,9 +339,9 @@ class BoundedStore:
         return BoundedStore(self._client, self._connection, self._limit, f"{self._prefix}/{name}" if self._prefix else name)
 
     def allow(self, seconds: float) -> None:
-        """Limit all replies from now on to `seconds` in total.
+        """Limit the time that all further replies of the store may take together to `seconds`.
 
-        Even after that, `_Limit.left` gives the next reply a few seconds.
+        Once it is used up, each further reply still gets a few seconds (`_Limit.left`).
         """
         self._limit.ends = time.monotonic() + seconds
 

@@ -90,7 +90,7 @@ class NodeComm(StoreComm):
     ----------
     near
         The ranks of this machine; without it, this rank speaks with rank 0's store alone. If this rank has joined the machine's
-        store before, the session uses that store from the first step on, else from the second.
+        store before, the session uses that store from its first message on, else from its second.
     name
         The session's name, which no other session of the group may have.
     """

@@ -57,7 +57,7 @@ def open_stop(
 
 
 class AgreedStop(AbstractContextManager["AgreedStop"]):
-    """One rank's part in the agreement of several ranks on the step to stop at; a thread watches during the ``with`` block.
+    """Lets ranks agree on the step at which all of them stop. Each rank makes one; its thread runs during the ``with`` block.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     wanted
         Returns whether this rank has been told to stop; called in the thread.
     timeout_s
-        Seconds that a rank that is held back waits for the others.
+        Seconds that a rank which has reached a step waits for the other ranks to say at which step they are.
     """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, wanted: Callable[[], bool], *, timeout_s: float) -> None:
@@ -164,7 +164,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         return {int(rank): int(num_steps) for rank, num_steps in pairs}
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Call `done` again and again. Return True once it does, and False if the time is over or this stop is closed."""
+        """Call `done` again and again. Return True once it does, False if the time is over or the ``with`` block has ended."""
         polled, until = PollingWait(done), time.monotonic() + timeout_s
         while not polled.ends(min(_SLICE_S, timeout_s)):
             if self._closed.is_set() or time.monotonic() >= until:

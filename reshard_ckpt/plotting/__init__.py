@@ -1,6 +1,6 @@
 """Pictures of a checkpoint: functions from plain data to matplotlib figures, and from figures to PNG, SVG or HTML.
 
-This room imports matplotlib, the extra ``plot``; `checkpoint.plot` imports this room only when it draws.
+This package imports matplotlib, the extra ``plot``; `checkpoint.plot` imports it only when it draws.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
 
 
 class OptimizerGroups(NamedTuple):
-    """The parameter groups of a file of another library, by FQN.
+    """The parameter groups of an optimizer in a file of another library, with parameters by name where the file has names.
 
     `named` maps the number of a parameter, as text, to its name, if the file has both. `by_number` tells whether the file numbers
     any parameter.

@@ -352,7 +352,7 @@ def _ignores(url: str, condition: str) -> ConditionsIgnored:
 
 
 def _give_up(where: str, error: Exception) -> NoReturn:
-    """Raise the named error for a PUT that failed: a `PublishUnknown` if the store may still do it."""
+    """Raise a `StorageError` for a PUT that failed, or a `PublishUnknown` if the store may still do it."""
     try:
         with explained("publish", where):
             raise error

@@ -256,7 +256,7 @@ class _Placer:
         return sections
 
     def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
-        """Return the indices of the axes that shard, in cutting order: by a rule, else as recorded, else inner axes first."""
+        """Return the indices of the sharding axes in the order in which they cut: by a rule, else as saved, else inner first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
         ruled = next((rule.order for rule in rules_for(self.topology.rules, name) if rule.order), None)
         if ruled is not None:

@@ -192,7 +192,7 @@ class Rounds:
                 self.failure = error
 
     def run(self, changed: Callable[[], Iterable[str]], *last: Callable[[], None]) -> None:
-        """Take part in all rounds.
+        """Exchange the planned parts with the other ranks, round by round.
 
         Parameters
         ----------

@@ -156,7 +156,7 @@ def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
 
 
 def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:
-    """Stage the agreed part of the state, start the threads that write and commit it, and return the save's handle.
+    """Stage the part of the state that this rank writes, start the threads that write and commit it, and return the handle.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     guarded
         The optimizers whose steps can be held back, and the tensors that only they change; empty for eager staging.
     target
-        Where the file images go; the store by default.
+        Where the bytes of the files go; the store by default.
     """
     recorder = job.recorder
     if job.base is not None and job.options.host_buffer_bytes is not None:

@@ -260,7 +260,7 @@ def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
-    """Encode the metadata of a rank as its three parts. The encoded tensors and rows of the last two states are cached."""
+    """Encode the metadata of a rank in three parts: tensors, rows, values. Tensors and rows are cached for two states."""
     tensors, rows = local_metadata.tensors, local_metadata.rows
     # By identity, and with the tables themselves, so that no others get their ids.
     *_, parts = _ENCODED.get((id(tensors), id(rows)), lambda: (tensors, rows, (_encode_tensors(tensors), _encode_rows(rows))))

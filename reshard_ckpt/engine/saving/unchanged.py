@@ -279,7 +279,7 @@ def _unchanged_of(
 def _bytes_of(
     base: Base, file: int, stretch: Spans, runs: Sequence[LocalRun], views: Views, scratch: torch.Tensor
 ) -> Iterator[memoryview]:
-    """Yield the bytes of adjacent spans in order: a header from the base, all other bytes from this rank's memory."""
+    """Yield the bytes of adjacent spans of a file: a header as the base checkpoint has it, the rest from this rank's memory."""
     for _, begin, end, item, start, each in stretch.rows():
         if item == _HEADER:
             header = memoryview(bytearray(end))
@@ -293,7 +293,7 @@ def _bytes_of(
 
 
 def is_equal(base: Base, runs: Sequence[LocalRun], row: Sequence[int], scratch: torch.Tensor) -> bool:
-    """Whether a run of this rank is equal to its bytes in the base, which are read and compared."""
+    """Tell whether a run of elements of this rank has the bytes that the base checkpoint has for it, which are read."""
     item, start, count, file, offset = row
     for chunk in chunks(runs[item].local, start, count, scratch):
         held = memoryview(bytearray(len(chunk)))

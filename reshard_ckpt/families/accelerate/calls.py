@@ -62,7 +62,7 @@ _REPLACED = Replaced(_owners)
 
 
 def _unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate one of the four functions: with ``FULL_STATE_DICT`` it calls Accelerate's own function instead."""
+    """Decorate a function that replaces one of Accelerate's: with ``FULL_STATE_DICT`` it calls Accelerate's own instead."""
 
     @wraps(function)
     def call(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
