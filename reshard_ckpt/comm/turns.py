@@ -30,7 +30,7 @@ _LIMIT = 1 << _BITS
 
 
 class Meeting(NodeComm):
-    """Lets the ranks of a turn meet over one counter, so that they need not open the session."""
+    """Lets the ranks of a turn meet, by adding to one counter; they open the turn's session afterwards only if needed."""
 
     def meet(self, flags: int, look: Callable[[], None]) -> int:
         """Wait until all ranks have come, and return the flags of all ranks, or-ed. `look` is called about twice a second.

@@ -123,7 +123,7 @@ def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
     Raises
     ------
     CorruptError
-        A line has another form, or a path is listed twice.
+        It is not text, a line has another form, or a path is listed twice.
     """
     try:
         lines = data.decode().splitlines()

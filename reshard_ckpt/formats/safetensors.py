@@ -122,7 +122,7 @@ def _join_parts(builder: CatalogBuilder, storage: Storage, name: str, parts: lis
 
 
 def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
-    """Yield the tensors of a file that the index assigns to it, each with its first byte; refuse an index with a missing one."""
+    """Yield the tensors of a file that are in `names`, or all, each with its first byte; refuse names that the file lacks."""
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
         raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")

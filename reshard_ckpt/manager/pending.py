@@ -75,7 +75,7 @@ class ToleratedFailures:
             save.running.take_error()
 
     def note(self, step: int, error: BaseException | None) -> None:
-        """Note that the save of a step is over, and its error, until ranks compare their saves."""
+        """Record that the save of a step is over, and its error, until ranks compare their saves."""
         if self.are_tolerated:
             self._over.append((step, "" if error is None else f"{type(error).__name__}: {error}"))
 

@@ -78,7 +78,7 @@ class Preemption:
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
-        """Return whether all ranks have agreed to stop. The first call installs the handler of the signal; `held` removes it."""
+        """Return whether all ranks have agreed to stop. The first call installs a signal handler; closing `held` removes it."""
         if self._stop is None:
             self._stop = self._watch(held)
         return self._stop()

@@ -161,7 +161,8 @@ def checked_full_every(full_every: int, memory: Memory | None) -> int:
 def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
     """Lock a run's root during the ``with`` block; yield whether it ever had a manager, and the lock.
 
-    If the file system has no locks, warn, and yield None as the lock."""
+    If the file system has no locks, warn, and yield None as the lock. Raise `UsageError` if another manager holds the lock.
+    """
     had_manager = storage.hints.has_locks and storage.size(RUN_LOCK_KEY) is not None
     own = f"process {os.getpid()} on {socket.gethostname()}"
     try:

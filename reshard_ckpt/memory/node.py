@@ -93,7 +93,7 @@ def _check_owner(path: Path) -> None:
 
 
 def real_root(root: str) -> str:
-    """Return one name for a run's root, whatever path leads to it: its absolute path without links, or its URL."""
+    """Return one name for all paths to a root: its absolute path without links, or its URL if it is not a folder."""
     url = open_storage(root).url
     return url if "://" in url else os.path.realpath(url)
 

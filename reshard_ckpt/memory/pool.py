@@ -208,8 +208,8 @@ class SlotPool:
     def _give_up_oldest(self) -> bool:
         """Remove slots that dead processes left, and return whether there may be more memory now.
 
-        First all slots that hold no known save are removed. If there is none, the oldest save of a dead process is given up, but
-        never the newest of this run; its slots go with the next call.
+        First all slots that hold no known save are removed. If there is none, the oldest save that this process does not keep is
+        given up, but never the newest of this run; its slots go with the next call.
         """
         # This run's last, since attempts of two runs cannot be compared.
         generations = sorted(find_generations(self._folder), key=lambda generation: generation.run == self.run)

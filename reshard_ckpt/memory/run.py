@@ -63,7 +63,9 @@ class MemoryHandle(SaveHandle):
 
 
 class MemoryRun:
-    """The memory tier of one run on one rank: saves to the memory of nodes, and restores from it. Made on all ranks together.
+    """The memory tier of one run on one rank: saves to the memory of nodes, and restores from it.
+
+    All ranks make it together, inside of a session.
 
     Parameters
     ----------

@@ -74,7 +74,7 @@ def _is_wrapped(key: Any) -> bool:
 
 
 def own_key(step: Any) -> Any:
-    """Return the key that a container itself has for a key of a path, which may lack the parts that wrappers add."""
+    """Return the key by which a container has the next step of a path. The path leaves out the parts that wrappers add."""
     return step.key if isinstance(step, Unwrapped) else step
 
 

@@ -81,7 +81,7 @@ class FlatModule:
             ) from None
 
     def _open(self, flat: Any) -> None:
-        """Note this rank's part of each parameter inside one flat parameter."""
+        """Record this rank's part of each parameter inside one flat parameter."""
         # A forward may have put the gathered parameters into `flat`. Before the first forward, it is the shard itself.
         shard = getattr(flat, "_local_shard", flat).detach()
         inside = self._inside[id(flat)] = []

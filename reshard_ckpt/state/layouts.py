@@ -155,7 +155,7 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
     Raises
     ------
     UsageError
-        Its ranks are not the ranks that take part, in row-major order.
+        It is neither a DeviceMesh nor a dict of axis sizes, or its ranks are not the ranks that take part, in row-major order.
     """
     if isinstance(mesh, Mapping):
         out = Mesh(tuple(mesh), tuple(int(size) for size in mesh.values()))

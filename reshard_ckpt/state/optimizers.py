@@ -1,6 +1,6 @@
 """Loading into optimizers, by the FQN of their parameters (`OptimizersTarget`); and which optimizers' steps can be delayed.
 
-The optimizer may never have stepped.
+An optimizer that has not stepped yet can be loaded too.
 
 1. For each parameter, the links in the catalog say which state was saved. State that the optimizer holds is loaded in place; the
    rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.

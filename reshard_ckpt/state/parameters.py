@@ -228,7 +228,7 @@ class OptimizerView:
 
 
 def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
-    """Yield every tensor that may be a parameter, as the key of its module or dict and its row: first modules, then dicts."""
+    """Yield the key of its module or dict, and the row, of each tensor that may be a parameter; those of modules come first."""
     for row in rows_of(trees, Kind.MODULES):
         yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
     for row in rows_of(trees, Kind.TENSOR):

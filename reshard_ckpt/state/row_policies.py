@@ -22,7 +22,7 @@ class Policy(Protocol):
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None: ...
 
     def add(self, rows: torch.Tensor) -> None:
-        """Note that training used these rows, 1-D int64."""
+        """Record that training used these rows, 1-D int64."""
 
     def scores(self, memory: torch.Tensor) -> Scores:
         """Return the score of each row, (rows,); a row with 0 need not be saved. `memory` is this rank's part of the table."""
@@ -51,7 +51,7 @@ class Touched:
             self._bits[at] = self._bits[at] | (1 << position)
 
     def add_where(self, is_touched: torch.Tensor) -> None:
-        """Note the rows that `is_touched`, (rows,) bool, marks, without waiting for the device that it is on."""
+        """Record the rows that `is_touched`, (rows,) bool, marks, without waiting for the device that it is on."""
         if self._bits is None:
             self._bits = torch.zeros(self._num_bytes + 1, dtype=torch.uint8, device=is_touched.device)
         padded = torch.zeros(self._num_bytes * 8, dtype=torch.uint8, device=is_touched.device)

@@ -107,7 +107,7 @@ class Table:
 
     @torch.no_grad()
     def use(self, rows: torch.Tensor) -> None:
-        """Note the rows that a forward pass looks up: a tensor of indices, of any shape."""
+        """Record the rows that a forward pass looks up: a tensor of indices, of any shape."""
         rows = local_of(rows).detach().flatten().long()
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
@@ -120,7 +120,7 @@ class Table:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Note that an optimizer step has updated the rows looked up since the last step, and all rows with a gradient.
+        """Record that an optimizer step has updated the rows looked up since the last step, and all rows with a gradient.
 
         Rows have a gradient of an earlier forward pass if a loop does not clear it, steps twice, or keeps the graph.
         """
@@ -156,7 +156,7 @@ class Table:
         self.note()
 
     def locate(self, tensor: LocalTensor) -> None:
-        """Note the table's global name and number of rows, and the first row here, from the state's tensor with its memory."""
+        """Record the table's global name and number of rows, and the first row here, from the state's tensor with its memory."""
         spec = tensor.spec
         self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0
         if self._counts_memory or not is_dtensor(self.parameter):  # the indices of a DTensor's module count global rows
@@ -263,7 +263,7 @@ class TouchedRows:
             self._handles.append(register(_WeakHook(call)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
-        """Note that rows of a table were changed outside of optimizer steps, such as by your own code."""
+        """Record that rows of a table were changed outside of optimizer steps, such as by your own code."""
         table = self._tables.get(id(parameter))
         if table is None:
             raise UsageError("mark: this parameter is no table of this TouchedRows; pass one of the module that it was made of")
@@ -337,7 +337,7 @@ class TouchedRows:
                 self._look(table, [memory])
 
     def committed(self, save_id: str) -> None:
-        """Note that the save in progress was committed with this id. Rows count from it, unless something unknown has changed."""
+        """Record that the running save was committed with this id. Rows count from it, unless something unknown has changed."""
         self._pending = False
         self.since = None if self._was_changed else save_id
 
@@ -371,7 +371,7 @@ class TouchedRows:
         table.note()
 
     def _of_batched(self, tables: Sequence[Table], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the rows that a forward pass of an FBGEMM module looks up in its tables; its backward pass will update them.
+        """Record the rows that a forward pass of an FBGEMM module looks up in its tables; its backward pass will update them.
 
         The indices are ordered by feature, each feature with the same number of bags.
         """

@@ -1,6 +1,7 @@
 """The store of a checkpoint that refers to files of other checkpoints, as an incremental save does.
 
-It reads those files in the folders of the other checkpoints; it writes, lists and deletes only in the checkpoint's own folder."""
+It reads those files in the folders of the other checkpoints; it writes, lists and deletes only in the checkpoint's own folder.
+"""
 
 from __future__ import annotations
 

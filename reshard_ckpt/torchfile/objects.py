@@ -68,7 +68,7 @@ class _Called(StandInObject):
 
 
 def _a_dict(first: Any = None) -> dict[Any, Any]:
-    """Return a plain dict in place of a ``Counter``, which pickles call with its items, or of a ``defaultdict``."""
+    """Return a plain dict for a ``Counter``, which pickles call with its items, or a ``defaultdict``, called with its factory."""
     return first if isinstance(first, dict) else {}
 
 

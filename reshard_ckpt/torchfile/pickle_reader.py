@@ -57,7 +57,7 @@ class StandInObject:
         self.state: Any = None
 
     def take(self, items: list[Any]) -> None:
-        """Note that the pickle puts items into this object, as its class derives from dict or list. The items are not kept."""
+        """Record that the pickle puts items into this object, as its class derives from dict or list. The items are not kept."""
         self.state = Opaque(self.kind.name)
 
 

@@ -1,6 +1,6 @@
 """A tree of dotted names in which equal layers are folded into one line, so that a hundred thousand names fit on a page.
 
-1. Split names at their dots into a tree. Each leaf is a tensor or a value, and has a *look*: the text shown beside it.
+1. Split names at their dots into a tree. Each leaf is a tensor or a value, and has a *look*: a key that says how it is shown.
 2. From the leaves up, number the looks of subtrees: subtrees that look the same get the same number.
 3. Fold siblings that are numbered (``layers.0``, ``layers.1``, …) and look the same into one node, whose label lists the numbers.
 4. Join a node that is not a leaf and has one child with that child: ``attn`` → ``attn.weight``.
@@ -46,7 +46,8 @@ def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
     names
         The names, all different.
     looks
-        For each name the text shown beside it. Numbered siblings are folded if everything below them has equal names and looks.
+        For each name a key that is equal for tensors or values that look the same, such as dtype and shape. Numbered siblings are
+        folded if everything below them has equal names and looks.
 
     Examples
     --------

@@ -55,7 +55,7 @@ def concatenated(tables: Sequence[Table]) -> Table:
 def batches(sizes: I64, limit: int) -> Iterator[slice]:
     """Yield consecutive slices of a list of sizes.
 
-    Sizes in one slice add up to at most `limit`, but a slice has at least one entry.
+    Sizes in one slice add up to at most `limit`; a larger size gets a slice of its own.
 
     >>> list(batches(np.array([2, 2, 9, 1]), 4))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]

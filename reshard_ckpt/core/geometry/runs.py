@@ -152,7 +152,7 @@ def _digits(position: I64, strides: I64, lengths: I64) -> I64:
 
 
 def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
-    """Cut each run into boxes, as `decompose`; no run may be empty."""
+    """Cut each run into boxes, as `decompose` does; no run may be empty."""
     num, dims = lengths.shape
     strides = strides_of(lengths)
     first = _digits(start, strides, lengths)

@@ -311,7 +311,9 @@ def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor until a half is free.
+    """Find a box of the tensor that none of these disjoint boxes touches. The boxes must not fill the tensor.
+
+    The tensor is cut in two at a face of some box, again and again, until a part is free.
 
     >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
     ((2, 0), (3, 2))

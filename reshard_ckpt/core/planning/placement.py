@@ -167,7 +167,7 @@ class PlacementTable(NamedTuple):
 def _with_cuts(
     mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: PieceTable, bounds: tuple[I64, I64]
 ) -> PlacementTable:
-    """Add to each placement the order in which axes cut a dim (`turn`) and the sections, as far as the ranks' pieces show them.
+    """Return the table with `turn` (the order in which axes cut a dim) and sections filled in, as far as the pieces show them.
 
     Parameters
     ----------

@@ -104,9 +104,10 @@ class _Window(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """A problem with the bytes ``[begin, end)`` of a file, which is given by its index in the catalog (-1: the catalog itself).
+    """A problem with the bytes ``[begin, end)`` of a file, which is given by its index in the catalog.
 
     `text` is the message; it is empty for damaged blocks, whose message is made last, when neighbouring blocks have been joined.
+    File -1 is the catalog itself; there, `begin` and `end` only number the problems.
     """
 
     file: int
@@ -153,7 +154,7 @@ class _Check:
             return str(error)
 
     def window(self, window: _Window) -> None:
-        """Read one window of a file, hash its blocks, and record a problem for each block that differs from its digest."""
+        """Read one window of a file and hash its blocks. Record a problem if it cannot be read, and for each damaged block."""
         entry = self.catalog.files[window.file]
         size = min(REQUEST_BYTES, entry.size - window.low)
         each, end = window.digests.block_bytes, window.low + size

@@ -272,9 +272,9 @@ class FileDigests:
         self._kept_bytes = 0
 
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
-        """Return the block digests of some files, by file index. Files without digests are left out.
+        """Return the block digests of some files, by file index. Files whose digests are absent or not read are left out.
 
-        The first call for a file also checks its size.
+        The first call for a file also checks its size, and raises `CorruptError` if the file is missing or has another size.
         """
         with self._lock:
             unchecked = [file for file in files if file not in self._checked]

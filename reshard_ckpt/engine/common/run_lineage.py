@@ -81,7 +81,7 @@ class RunLineage:
         self._loaded = step, in_store
 
     def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Note in the lineage, before the first save after a load, that a new attempt begins. Collective if one begins.
+        """Record in the lineage, before the first save after a load, that a new attempt begins. Collective if one begins.
 
         Parameters
         ----------

@@ -82,7 +82,7 @@ class StepNames:
         return next(iter(self.committed(root, step)), None) or next(there, self.of(step))
 
     def committed(self, root: Storage, step: int) -> list[str]:
-        """List the folders that hold a committed checkpoint of a step; the first in order of the patterns comes first."""
+        """List the folders that hold a committed checkpoint of a step, in order of the patterns. The first one counts."""
         names = list(dict.fromkeys(pattern.format(step) for pattern in self.patterns))
         sizes = root.stat([f"{name}/{CATALOG_KEY}" for name in names])
         return [name for name, size in zip(names, sizes, strict=True) if size is not None]

@@ -65,7 +65,7 @@ class DevicePart(NamedTuple):
 class _Slot:
     """One pinned host buffer of a reading thread, its scratch buffer on each device, and the marks of the copies from it.
 
-    The buffer is free once the device has passed all `marks`.
+    The buffer is free once the devices have passed all `marks`.
     """
 
     def __init__(self) -> None:

@@ -217,7 +217,7 @@ class _Extent(NamedTuple):
 
 
 class Reader:
-    """Executes one read task: reads windows of files, verifies their blocks, and fills the targets. Several threads may call it.
+    """Executes one read task: reads windows, verifies them, and fills the targets. Several threads may read windows at once.
 
     Make it in the thread that loads: copies to devices run after the work which that thread has queued. End with `finish`.
     """

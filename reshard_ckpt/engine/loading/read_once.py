@@ -148,6 +148,8 @@ def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
 def joining_files(wants: Wants) -> I64:
     """Return the files that put a rank into a group with the other ranks that need them, ascending.
 
+    These are the files that it needs, except the smallest shares, which together are at most `_NEXT_TO_NOTHING` of its bytes.
+
     >>> read, taken = [128, 2000, 128], [4, 2000, 5]
     >>> joining_files(Wants(*np.array([[0, 3, 7], [0, 0, 0], read, taken]))).tolist()
     [3]

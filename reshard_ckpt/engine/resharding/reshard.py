@@ -73,7 +73,10 @@ class ProcessReport(NamedTuple):
 
 
 def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
-    """Return the save id of the result: a hash of the plan, which includes the source catalog, and of `verify`."""
+    """Return the save id of the result. It depends only on the plan, which includes the source catalog, and on `verify`.
+
+    It has the time at which the source was saved, and a hash of these.
+    """
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(plan.catalog.created_s, 0)))
     return f"{when}-{identity(plan, verify)}"
 
@@ -257,7 +260,7 @@ def _write_group(
             yield [part.run for part in window]
 
     def write(filled: Window) -> list[WrittenBlocks]:
-        """Write one window to its files, and return the blocks written so far that can be read back now."""
+        """Write one window to its files, and return the blocks that can be read back since the last call."""
         slices = under_way.popleft()
         for part, view in zip(slices, filled.parts(), strict=True):
             outputs[part.output].write(view)

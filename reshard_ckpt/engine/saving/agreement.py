@@ -218,9 +218,10 @@ class Leader:
         return self._plan
 
     def _asked(self, everything: bool) -> NDArray[np.bool_]:
-        """Return a mask (parts, ranks) of the metadata parts that ranks shall send: all, or after the layout for a kept plan.
+        """Return a mask of the metadata parts that ranks shall send to rank 0, (parts, ranks).
 
-        Of several ranks with equal parts, only the lowest is asked.
+        With `everything` these are all parts, else only the parts after the layout: the kept plan fits. Of several ranks with
+        equal parts, only the lowest is asked.
         """
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):

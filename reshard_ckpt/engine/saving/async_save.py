@@ -110,7 +110,7 @@ class SaveThread:
             self._save.finish_staging()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail the save with this error, and wait until its threads have ended it."""
+        """Fail the save with this error, and wait until it is over."""
         self.let_begin()
         self._staging.fail(error)
         if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it

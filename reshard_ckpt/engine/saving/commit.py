@@ -247,7 +247,10 @@ def _undo(
 
 
 def _put_back(storage: Storage, key: str, before: Document | None, new: Version) -> None:
-    """Restore the old bytes of a file beside the catalog after a failed save, unless another save has written it since."""
+    """Restore the old bytes of a file after a failed save, or delete it if there were none, unless another save wrote it since.
+
+    Errors of the store are dropped.
+    """
     with suppress(CheckpointError):  # the caller raises the error of the save, which says more
         if before is not None:
             storage.publish(key, before.data, expected=new)
@@ -449,7 +452,7 @@ def check_files_again(
 
 
 def _put_catalog_back(storage: Storage, before: PreviousCheckpoint | None, version: Version) -> None:
-    """Restore the catalog that the path held before a save, if the catalog there is still the one that the save published."""
+    """Restore the catalog that the path held before a save, or delete the save's; a catalog of another save since then stays."""
     _put_back(storage, CATALOG_KEY, Document(before.catalog, before.version) if before and before.catalog else None, version)
 
 

@@ -97,7 +97,7 @@ class Assignment:
     """The work of one rank in a save: the runs to write (`items`), in order, and the replicated runs to fingerprint (`checks`).
 
     With `aligned`, the data of each file begin at a block, so that a later save can find each block of a run by itself. `bits`
-    has, for each row that is stored in fewer bits, the bits of one element.
+    has, for each row of this rank that is stored in fewer bits, the bits of one element.
     """
 
     save_id: str

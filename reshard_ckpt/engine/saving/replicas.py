@@ -165,7 +165,7 @@ def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
 
 
 def fingerprint(run: LocalRun, scratch: torch.Tensor, shift: int | None = None) -> int:
-    """Return the XXH3-64 of the bytes of a run, or of its samples that `looked_at` chooses. `scratch` is for copies."""
+    """Return the XXH3-64 of the parts of a run that `looked_at` chooses. `scratch` is host memory for copies."""
     each = run.local.tensor.element_size()
     hasher = xxhash.xxh3_64()
     whole = bytes_in_place(*run)  # one view for all parts: making a view takes longer than hashing a block

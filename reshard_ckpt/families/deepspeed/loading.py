@@ -172,7 +172,7 @@ def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
 
 
 def _around(engine: Any, method: str) -> None:
-    """Call ``optimizer.<method>()`` if it exists: ZeRO-3 has one that divides parameters, and one that gathers small ones."""
+    """Call a method of the optimizer if it exists: ZeRO-3's prologue divides parameters, its epilogue gathers small ones."""
     if engine.optimizer is not None and hasattr(engine.optimizer, method):
         getattr(engine.optimizer, method)()
 

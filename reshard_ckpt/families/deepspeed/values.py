@@ -160,9 +160,10 @@ KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
 def add_group(
     builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, group_key: Any = None
 ) -> None:
-    """Add the flat tensors of a group in one rank's file; `names` caches the catalog's numbers of tensors for other ranks' files.
+    """Add the flat tensors of a group in one rank's file.
 
-    `group_key` tells groups of other parameters apart.
+    `names` keeps the numbers of the group's tensors in the catalog, for the files of other ranks. `group_key` must differ for
+    groups of other parameters.
     """
     for key, tensor in group.tensors.items():
         at = group_key, key, tensor.dtype

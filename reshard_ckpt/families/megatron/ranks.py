@@ -181,7 +181,7 @@ def _add_values(builder: CatalogBuilder, files: _Files, model: RankTensors, *, n
 
 
 def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Mark an optimizer's common state (or that of each member of a chain) as state in whole tensors."""
+    """Return an optimizer's common state (or that of each member of a chain), marked as saved in whole tensors."""
     if any(isinstance(key, int) for key in optimizer):
         return {key: _marked_reshardable(part) if isinstance(part, dict) else part for key, part in optimizer.items()}
     return {**optimizer, SHARDING: FULLY_RESHARDABLE}

@@ -94,7 +94,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The content of ``.metadata``: tensors and values by the FQNs that ``torch.distributed.checkpoint`` gave them."""
+    """The content of ``.metadata``, in its order: tensors and values by the FQNs that ``torch.distributed.checkpoint`` gave."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
