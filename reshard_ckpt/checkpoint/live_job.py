@@ -135,7 +135,7 @@ class Job:
 
         Collective. All ranks go through these steps in the same order:
 
-        1. `open_live`: make a catalog of the pieces that all ranks hold.
+        1. `open_live`: make a catalog of the pieces of all ranks.
         2. `LiveValues.share`: give every rank the values of all ranks.
         3. `_vote`: gather the wanted prefixes, then let rank 0 judge whether every rank can load.
         4. `plan_moves`: gather the wanted rows, and plan the rounds.

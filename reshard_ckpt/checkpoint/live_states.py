@@ -131,7 +131,7 @@ class States:
         Parameters
         ----------
         catalog
-            The tensors that all ranks hold.
+            The tensors of all ranks.
         known
             The values of all ranks.
         """
@@ -155,7 +155,10 @@ class States:
         return digest128(msgpack.packb(parts))
 
     def names_of(self, opened: Opened) -> bytes:
-        """Return a digest of the options, the wanted names, and names and paths of values. A plan fits while it is the same."""
+        """Return a digest of the options, the wanted names, and the names, paths and kinds of values.
+
+        A kept plan fits only if this digest and that of `layout_of` have not changed.
+        """
         target, values = opened.target, [(value.name, value.path, int(value.kind)) for value in opened.saved.values_table]
         return digest128(msgpack.packb([repr(self._options), target.prefixes, target.unplaced, opened.names, values]))
 

@@ -41,7 +41,7 @@ def _guide(name: str) -> str:
 
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
-    """Fold a name to lines of `width` characters, and pad it with the tree's vertical lines (`guide`) to `height` lines."""
+    """Fold a name to lines of at most `width` columns; pad it to `height` lines with the tree's vertical lines (`guide`)."""
     indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_NAME // 2), "")
     lines = []
     # Break at the last blank, dot, slash or underscore in the second half of the line, or else at the edge.

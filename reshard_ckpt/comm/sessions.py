@@ -65,10 +65,10 @@ def open_session(
 def open_session_by_name(
     kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> Callable[[str], AbstractContextManager[Comm]]:
-    """Return a function that opens a session with a given name. Each name is used once, so ranks may open them in any order.
+    """Return a function that opens a session with a given name.
 
-    It serves steps that only some saves take. The process group is looked up now; the returned function may be called later, in
-    any thread.
+    No two sessions may have the same name, so ranks may open them in any order: for steps that only some saves take. The process
+    group is looked up now; the returned function may be called later, in any thread.
     """
     group = current_group(process_group, timeout_s)
     if group is None:

@@ -92,7 +92,10 @@ def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[s
 
 
 def _value_for_rank(name: str, saved: SavedValue, group: RankSet) -> Any:
-    """Return a saved value as this rank gets it: of `PerRank`, its own in the group. See `UnavailableValue` for errors."""
+    """Return a saved value; for a `PerRank` value, that of this rank in the group.
+
+    If a `PerRank` value was saved by another number of ranks, return an `UnavailableValue`.
+    """
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     if len(saved.value) != group.size:

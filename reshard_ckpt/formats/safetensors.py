@@ -209,7 +209,10 @@ def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:
 
 
 def _divide(members: Sequence[Member], max_bytes: int | None) -> Iterator[list[Member]]:
-    """Yield the tensors of each file: at most `max_bytes` of data, or one larger tensor. Without tensors, yield an empty list."""
+    """Yield the tensors of each file: at most `max_bytes` of data, or one larger tensor.
+
+    A header has at most `MAX_HEADER_BYTES`. Without tensors, yield one empty list.
+    """
     group: list[Member] = []
     data_bytes = header_bytes = 0
     for member in members:

@@ -19,7 +19,7 @@ from .catalog_builder import CatalogBuilder
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """A catalog in which each layer or expert is a tensor of its own, and for each of these its run of a stacked tensor."""
+    """A catalog in which each layer or expert is a tensor of its own; `runs` has, in order, the stacked run of each tensor."""
 
     catalog: Catalog
     runs: tuple[Run, ...]

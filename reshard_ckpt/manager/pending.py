@@ -20,7 +20,10 @@ class PendingSaves:
         self._settled: dict[SaveHandle, threading.Event] = {}
 
     def add(self, save: SaveHandle) -> threading.Event:
-        """Add a save that has begun. Return an event, to be set once old checkpoints have been removed after its commit."""
+        """Add a save that has begun, and return an event.
+
+        The caller sets the event once the save is over and, if it was committed, old checkpoints have been removed.
+        """
         for other, settled in list(self._settled.items()):
             if settled.is_set() and not other.running.has_unseen_error:
                 self._settled.pop(other, None)

@@ -141,7 +141,7 @@ def files_in(folder: Path, suffix: str) -> list[Path]:
 
 @contextmanager
 def passing_over_gone(path: Path) -> Iterator[None]:
-    """Pass over an error of the ``with`` block if `path` has been deleted, or is a link. Raise others as `StorageError`."""
+    """Skip the rest of the ``with`` block if `path` is gone, or is a link. Raise any other OSError as a `StorageError`."""
     with _explained(path):
         try:
             yield

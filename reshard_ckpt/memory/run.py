@@ -346,7 +346,10 @@ class MemoryRun:
         return out
 
     def wait_for(self, step: int) -> None:
-        """Wait until no checkpoint of a step is being written to the store: it would replace a newer save of the step there."""
+        """If a checkpoint of this step is being written to the store, wait until all such writing is over.
+
+        It would replace a newer save of the step there.
+        """
         if any(generation.step == step for generation in self._on_the_way()):
             self.wait()
 

@@ -72,7 +72,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Add axes to a figure; `left` and `top`, in points, count from its upper left corner."""
+    """Add axes to a figure. All lengths are in points; `left` and `top` count from its upper left corner."""
     across, down = figure.get_size_inches() * 72
     axes = figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
     axes.tick_params(length=2)

@@ -137,7 +137,7 @@ def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: s
 
 
 def _total(node: Node, sizes: Sequence[int]) -> int:
-    """Return the bytes of all leaves below a node of the tree; `sizes` has the bytes of each leaf."""
+    """Return the bytes of all leaves of a node and of the nodes below it; `sizes` has the bytes of each leaf."""
     return sum(sizes[leaf] for leaf in node.leaves) + sum(_total(child, sizes) for child in node.children)
 
 

@@ -68,7 +68,7 @@ class Target:
     values
         The names of values that must be in the checkpoint.
     unplaced
-        Names of saved tensors of optimizer state whose place on this rank is unknown: `check` says why.
+        Names of saved tensors of optimizer state that are wanted too, but whose place on this rank is unknown: `check` says why.
     prefixes
         The top-level keys of the state. If a saved name lies below one of them and no rank wants it, the load reports it as
         unexpected.

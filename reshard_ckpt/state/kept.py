@@ -108,7 +108,10 @@ class Description:
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
-    """Return an optimizer's name, and the FQNs of each of its groups, for `Description.members`. It holds no tensor."""
+    """Return an optimizer's name and the FQNs of each of its groups, for `Description.members`.
+
+    The FQNs of a group are in one `Owner` without its tensor, so that the cache keeps no tensor alive.
+    """
     return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
 
 

@@ -156,7 +156,15 @@ class Table:
         self.note()
 
     def locate(self, tensor: LocalTensor) -> None:
-        """Record the table's global name and number of rows, and the first row here, from the state's tensor with its memory."""
+        """Record the name, the number of rows and the first row (`first`) of the global table.
+
+        `tensor` is the tensor of the state that has this table's memory.
+
+        Raises
+        ------
+        UsageError
+            The rows on this rank are not one range of consecutive rows of the global table.
+        """
         spec = tensor.spec
         self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0
         if self._counts_memory or not is_dtensor(self.parameter):  # the indices of a DTensor's module count global rows

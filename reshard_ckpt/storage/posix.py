@@ -323,7 +323,13 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
 
 
 def lock_attempts(path: str, timeout_s: float) -> Iterator[None]:
-    """Yield before each attempt to take a lock, and wait between attempts. Raise a `StorageError` when the time is over."""
+    """Yield before each attempt to take a lock, and wait between attempts.
+
+    Raises
+    ------
+    StorageError
+        `timeout_s` seconds have passed, or `MOMENTS_S` if that is less.
+    """
     began, most_s = time.monotonic(), min(timeout_s, MOMENTS_S)
     while True:
         yield

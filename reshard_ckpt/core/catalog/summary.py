@@ -30,7 +30,7 @@ class Summary:
     save_id, created_s
         The id of the save that wrote the checkpoint, and its time, in seconds since 1970.
     step
-        The training step, if ``metadata["step"]`` or a value called ``step`` tells it.
+        The training step, if ``metadata["step"]`` or a value tells it (`step_of`).
     mesh
         The mesh of the job that saved it, if known.
     num_tensors, num_aliases
@@ -111,7 +111,9 @@ def bytes_by_file(catalog: Catalog) -> I64:
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:
-    """Return the training step: from the user's metadata, else from the value named ``step`` with the fewest dots in its name.
+    """Return the training step: from the user's metadata, else from the value whose name has the fewest dots; or None.
+
+    Only integers count, and only values whose names end with ``step``, ``global_step`` or ``iteration``.
 
     >>> step_of(None, [("extra.sampler.step", 3), ("extra.step", 100)])
     100

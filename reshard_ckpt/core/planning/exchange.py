@@ -36,7 +36,7 @@ OWN = -1
 
 @dataclass(frozen=True, slots=True)
 class RankRuns(ColumnTable):
-    """The runs that all ranks hold (or want), as columns: a run of a box of a tensor in each row.
+    """The runs that each rank holds (or wants), as columns: a run of a box of a tensor in each row.
 
     ``local`` is the index of the row among the rows of its rank. ``dtype`` is an index into `specs.CODES`. ``device`` is 1 if the
     memory can be sent without a copy through the host.

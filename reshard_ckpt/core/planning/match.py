@@ -110,9 +110,9 @@ def match(
 
 
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:
-    """Map the name of each spec that the catalog lacks to the only saved name that equals it without parts that wrappers add.
+    """Map the names of specs that the catalog lacks to saved names that differ only in the parts that wrappers add.
 
-    Saved names that another spec wants are left out.
+    A name is left out if several specs or several saved names fit. Saved names that another spec wants do not count.
     """
     wanted = {spec.name for spec in specs}
     lacking = _by_bare_name(wanted.difference(catalog.names))

@@ -173,7 +173,7 @@ def _with_cuts(
     ----------
     shape : (T, D), ndim : (T,)
     held
-        The pieces that all ranks hold, in order of tensor.
+        The pieces of all ranks, in order of tensor.
     bounds : (B, D), (B, D)
         The lowest corner of each box that `held` numbers, and the one behind its highest; padded on the left.
     """

@@ -28,7 +28,7 @@ Row = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TargetRows(ColumnTable):
-    """The pieces that all ranks hold, as columns in order of rank: tensor, box, and the run of elements ``start, count``."""
+    """The pieces of all ranks, as columns in order of rank: indices of tensor and box, and the box's run ``start, count``."""
 
     rank: I64
     tensor: I64

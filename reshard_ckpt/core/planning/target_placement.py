@@ -168,7 +168,7 @@ class _Placer:
         return TargetPlacement(tuple(axes))
 
     def _recorded_cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Mapping[str, AxisPlacement]:
-        """Return the saved placement by axis that shows the order and the sections of a tensor's cuts.
+        """Return the saved placements, by axis, that show the order and the sections of a tensor's cuts.
 
         For optimizer state it is the placement of its parameter, whose pieces show this best, unless more axes cut the state than
         the parameter.
@@ -242,7 +242,15 @@ class _Placer:
         return replace(ruled, dim=ruled.dim % ndim)
 
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
-        """Return the sections of each dim (parts that are cut separately): from a rule, else as the checkpoint recorded them."""
+        """Return the sections of each dim (parts that are cut separately), from a rule or from the checkpoint.
+
+        Without a rule they are those in the saved placement of the axis that cuts the dim first.
+
+        Raises
+        ------
+        UsageError
+            The sections of a rule do not add up to the size of the dim.
+        """
         shape = self.saved.shapes[name]
         names = [name, self.saved.parameter_of_same_shape(name)]
         rules = [rule for n in names if n is not None for rule in rules_for(self.topology.rules, n) if rule.sections]

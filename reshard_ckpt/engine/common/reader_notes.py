@@ -43,7 +43,10 @@ _JOIN_S = 10.0
 
 
 def note_removed(root: Storage, folder: str, needs: Iterable[str] = ()) -> None:
-    """Write the note that the files in a folder belong to no checkpoint from now on."""
+    """Write the note that the files in a folder belong to no checkpoint from now on.
+
+    `needs` are the keys of files in other folders that the removed checkpoint needs: they stay as long as its own.
+    """
     keys = "\n".join(sorted(needs)).encode()
     root.publish(f"{folder}/{REMOVED_KEY}", repr(time.time()).encode() + (b"\n" + zlib.compress(keys, 1) if keys else b""))
 

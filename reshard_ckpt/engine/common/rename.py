@@ -202,9 +202,10 @@ class _NewNames:
 
 
 def _groups_of(value: ValueEntry, read: Callable[[ValueEntry], bytes] | None) -> list[Any] | None:
-    """Decode the parameter groups that a value of the catalog holds; None if it is another value.
+    """Return the parameter groups that a value of the catalog holds; None if it holds something else.
 
-    `PARAM_GROUPS` marks them. In a state dict keyed by number they are a plain value, and recognized by their form.
+    Values of the kind `PARAM_GROUPS` hold groups. Those of a state dict keyed by number are a plain value, recognized by its name
+    and form. `read` returns the bytes of a value that are not in the catalog; without it, such a value counts as something else.
     """
     may_be = value.kind is ValueKind.PARAM_GROUPS or (value.kind is ValueKind.PLAIN and optimizer_of(value.name) is not None)
     data = value.data if value.data is not None or read is None or not may_be else read(value)

@@ -1,4 +1,7 @@
-"""The lineage of a run on the ranks of a job. Rank 0 reads, broadcasts and writes it (before the first save after a load)."""
+"""The lineage of a run, the same on all ranks of a job: rank 0 reads it, writes it, and broadcasts it.
+
+A load is only remembered. The first save after it begins a new attempt in the lineage, and writes it to the store.
+"""
 
 from __future__ import annotations
 

@@ -203,8 +203,9 @@ def remove_step(
 def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
     """Remove the files of saves and of their export from a step's folder that has no catalog; other files stay.
 
-    If somebody reads these files, all stay. With `before_s`, in seconds since 1970, files of saves that began later stay: such a
-    save may be under way. Files of an offline reshard under way stay too.
+    Files whose keys are in `referred` stay, because other checkpoints need them. If somebody reads these files, all stay. With
+    `before_s`, in seconds since 1970, files of saves that began later stay: such a save may be under way. Files of an offline
+    reshard under way stay too.
     """
     # A save's id begins with its time, which sorts as text. That of an offline reshard is the time of its source.
     last = "9" if before_s is None else time.strftime(SAVE_TIME, time.gmtime(before_s)) + "~"

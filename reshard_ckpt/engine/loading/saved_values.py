@@ -83,7 +83,7 @@ def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable
 
 
 def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify: bool) -> list[memoryview]:
-    """Read blobs (the encoded bytes of large values) in one pass; `blobs` are their indices among the catalog's tensors."""
+    """Read blobs (values that are stored like tensors, as encoded bytes) together; `blobs` are their indices in the catalog."""
     if not blobs:
         return []
     names = [catalog.tensors_table.names[index] for index in blobs]

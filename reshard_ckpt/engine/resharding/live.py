@@ -63,7 +63,7 @@ def plan_moves(
     Parameters
     ----------
     held
-        On rank 0, the runs that all ranks hold; None on the others.
+        On rank 0, the runs of tensors that each rank holds; None on the others.
     wanted
         The memory that this rank wants filled.
     devices

@@ -136,7 +136,7 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: Ru
 
 
 def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
-    """Return the table of the runs that all ranks hold in memory.
+    """Return the table of the runs that each rank holds in memory.
 
     ``devices[r][i]`` is 1 if row i of rank r can be sent from device memory without a copy in host memory, else 0.
     """

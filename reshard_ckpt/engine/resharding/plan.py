@@ -178,9 +178,10 @@ def _tensors(
 
 
 def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
-    """Return the placement on each mesh axis that a job would declare for a tensor.
+    """Return the placements on mesh axes that a job would declare for a tensor, without those on resident axes.
 
-    It is empty for flat tensors, and resident axes are left out: the pieces of each rank show them already.
+    There are none for a tensor that is flat on an axis or that follows another tensor. The pieces of each rank show these cases
+    already.
     """
     if placed.follows is not None or placed.flat_axis is not None:
         return ()

@@ -156,8 +156,8 @@ Batch = list[tuple[int, list[Item]]]
 def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
     """Yield the write items of a group in batches that should be written together.
 
-    A batch holds the items of one tensor in files that need the same source rows. A file that shares no rows with others is a
-    batch of its own.
+    A batch holds the items of one tensor in files whose source rows overlap. A file that shares no rows with others is a batch of
+    its own.
     """
     by_key: dict[tuple[int, int], dict[int, list[Item]]] = {}
     for output, items in enumerate(outputs):

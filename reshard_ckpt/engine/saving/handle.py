@@ -120,7 +120,7 @@ class RunningSave:
             self._stall_s += seconds
 
     def report(self) -> SaveReport:
-        """Return the report of a save that was committed, with all stalls so far in it."""
+        """Return the report of a committed save; `stall_s` in it counts all stalls so far."""
         report = self.committed.result()
         return replace(report, stall_s=min(self._stall_s, report.duration_s), failed_before=self.failed_before)
 

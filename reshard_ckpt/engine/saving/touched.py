@@ -324,7 +324,7 @@ def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
 
 
 def table_of(spec: TensorSpec, rows: Rows) -> str:
-    """Return the name of the table whose rows a tensor has: its own name, or its parameter's; "" if there is none."""
+    """Return the name of the table of `rows` with a row for each row of a tensor: its own name or its parameter's; else ""."""
     name = spec.name if spec.name in rows or spec.link is None else spec.link.parameter or ""
     return name if name in rows and spec.shape[:1] == rows[name].shape else ""
 

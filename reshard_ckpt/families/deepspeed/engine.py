@@ -75,7 +75,10 @@ def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None
 
 
 def _is_first(engine: Any) -> bool:
-    """Tell whether this rank is the first of the ranks that hold the same layers, and so saves the buffers."""
+    """Tell whether this rank is the first of the ranks that hold the same layers.
+
+    That rank saves their buffers; the other ranks save only buffers of experts.
+    """
     from deepspeed.utils import groups
 
     if groups._get_sequence_data_parallel_rank() != 0:

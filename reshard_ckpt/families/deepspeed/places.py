@@ -79,7 +79,7 @@ class Runs:
 
 
 def packed_length(params: Params, num_ranks: int) -> int:
-    """Return the number of elements of one rank's range, if a group is concatenated and cut into equal ranges.
+    """Return the even number of elements of each rank's range, if a group is concatenated, padded and cut into equal ranges.
 
     >>> packed_length(Params.of({"a": (5,), "b": (2, 3)}), 2)
     6

@@ -254,9 +254,9 @@ class _Folder:
 
 
 def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Remove the steps of single parameters from an optimizer's common state; the groups have the step too.
+    """Return an optimizer's common state without the steps of single parameters; the groups have the step too.
 
-    Megatron up to 0.15 keeps them in ``param_state``.
+    Megatron up to 0.15 keeps those steps in ``param_state``.
     """
     kept = {}
     for key, value in optimizer.items():
