@@ -241,7 +241,7 @@ Waiting = _Call[bytes] | PollingWait
 
 
 class StoreLost(DistError):
-    """Error: a store did not reply in time, now or in an earlier call on this connection."""
+    """Raised if a store did not reply in time, now or in an earlier call on this connection."""
 
 
 class StoreConnection:

@@ -128,11 +128,11 @@ class Links:
         return named_failure(f"copying to or from the memory of rank {member}'s node failed", (member,))
 
     def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
-        """Send a buffer to a rank as one message, and wait until it is sent."""
+        """Send a buffer to a rank as one message; wait at most `timeout_s` seconds until it is sent."""
         self._group.send([data], rank, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer with one message of a rank; wait for it."""
+        """Fill a buffer with one message of a rank; wait for it at most the `timeout_s` of these links."""
         self._group.recv([data], rank, tag).wait(self._timeout)
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:

@@ -163,7 +163,13 @@ class Tier:
             warnings.warn(f"{what}: {why}", stacklevel=6)
 
     def _fit_budget(self, sizes: Sequence[int]) -> None:
-        """Lower the number of saves to keep to the user's budget for this node, which also covers the save being filled."""
+        """Keep fewer saves if the user's budget for this node is too small; it must also cover the save that is being filled.
+
+        Raises
+        ------
+        NoRoom
+            Not even one save and the one that is being filled fit.
+        """
         most = self._options.max_bytes
         if most is None:
             return

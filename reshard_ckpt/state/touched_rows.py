@@ -271,7 +271,13 @@ class TouchedRows:
             self._handles.append(register(_WeakHook(call)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
-        """Record that rows of a table were changed outside of optimizer steps, such as by your own code."""
+        """Record that rows of a table were changed outside of optimizer steps, such as by your own code.
+
+        Raises
+        ------
+        UsageError
+            The parameter is not a table of this tracker, or it lacks one of the rows.
+        """
         table = self._tables.get(id(parameter))
         if table is None:
             raise UsageError("mark: this parameter is no table of this TouchedRows; pass one of the module that it was made of")

@@ -236,7 +236,8 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
     """Return the store's stamp (time of change or ETag) of each file that has no block digests, by the file's index.
 
-    Without digests, a changed stamp is the only sign that somebody has written the file while it was read.
+    The stamp is None if the file is gone, or if the store has no stamps. Without digests, a changed stamp is the only sign that
+    somebody has written the file while it was read.
     """
     foreign = [index for index in files if not catalog.files[index].digests_key]
     found = map_at_once(storage, storage.stamp, [catalog.files[index].key for index in foreign])
