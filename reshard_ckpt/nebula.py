@@ -114,7 +114,8 @@ class Checkpoint:
     def load(self, name: str, map_location: Any = None) -> Any:
         """Return the content of a file as it was saved; tensors that were sharded are returned whole. Collective.
 
-        Newer checkpoints of the run stay. If the next save has a step before the newest, the run goes back to this checkpoint.
+        Newer checkpoints of the run stay. If the step of the next save lies between this one and the newest, the run goes back
+        to this checkpoint.
         """
         step = max((step for step, tag in _tags().items() if tag == self.tag), default=None)
         if step is None:

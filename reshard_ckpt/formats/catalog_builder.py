@@ -97,7 +97,10 @@ class CatalogBuilder:
         self._budget = FileBudget()
 
     def file(self, key: str, size: int, rank: int = 0) -> int:
-        """Add a file of `size` bytes, or find it if it was added before; return its number. `rank` is the rank that wrote it."""
+        """Add a file of `size` bytes, or find it if it was added before; return its number.
+
+        `rank` is the rank that wrote it, if the format tells.
+        """
         number = self._file_numbers.setdefault(key, len(self.files))
         if number == len(self.files):
             self.files.append(FileEntry(key, size, "", b"", self.format, rank))

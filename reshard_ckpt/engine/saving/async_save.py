@@ -35,7 +35,10 @@ class SaveTarget(Protocol):
         """Return the ring: host memory that the images are staged in, 1-D uint8."""
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
-        """Take the file images from the ring, front to back, and commit; return the save's figures. For the saving thread."""
+        """Take the file images from the ring, front to back, and commit; return the save's figures.
+
+        Called in the saving thread.
+        """
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Take the ring back from a save. Called once nothing reads or writes it any more, also after an error."""
