@@ -54,7 +54,7 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
 
 
 def top_level_keys(saved: Catalog) -> str:
-    """Spell the top-level keys of a catalog's names for a message, at most 8."""
+    """List, as text for a message, the top-level keys of a catalog's names, at most 8."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
     return ", ".join([*map(repr, found[:8]), *(["…"] if len(found) > 8 else [])]) or "nothing"

@@ -97,7 +97,7 @@ def convert(
 
 
 def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
-    """Spell the names that a conversion left out; many names are counted by top-level key."""
+    """List, as text, the names that a conversion left out; many names are counted by top-level key."""
     if len(names) <= limit:
         return ", ".join(names)
     tops: dict[str, int] = {}

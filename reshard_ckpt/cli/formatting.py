@@ -20,7 +20,7 @@ def short(value: object, limit: int = 60) -> str:
 
 
 def shape(lengths: Sequence[int]) -> str:
-    """Spell a shape; that of a scalar is ``scalar``.
+    """Write a shape as text; that of a scalar is ``scalar``.
 
     >>> shape((4, 3)), shape(())
     ('4 × 3', 'scalar')
@@ -29,7 +29,7 @@ def shape(lengths: Sequence[int]) -> str:
 
 
 def mesh(of: Mesh | None) -> str:
-    """Spell a mesh, outermost axis first.
+    """Write a mesh as text, outermost axis first.
 
     >>> mesh(Mesh(("pp", "tp"), (2, 4)))
     'pp=2, tp=4'
@@ -38,7 +38,7 @@ def mesh(of: Mesh | None) -> str:
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:
-    """Spell a placement axis by axis, in torch's terms; ``on`` lists the coordinates that hold the tensor.
+    """Write a placement as text, axis by axis, in torch's terms; ``on`` lists the coordinates that hold the tensor.
 
     If several axes cut one dim, ``order`` lists them from first to last, unless the inner ones cut first, as in FSDP2 over tp.
 

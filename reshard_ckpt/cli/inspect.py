@@ -125,7 +125,7 @@ def _summary(found: Inspection) -> Columns:
 
 
 def _when(seconds: float) -> str:
-    """Spell a time, given in seconds since 1970."""
+    """Write a time as text; it is given in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 

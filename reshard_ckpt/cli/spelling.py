@@ -36,7 +36,7 @@ class Typed:
 def options_of(function: Callable[..., Any]) -> dict[str, Typed]:
     """Map the names of a command's parameters to the options that people type, as declared for typer.
 
-    A switch that is declared as ``no_verify`` also gives ``verify``. An argument is spelled as its metavar.
+    A switch that is declared as ``no_verify`` also gives ``verify``. An argument is shown as its metavar.
     """
     found: dict[str, Typed] = {}
     for name, hint in get_type_hints(function, include_extras=True).items():
@@ -69,7 +69,7 @@ def spelled(message: str, options: Mapping[str, Typed]) -> str:
 
 
 def _option(option: Typed, value: str | None) -> str:
-    """Spell one option with its value as on a command line. A switch that is off is spelled ``no --option``."""
+    """Write one option with its value as on a command line. A switch that is off is written ``no --option``."""
     if value in (None, "True", "False", "None"):
         given = value in (None, "False") if option.opposite else value in (None, "True")
         return option.text if given else f"no {option.text}"
@@ -78,7 +78,7 @@ def _option(option: Typed, value: str | None) -> str:
 
 
 def _parts(value: str) -> list[str]:
-    """Spell a Python value as command-line arguments: one text, or the parts of a list or dict, quoted if a shell needs it."""
+    """Write a Python value as command-line arguments: one text, or the parts of a list or dict, quoted if a shell needs it."""
     try:
         plain = ast.literal_eval(value.replace("…", "'…'"))
     except (ValueError, SyntaxError):

@@ -112,7 +112,7 @@ def _at_most(lines: Iterable[str], max_chars: int) -> Iterator[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Spell a list of ranks for a message: consecutive ranks as ranges; of many ranges only the first ones.
+    """Write a list of ranks as text for a message: consecutive ranks as ranges; of many ranges only the first ones.
 
     >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')

@@ -43,7 +43,7 @@ class Named:
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
-    """Spell a date or time in ISO 8601.
+    """Write a date or time as text, in ISO 8601.
 
     Return None if that would lose something: a named time zone, or the second of two equal hours.
     """

@@ -197,7 +197,7 @@ def _copies_text(copies: Sequence[Ints]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Spell ranks, as in ``ranks 0-3,5``."""
+    """Write ranks as text, such as ``ranks 0-3,5``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
 
 
@@ -221,7 +221,7 @@ def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
 
 
 def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:
-    """Spell a run as a region of the tensor.
+    """Write a run of a tensor as text: its box, or its elements in a box.
 
     >>> _region(((0, 8), (4, 8), 0, 32)), _region(((0, 0), (8, 10), 26, 27))
     ('[0:4, 8:16]', 'elements 26 to 52 of [0:8, 0:10]')

@@ -89,8 +89,8 @@ def _is_names(value: Any) -> bool:
 def is_flattened(value: Any) -> bool:
     """Tell whether a value is the flattened state dict of an optimizer: each key is a path with dots.
 
-    A model whose modules are called ``state`` and ``param_groups`` has such keys too. It is told by tensors with dims among the
-    hyperparameters, or by state of a parameter that has no hyperparameters.
+    A model whose modules are called ``state`` and ``param_groups`` has such keys too. It is recognized by tensors with dims among
+    the hyperparameters, or by state of a parameter that has no hyperparameters.
 
     >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
     (True, False)

@@ -85,7 +85,7 @@ def _too_much(where: str, claimed: int, num_bytes: int, largest: str) -> Unsuppo
 
 
 def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str, *, tries: int = MAX_CYCLES) -> None:
-    """Refuse an object that torch loaded, or that was read from a pickle, if it is many times larger than the file can spell.
+    """Refuse an object that torch loaded, or that was read from a pickle, if it is many times larger than the file can describe.
 
     Objects of unknown classes that contain themselves become `Opaque`, in up to `tries` places.
 

@@ -82,7 +82,7 @@ def described_object(value: Any, name: str) -> tuple[bytes, Sequence[bytes | Str
 
 
 class _Parts:
-    """Replaces values by the instructions of a pickle that make them, and collects the storages of tensors."""
+    """Replaces values by the instructions of a pickle that make them; collects storages (bytes, or tensors to be streamed)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

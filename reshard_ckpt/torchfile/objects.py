@@ -29,7 +29,7 @@ NAMESPACE_TAG = "__class__"
 """The key that marks a dict which was an ``argparse.Namespace``. The value at this key is the name of that class."""
 
 _ENUMS = re.compile(r"(megatron|deepspeed|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
-"""Modules whose classes a pickle may call with one value: this is how pickles spell members of enums. No call is made."""
+"""Modules whose classes a pickle may call with one value: this is how pickles refer to members of enums. No call is made."""
 
 _MIN_NODES = 1 << 12
 """The number of parts that an object may have in addition to one for each byte of its file."""
@@ -39,7 +39,7 @@ _VIEWS = 4
 
 
 def may_be_called(module: str) -> bool:
-    """Return whether a pickle may call the classes of a module with one value, which is how it spells members of enums."""
+    """Return whether a pickle may call the classes of a module with one value, which is how it refers to members of enums."""
     return _ENUMS.fullmatch(module) is not None
 
 
@@ -144,7 +144,7 @@ def _dotted(made: StandInClass | Opaque) -> str:
 
 
 class PlainValues:
-    """Converts stand-ins to plain and tagged values, no larger together than a file of `num_bytes` can spell.
+    """Converts stand-ins to plain and tagged values, no larger together than a file of `num_bytes` can describe.
 
     It counts the parts of the values: references to one list are counted, and copied, each time.
 

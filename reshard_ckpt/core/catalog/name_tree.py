@@ -131,7 +131,7 @@ def _join(node: Node) -> Node:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Spell ascending numbers as text, with runs of consecutive numbers as ``first-last``.
+    """Write ascending numbers as text, with runs of consecutive numbers as ``first-last``.
 
     >>> spans([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'

@@ -161,7 +161,7 @@ def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement]
 
 
 def spell_axis(placement: AxisPlacement) -> str:
-    """Spell a placement on one mesh axis for a message, such as ``tp=shard(0)``; of an unknown kind only the name."""
+    """Write a placement on one mesh axis as text, such as ``tp=shard(0)``; of an unknown kind only the name."""
     kind = KINDS.get(placement.kind)
     return f"{placement.axis}={placement.kind if kind is None else kind.spell(placement)}"
 

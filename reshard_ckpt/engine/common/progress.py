@@ -188,7 +188,7 @@ def _rate(done: int, elapsed: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Spell a number of bytes for people, in powers of 1000.
+    """Write a number of bytes as text for people, in powers of 1000.
 
     >>> size_text(999), size_text(1_540_000), size_text(3_289_000_000)
     ('999 B', '1.54 MB', '3.29 GB')

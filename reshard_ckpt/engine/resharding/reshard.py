@@ -1,7 +1,7 @@
 """Offline resharding: any number of processes write a checkpoint anew for another topology (mesh of ranks).
 
-1. Every process makes the same plan from the same catalog (`plan`). The save id is a hash of both (`identity`). So a reshard that
-   was killed and started again finds its own finished files, and never those of another request.
+1. Every process makes the same plan from the same catalog (`plan`). The save id ends with a hash of both (`identity`). So a
+   reshard that was killed and started again finds its own finished files, and never those of another request.
 2. The processes verify the files of an earlier attempt, and keep the finished ones (`keep_finished`).
 3. The bytes of the other files are divided over the processes. Each process writes its share, several files side by side
    (`write_order`), from a stream of the old files (`loading.stream`), and reads the new files back in another thread

@@ -103,7 +103,7 @@ class SavedTree:
 
 
 def _difference(names: frozenset[str], advice: str) -> str:
-    """Spell the tensors whose replicas differ, for a message that ends with `advice`."""
+    """Return a message that names the tensors whose replicas differ, and ends with `advice`."""
     first, *rest = sorted(names)
     others = f" and {len(rest)} other tensors" if rest else ""
     return f"{first}{others}: replicas differ between ranks; {advice}"
