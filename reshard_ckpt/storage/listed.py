@@ -102,7 +102,7 @@ class ListedStorage(FollowedStorage):
         fill(views, self._heads[key][offset:end])
 
     def _read_heads(self, wanted: str) -> None:
-        """Read the heads of a file and of files with its suffix in its folder at once; at most `MAX_HEADS` heads are kept."""
+        """Read the head of a file, and at once the heads of other files with its suffix in its folder."""
         folder, _, name = wanted.rpartition("/")
         kind = name.rpartition(".")[2]
         alike = [
