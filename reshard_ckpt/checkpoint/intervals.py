@@ -120,7 +120,7 @@ def goodput(
 
 
 def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
-    """Return variants of a job with one figure improved, such as half the stall; the keys describe the improvement in words."""
+    """Return variants of a job with one figure changed, such as half the stall; the keys describe the change in words."""
     fewer = {} if job.copies is None else {"no memory tier": replace(job, copies=None)}
     more = 1 if job.copies is None else job.copies + 1
     if more < job.nodes:

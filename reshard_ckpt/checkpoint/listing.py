@@ -79,7 +79,7 @@ def list_run(path: Path) -> list[StepLine]:
 
 
 def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> StepLine:
-    """Open the checkpoint at a path, and return its `StepLine`; an error of the checkpoint becomes the line's `problem`."""
+    """Open the checkpoint at a path, and return its `StepLine`. If it is missing or damaged, the line has a `problem`."""
     try:
         with open_source(path) as source:
             catalog, form = source.catalog, source.format

@@ -395,7 +395,10 @@ def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
 
 
 def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
-    """Begin a save of the tensors and values that `capture` describes; they are copied before this returns its handle."""
+    """Begin a save of the tensors and values that `capture` describes, and compare replicas first.
+
+    They are copied before this returns its handle, except with ``staging="lazy"``. Options are fields of `SaveOptions`.
+    """
     return _begin(path, capture, SaveOptions(compare_first=True, **options))
 
 

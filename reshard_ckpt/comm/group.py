@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Missed(NamedTuple):
-    """A session that a rank gave up while it could not reach the other ranks: its number, its call and the reason."""
+    """A session that this rank gave up because it could not reach rank 0, which is told later: its number, call and reason."""
 
     number: int
     call: bytes

@@ -84,7 +84,7 @@ class Home:
         return client
 
     def _meet(self, title: str, timeout_s: float) -> None:
-        """Find rank 0's store (on rank 0: start it), connect, and register this process there. After a failure, call it again."""
+        """Find rank 0's store (on rank 0: start it), connect, and register this process there. A failed call may be repeated."""
         meeting = self._meeting.open(timeout_s)
         meeting.allow(timeout_s)
         if self._rank == 0:
@@ -114,7 +114,7 @@ class Home:
         return self._started
 
     def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
-        """Wait until rank 0 has written its address, and connect to its store.
+        """Wait until rank 0 has written an address at which its store answers, and connect to the store.
 
         Return the client and the record of the address.
         """

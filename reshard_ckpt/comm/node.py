@@ -181,7 +181,7 @@ class NodeComm(StoreComm):
             self._near.on_worker(arrive)
 
     def _send_for(self, frames: Sequence[Frame]) -> None:
-        """Send to rank 0 the messages that no rank of this machine has sent yet."""
+        """Send to rank 0 each of these messages that no rank of this machine has sent yet."""
         if self._near is None:
             return
 

@@ -34,7 +34,7 @@ class Peers:
     def arrive(self, store: KeyValueStore) -> int:
         """Register this rank's process in the store; return how many ranks of all machines have registered.
 
-        Call it again if it failed.
+        A failed call may be repeated.
         """
         pid = os.getpid()
         store.append(self._key, f"{self._rank}:{pid}:{_began(pid)} ".encode())

@@ -20,7 +20,9 @@ ALONE: Final = _Alone()
 
 
 class Comm(Protocol):
-    """The messages of one session of several ranks. All ranks make the same calls in the same order, one thread at a time.
+    """The messages of one session of several ranks.
+
+    All ranks make the same calls in the same order, and each rank makes them from one thread at a time.
 
     If a rank of the session raises an error, every call on every rank raises it soon.
     """

@@ -190,9 +190,9 @@ def _comm_of(
 def shared_store(
     name: str, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
 ) -> tuple[BoundedStore, Ended] | None:
-    """Return the part of the job's store below `name`, which must be new, and a function that returns the ranks that have ended.
+    """Return the part of the job's store below `name`, which must be new, and a function that tells which ranks have ended.
 
-    The ranks must have met in a session before. Return None if this process is on its own.
+    A rank has ended if its process has. The ranks must have met in a session before. Return None if this process is on its own.
     """
     group = current_group(process_group, timeout_s)
     if group is None:

@@ -331,7 +331,11 @@ def real_path(path: str) -> str:
 
 
 def _check_replaceable(storage: Storage, src: Sequence[str]) -> None:
-    """Check that a checkpoint at the destination may be replaced: it must not be the source `src`, nor hold a part of it."""
+    """Refuse a destination that may not be replaced, with a `UsageError`.
+
+    It must hold one checkpoint, perhaps a damaged one: not a run, nor further checkpoints, nor anything else. It must not be or
+    hold a path of the source `src`, and no other step of a run may refer to its files.
+    """
     path = storage.url
     is_local = isinstance(storage, LocalStorage)
     inside = f"{real_path(path)}/"

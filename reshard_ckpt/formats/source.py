@@ -330,7 +330,8 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:
     """Return the store of a checkpoint's files. The checkpoints whose files this catalog refers to are opened, too.
 
-    Files with packed rows are read as the plain files that they stand for.
+    Checkpoints to which these refer in turn are not opened. Files with packed rows are read as the plain files that they stand
+    for.
     """
     first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
     others: dict[str, Storage] = {}

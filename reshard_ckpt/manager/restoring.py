@@ -114,7 +114,7 @@ class Restoring:
             return bool(value_of_first(comm, lambda: step in self._stored.counted()))
 
     def newest(self) -> int | None:
-        """Return the step of the newest whole checkpoint in the memory of all nodes and in the store. Collective."""
+        """Return the step of the newest checkpoint, in the store or whole in the nodes' memory; None without any. Collective."""
         if self._memory is None:
             step = self._newest_except({})
         else:

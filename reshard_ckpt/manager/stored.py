@@ -325,7 +325,7 @@ class StoredSteps:
                 self._infos.pop(step, None)
 
     def _read_infos(self, steps: Iterable[int]) -> None:
-        """Read and cache the `StepInfo` of these steps, several at once."""
+        """Read and cache the `StepInfo` of each of these steps that is not cached yet, several at once."""
         map_at_once(self._storage, self._info, [step for step in steps if step not in self._infos])
 
     def _info(self, step: int) -> StepInfo:

@@ -46,7 +46,7 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """A checkpoint in memory whose files are all on some node, with the owners of these files.
+    """A checkpoint in memory, and the owners of its files. Each file is whole on at least one node.
 
     Attributes
     ----------

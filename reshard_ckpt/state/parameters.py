@@ -244,7 +244,8 @@ def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
 
     Returns
     -------
-    The names of these state dicts, and messages about optimizers inside of another one that leaves out their state.
+    The names of the state dicts that became such rows, and a warning for each optimizer inside another one whose
+    ``state_dict()`` lacks its state.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A store that caches its listing and the heads (first bytes) of its files: many formats look at a folder before one knows it.
+"""A store that caches its listing and the heads (first bytes) of its files: many formats look at a folder before one fits.
 
 Every format looks for its own files, and reads the heads of all files, one after the other. In an object store each look is a
 round trip. So this store lists its files once, answers questions about names and sizes from the list, keeps small files, and

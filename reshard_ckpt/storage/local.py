@@ -372,7 +372,7 @@ def _make_root(path: str) -> None:
 
 
 def _remove_temporaries(folder: int, name: str) -> None:
-    """Remove the temporary files that killed `publish` calls of a file left. The folder's lock shows that no such call runs."""
+    """Remove temporary files of killed `publish` calls of a file. The caller holds the folder's lock, so no such call runs."""
     stray = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.tmp")
     with suppress(OSError):  # the new file is published: a leftover that cannot be removed now does no harm
         for found in os.listdir(folder):

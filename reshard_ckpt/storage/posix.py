@@ -134,7 +134,10 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
 
 
 def open_to_read(path: str) -> int:
-    """Open a regular file to read, and return its descriptor. Anything else, such as a pipe, counts as missing."""
+    """Open a regular file to read, and return its descriptor. Anything else, such as a pipe, counts as missing.
+
+    A folder raises `IsADirectoryError`.
+    """
     # Without O_NONBLOCK, opening a pipe that somebody placed there would wait for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

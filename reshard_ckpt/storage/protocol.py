@@ -384,7 +384,9 @@ class Storage(Protocol):
         """
 
     def prove_conditions(self) -> None:
-        """Prove that the store honours the condition `expected` of `publish`, once for each process and place, if there is doubt.
+        """Prove that the store honours the condition `expected` of `publish`. By default there is no doubt, and nothing is done.
+
+        Other stores are tested once for each process and place.
 
         Raises
         ------

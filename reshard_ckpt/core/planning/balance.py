@@ -1,4 +1,4 @@
-"""Balancing of writes: divide data that several ranks hold over these ranks, so that all write nearly equally many bytes.
+"""Balancing: divide data that several ranks hold over these ranks, so that all write (or send) nearly equally many bytes.
 
 An *item* is a run of elements that the same ranks hold; a *replica group* is all items of one set of ranks.
 

@@ -213,7 +213,7 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
 def _windows_of(
     boxes: _WantedBoxes, pairs: _Pairs, offset: I64, offsets: I64, lengths: I64, window_bytes: int
 ) -> tuple[I64, I64]:
-    """Find, for each pair, the first and the last window of the file that hold elements of the wanted box.
+    """Find, for each pair, the first and the last window of the file with bytes of the pair's row that lie in the wanted box.
 
     The pair's row begins at byte ``offset[i]`` of its file, and its box is ``offsets[i], lengths[i]``. A row may miss the wanted
     box although its bounds touch it: its last window is then before its first one.
@@ -235,7 +235,7 @@ def _windows_of(
 
 
 def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
-    """Cut each pair's row into one part for each window from `first` to `last`; row i begins at byte ``offset[i]`` of its file.
+    """Cut each pair's row into one part for each window from `first` to `last`; it begins at byte ``offset[i]`` of its file.
 
     An element belongs to the window in which it begins. Elements in other windows are dropped.
     """

@@ -64,9 +64,9 @@ def match(
 ) -> Match:
     """Find the tensor of the catalog that each spec loads from, and describe each spec that cannot load.
 
-    `cast`, `allow_resize` and `allow_missing` are patterns of names whose dtype or shape may differ, or that may be missing. A
-    tensor of `quantized` may be cast if its scale can be applied. With `tied_under_one_name`, a missing tensor is ignored if
-    another name of the same memory can load.
+    `cast`, `allow_resize` and `allow_missing` are patterns of names whose dtype or shape may differ, or that may be missing; True
+    means all names. A tensor of `quantized` may be cast if its scale can be applied. With `tied_under_one_name`, a missing tensor
+    is ignored if another name of the same memory can load.
     """
     saved_as = _without_wrappers(specs, catalog)
     found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own

@@ -72,7 +72,7 @@ class ReadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes in all extents, which will be read."""
+        """The number of bytes that will be read: the size of all extents."""
         return int((self.high - self.low).sum())
 
     def targets(self, plan: LoadPlan, window: int, low: int = 0, high: int = 1 << 62, *, lands: bool | None = None) -> set[int]:

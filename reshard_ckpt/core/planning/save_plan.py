@@ -4,7 +4,7 @@
    a shape are an error.
 2. Cut runs of one box that overlap without being equal (`cut_overlaps`). Equal rows of several ranks are then one run, with
    several holders. Aliases (tied weights) have no runs of their own.
-3. Divide each run over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
+3. Divide the runs over the ranks that hold them (`balance.assign`). A run that may not be split stays whole.
 4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
 5. List the rows of runs with several holders (`Checks`): each rank hashes its own, and the hashes must be equal.
 6. List the rows of the catalog (`CatalogTables`). A later save with this plan only fills in where their bytes lie.
@@ -248,9 +248,10 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
 
 
 def _assign(rows: MergedRows, runs: _Runs, boxes: BoxTable, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
-    """Divide each run over the ranks that hold it, so that all ranks write about equally many bytes.
+    """Divide the runs over the ranks that hold them, so that all ranks write about equally many bytes.
 
-    In the result, `Assigned.item` is the index of the run, and `Assigned.start` counts from its beginning.
+    Only large runs of declared replicas are split, and only with `may_split`. In the result, `Assigned.item` is the index of the
+    run, and `Assigned.start` counts from its beginning.
     """
     # each[r]: bytes of one element of run r.
     elements, each = runs.count, item_bytes[runs.tensor]

@@ -109,9 +109,9 @@ class _Placer:
         return self.placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
-        """Map tensors to the coordinates along `axis` that hold them: pipeline stages for ``pp``, ranks of experts for ``ep``.
+        """Map tensors to the coordinates along `axis` that hold them: pipeline stages (``pp``), or ranks of experts (``ep``).
 
-        Tensors whose names have neither a layer nor an expert are left out.
+        For ``ep``, tensors that belong to no expert are left out; for ``pp``, tensors that a rule or a stacked dim places.
         """
         size, saved_size = self.mesh.by_axis[axis], self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:

@@ -135,7 +135,10 @@ def describe_run(root: Storage) -> str | None:
 
 
 def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
-    """Return the newest committed step that counts in the run's lineage; the newest of all if the lineage cannot be read."""
+    """Return the newest committed step that is not superseded in the run's lineage.
+
+    Return the newest of all if there is none, or if the lineage or a catalog cannot be read.
+    """
     newest = max(committed)
     with suppress(CheckpointError):
         lineage = LINEAGE.read(root)

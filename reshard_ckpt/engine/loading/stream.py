@@ -241,7 +241,7 @@ class RunReader:
         return scaled
 
     def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """Lay out the runs of a window end to end in a buffer.
+        """Lay out the runs of a window end to end in a buffer, each in the dtype to deliver, and aligned to its elements.
 
         Return the window, still without bytes, and one target for each run.
         """

@@ -158,7 +158,7 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 
 
 class LiveValues:
-    """The values of all ranks that are not tensors. Each rank sends its values again only if they have changed.
+    """The values, other than tensors, of all ranks. Each rank sends its values again only if they have changed.
 
     With `may_lack`, a `PerRank` may be missing on some ranks; `lost` names these ranks.
     """

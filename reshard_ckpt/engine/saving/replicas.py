@@ -125,7 +125,7 @@ class Fingerprints:
         self._come = []
 
     def close(self) -> None:
-        """Wait until no device writes sums into host memory any more."""
+        """Wait until no device writes sums into the host memory of this object any more."""
         for mark in self._queued:
             mark.synchronize()
         self._queued = []

@@ -242,7 +242,8 @@ class Staging:
     def _put_item(self, item: int) -> int:
         """Copy one item into the ring, or queue the copy, and return its size in bytes.
 
-        Small or non-contiguous items of a device go through a pack; a small host item inside a pack is put in place late.
+        Small or non-contiguous items of a device go through a pack. A small host item may lie inside an open pack: its bytes are
+        kept, and put in their place after the pack, which would overwrite them.
         """
         run, at = self._items[item], self._item_at[item]
         local, num_bytes = run.local, run.num_bytes

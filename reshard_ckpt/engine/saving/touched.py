@@ -90,8 +90,8 @@ def choose(
     Returns
     -------
     Mapping or None
-        None if all rows are to be saved: there is no base, or some rank has tracked changes since another checkpoint than the
-        base.
+        For each table, a mask over all its rows. None if all rows are to be saved: there is no base, or some rank has tracked
+        changes since another checkpoint than the base.
 
     Raises
     ------
@@ -258,7 +258,7 @@ def pick(
     Returns
     -------
     tuple
-        The local shards with the packs added, the items to write, and the way back to the plan's items.
+        The local shards with the packs added, the items to write, and the map from these back to the plan's items.
     """
     specs, kinds = local_shards.specs, local_shards.local_metadata.tensors.kind.tolist()
     tables = {i: rows[name] for i, spec in enumerate(specs) if kinds[i] == TensorKind.TENSOR and (name := table_of(spec, rows))}

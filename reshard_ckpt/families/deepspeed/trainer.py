@@ -53,7 +53,7 @@ _METHODS = Replaced(lambda: [importlib.import_module("transformers.trainer").Tra
 
 
 def _rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None, *arguments: Any, **options: Any) -> None:
-    """Delete old checkpoints as transformers' function does, but do not count folders whose save is unfinished."""
+    """Delete old checkpoints as transformers' function does, but keep one more for each folder that is not whole."""
     if save_total_limit:
         save_total_limit += sum(not is_whole(path) for path in trainer_steps(output_dir).values())
     _FUNCTIONS.stock["rotate_checkpoints"](output_dir, save_total_limit, *arguments, **options)

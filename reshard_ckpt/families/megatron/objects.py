@@ -11,7 +11,7 @@ from .names import NAME
 
 
 def check_mesh(mesh: Any, placements: Sequence[Any], name: str) -> None:
-    """Refuse a DTensor of Megatron-FSDP on whose mesh later axes cut a dim before earlier ones."""
+    """Refuse a DTensor if Megatron-FSDP has noted on its mesh that later axes cut a dim before earlier ones."""
     if getattr(mesh, "_shard_order", None) is not None:
         raise LayoutError(
             f"{name}: Megatron-FSDP cuts it in another order than its placements {placements} say; pass the state dict to "

@@ -57,9 +57,9 @@ class _Folder:
             self.stages.append(saved)
 
     def parts(self) -> list[Metadata]:
-        """Return the metadata of the model, and of the optimizer of each pipeline stage, under this library's paths.
+        """Return the metadata of the model, if any, and of the optimizer of each pipeline stage, under this library's paths.
 
-        Tied weights are in the metadata of several stages.
+        Entries of several stages, such as state of tied weights, are in the metadata of each.
         """
         url = self.storage.url
         stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]

@@ -82,7 +82,10 @@ class DistributedState:
                     yield key[1] if isinstance(key, tuple) else str(key), entry
 
     def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
-        """Return an entry of the state as it is saved: an ``OptimizerStateSpec`` becomes a `FlatShard`, any other value stays."""
+        """Return an entry of the state to save or load: an ``OptimizerStateSpec`` becomes a `FlatShard`, any other value stays.
+
+        With `loading`, the shard is a range of a new whole box, which `load_state_dict` gives to the optimizer.
+        """
         if not is_spec(value):
             return value
         shape, offset = tuple(value.local_shape), tuple(value.global_offset)
