@@ -365,7 +365,7 @@ ChooseTarget = Callable[[SaveJob], SaveTarget | None]
 def begin_save(
     path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget | None = None
 ) -> SaveHandle:
-    """Begin a save as `async_save` does. If `choose_target` is given, its result takes the file images, such as a memory tier."""
+    """Begin a save as `async_save` does. If given, `choose_target` returns the target of the file images, such as memory."""
     guards = options.staging == "lazy" and not options.caller_holds
     guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
     return _begin(path, _capture_of(state, options), options, guarded, choose_target)

@@ -282,7 +282,7 @@ class StoreConnection:
             self._client, self.free = None, []
 
     def has(self, client: Any) -> bool:
-        """Tell whether this client is still in use, or was dropped because it did not answer."""
+        """Tell whether this client is still in use: False once it was dropped because it did not answer."""
         return self._client is client
 
     def free_client(self, client: Any, timeout_s: float) -> Any:

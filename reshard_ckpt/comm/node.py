@@ -123,7 +123,7 @@ class NodeComm(StoreComm):
     def _join(self, node: Node, root: BoundedStore) -> None:
         """Start the store of this machine on its first rank, and connect the others.
 
-        Does nothing on rank 0's machine, or for one rank.
+        Does nothing on rank 0's machine, or if the machine has one rank.
         """
         first, *others = self._ranks_near()
         if first and others and hasattr(_STORES.TCPStore, "clone"):

@@ -1,4 +1,4 @@
-"""The torch dtype of each dtype code. It is a module of its own, because it imports torch, which takes seconds."""
+"""The torch dtype of each dtype code. Catalogs are read without this module: it imports torch, which takes seconds."""
 
 from __future__ import annotations
 

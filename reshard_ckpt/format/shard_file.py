@@ -35,7 +35,7 @@ _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 
 
 class Member(NamedTuple):
-    """One tensor in a shard file (a *member*), with its name there, which may name a part of a saved tensor."""
+    """One tensor in a shard file (a *member*), by its name there. It may hold only a part of a saved tensor."""
 
     name: str
     dtype: str

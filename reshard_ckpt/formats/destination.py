@@ -331,10 +331,10 @@ def real_path(path: str) -> str:
 
 
 def _check_replaceable(storage: Storage, src: Sequence[str]) -> None:
-    """Refuse a destination that may not be replaced, with a `UsageError`.
+    """Raise a `UsageError` unless the destination holds one checkpoint that may be replaced; it may be damaged.
 
-    It must hold one checkpoint, perhaps a damaged one: not a run, nor further checkpoints, nor anything else. It must not be or
-    hold a path of the source `src`, and no other step of a run may refer to its files.
+    The root of a run is never replaced, nor a checkpoint that has others inside. The destination must not be a path of the source
+    `src` or hold one, and no other step of its run may refer to its files.
     """
     path = storage.url
     is_local = isinstance(storage, LocalStorage)

@@ -8,7 +8,7 @@
    It is saved by FQN, so that a checkpoint holds the same names whichever of the two a trainer uses.
 
 All code that reads or writes one of these forms, in a live state or in a file of another library, uses the functions here.
-Parameter groups pass between them by FQN: hyperparameters, and ``params``, the FQNs.
+The parameter groups that they return are by FQN: hyperparameters, and ``params``, the FQNs.
 """
 
 from __future__ import annotations

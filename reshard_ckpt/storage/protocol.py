@@ -141,7 +141,7 @@ class Writer(Protocol):
         """Make the file's bytes durable and close it. If this raises, it is called again, or `_abort` is."""
 
     def _abort(self) -> None:
-        """Close and remove the unfinished file, and raise no error: the caller raises the reason, which it would hide."""
+        """Close and remove the unfinished file. Raise no error: it would hide the one that the caller raises."""
 
     def __enter__(self: Self) -> Self:
         return self

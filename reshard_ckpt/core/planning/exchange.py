@@ -176,7 +176,7 @@ def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: in
 def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node: I64) -> I64:
     """Choose the row of `held` that sends each part. Takers hold none of these parts themselves.
 
-    The row is of a rank on the taker's node if possible; of several ranks, of the one that has the least to send.
+    A rank on the taker's node is preferred, and among several ranks the one that has the least to send.
     """
     num_nodes = int(node.max(initial=0)) + 1
     # rows: the holders of each run, those on one node side by side; key: the run and the node of each as one number.

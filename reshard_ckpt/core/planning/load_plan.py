@@ -235,9 +235,10 @@ def _windows_of(
 
 
 def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
-    """Cut each pair's row into one part for each window from `first` to `last`; it begins at byte ``offset[i]`` of its file.
+    """Cut each pair's row into one part for each window from `first` to `last`.
 
-    An element belongs to the window in which it begins. Elements in other windows are dropped.
+    The row begins at byte ``offset[i]`` of its file. An element belongs to the window in which it begins. Elements in other
+    windows are dropped.
     """
     each, count = pairs.item_bytes, pairs.count
     # One entry for each pair and window. bound[i]: where that window begins, in bytes from the row's first byte.

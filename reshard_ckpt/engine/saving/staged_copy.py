@@ -100,7 +100,7 @@ class StagedCopy:
 
     @contextmanager
     def changed(self, job: SaveJob) -> Iterator[Chunks]:
-        """Wait until all is copied, and yield the chunks of bytes that the base checkpoint lacks. The ring holds all files."""
+        """Wait until all is copied, and yield the chunks that the base checkpoint lacks. The ring must hold all files."""
         self.staging.wait_finished()
         local_shards, items = self.staging.copied_items(job.local_shards)
         copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
@@ -147,7 +147,7 @@ class SecondLook:
         return not np.array_equal(self._copied.taken, self._now.taken)
 
     def close(self) -> None:
-        """Wait until no device writes hashes into host memory any more."""
+        """Wait until no device writes hashes or sums of tensors into host memory any more."""
         self._copied.close()
         self._now.close()
 

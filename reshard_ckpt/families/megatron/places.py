@@ -212,7 +212,7 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
     """Find the corner at which each tensor that a factory built begins in its parameter, by the memory that they share.
 
-    Return None unless all built tensors are views of boxes of the parameter, as large as it together. It must be contiguous.
+    Return None unless the parameter is contiguous, and all built tensors are views of boxes of it, with as many elements in all.
     """
     shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
     cuts = []
@@ -235,7 +235,7 @@ def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] 
     """Find the corner at which each tensor that a factory copies begins in its parameter.
 
     For this, the factory builds its tensors from the positions of the elements. Return None unless all of them are boxes of the
-    parameter, as large as it together.
+    parameter, with as many elements in all.
     """
     positions = torch.arange(prod(shape), device="cpu").view(shape)
     cuts = []

@@ -79,7 +79,7 @@ def load_strategy() -> type:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-        """Megatron's strategy for loading ``torch_dist``; reads checkpoints of this library, and Megatron's in known formats."""
+        """Megatron's strategy for loading ``torch_dist``. It reads this library's checkpoints and known formats of Megatron."""
 
         def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **options: Any) -> Any:
             """Load the tensors and objects of a checkpoint into a tree without common state."""

@@ -35,7 +35,7 @@ def recognize(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
 
 
 def _shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Convert veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024; None for all others.
+    """Convert veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024; else None.
 
     An interleaved shard cuts each of `interleaved_size` equal parts of the dim, as tensor parallelism cuts fused weights.
     """
