@@ -82,5 +82,5 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
 
 
 def as_list(names: Names) -> Sequence[str] | None:
-    """Return a list of names: a single name becomes a list of one."""
+    """Return a list of names: a single name becomes a list of one, and None stays None."""
     return [names] if isinstance(names, str) else names

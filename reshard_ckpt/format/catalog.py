@@ -348,7 +348,7 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
 
 
 def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
-    """Decode the packed rows of one file, in order of their place there."""
+    """Decode the packed rows of one file. `catalog_check` checks that they are in order of their place there."""
     try:
         packed = tuple(PackedRows(*rows) for rows in msgpack.unpackb(data, use_list=False)) if data else ()
         if all([*map(type, rows)] == [int, int, int, str, int] and rows.is_sound() for rows in packed):

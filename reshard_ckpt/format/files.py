@@ -113,7 +113,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """Encode a manifest, given the SHA-256 of each file by path."""
+    """Encode a manifest, sorted by path, given the SHA-256 of each file by path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 

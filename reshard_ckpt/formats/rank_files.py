@@ -364,7 +364,10 @@ def _layout(value: PickledDTensor, where: str) -> Layout:
 
 
 def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
-    """Return the sizes of a pickled mesh's axes: of its layout (torch 2.9 and later), or of the tensor of its ranks."""
+    """Return the sizes of a pickled mesh's axes; None if they are not valid.
+
+    They are in its layout (torch 2.9 and later), or in the shape of the tensor of its ranks.
+    """
     layout = attributes_of(mesh.get("_layout")) or {}
     shapes: list[Any]
     if "axes" in layout:

@@ -221,10 +221,10 @@ class Restoring:
     def _find(
         self, at_least: Callable[[], int], passed: dict[str, PassedOver], step: int | None = None, *, verify: bool
     ) -> tuple[int, Restorable | None]:
-        """Find a generation to load (one step in the memory of nodes), as `MemoryRun.find` does. Add damaged ones to `passed`.
+        """Find a generation to load (one step in the memory of nodes), as `MemoryRun.find` does.
 
-        Generations that are in `passed` already are left out. Return the oldest step of the search, as `at_least` gave it on rank
-        0, and the generation.
+        Leave out the generations in `passed`, and add to it each generation that cannot be loaded, with the reason. Return the
+        oldest step of the search, as `at_least` gave it on rank 0, and the generation.
         """
         assert self._memory is not None
         found = self._memory.find(at_least, list(passed), step, verify=verify)

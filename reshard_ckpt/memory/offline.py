@@ -117,7 +117,7 @@ def held_runs(root: str | None, folder: str) -> list[HeldRun]:
 
 
 def _lineage(path: Path, storage: Storage) -> Lineage | None:
-    """Return the newest lineage of a run (which saves still count): from its root, or from the copy on this node."""
+    """Return the newest lineage of a run (which saves still count): from its root, or from the copy on this node; or None."""
     lineage, copy = LINEAGE.read(storage), read_copy(path)
     return copy if copy is not None and (lineage is None or copy.is_newer(lineage)) else lineage
 

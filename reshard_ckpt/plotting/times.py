@@ -122,7 +122,10 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 
 @styled()
 def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
-    """Draw the share of time that a job loses over the interval between its saves, with and without a memory tier."""
+    """Draw the share of time that a job loses over the interval between its saves.
+
+    If saves to memory are best, it is drawn with and without a memory tier; else only for saves to the store.
+    """
     memory, store, _ = tiers(job)
     figure = new_figure(GOODPUT_WIDTH, GOODPUT_HEIGHT)
     axes = add_axes(figure, 70, 56, GOODPUT_WIDTH - 100, GOODPUT_HEIGHT - 110)

@@ -81,7 +81,7 @@ class SavedPlacements:
         return out
 
     def parameter_of_same_shape(self, name: str) -> str | None:
-        """Return the name of the parameter whose state a tensor is, if both have the same shape; else None."""
+        """Return the name of the parameter whose state a tensor is, if it is another tensor of the same shape; else None."""
         parameter = self.links[name].parameter
         if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
             return None

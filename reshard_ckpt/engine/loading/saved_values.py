@@ -59,7 +59,10 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
 
 
 def plain_values(storage: Storage, catalog: Catalog, names: Iterable[str], *, verify: bool = True) -> dict[str, Any]:
-    """Return the saved values at or below these names as ordinary objects, by name. A per-rank one becomes a list."""
+    """Return the saved values at or below these names as ordinary objects, by name.
+
+    A per-rank value becomes the list of all ranks' values.
+    """
     return {name: value.plain for name, value in open_values(storage, catalog, names, verify=verify).items()}
 
 

@@ -112,7 +112,7 @@ class _TieChecker:
         return next((line for line in lines if line is not None), None)
 
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
-        """Check the addresses ``[low, low + size)`` of a tie; return a message if two targets would get different bytes there."""
+        """Return a message if two targets of a tie would get different bytes at addresses ``[low, low + size)``; else None."""
         size = -(-size // _UNIT) * _UNIT
         # image: bytes that the targets so far would get. covered: 0xFF for each byte that some target so far would get, else 0.
         # fresh: bytes that this target would get.

@@ -95,7 +95,7 @@ class RunningSave:
             self.committed.set_exception(outcome)
 
     def wait(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the save is over, and return its error.
+        """Wait until the save is over. Return its error, or None if it was committed.
 
         Raises
         ------

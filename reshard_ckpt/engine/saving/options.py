@@ -97,7 +97,7 @@ class SaveOptions:
 
     @property
     def more_held(self) -> list[Optimizer]:
-        """Return the optimizers in ``hold=``: their steps wait for the copy although they are not in the state."""
+        """The optimizers in ``hold=``: their steps wait for the copy although they are not in the state."""
         if isinstance(self.hold, str):
             return []
         return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)

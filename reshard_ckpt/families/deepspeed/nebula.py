@@ -79,7 +79,8 @@ class NebulaRun:
     def find(self, load_dir: str, tag: Any) -> Saved | None:
         """Find the checkpoint of a tag, or of ``latest``, in the run or in the folder of the load. Collective.
 
-        Without ``enable_nebula_load``, only the folder of the load is looked at.
+        Without ``enable_nebula_load``, only the folder of the load is looked at. Return None if no tag is given and there is no
+        checkpoint.
 
         Raises
         ------

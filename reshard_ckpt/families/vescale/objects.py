@@ -55,7 +55,10 @@ def _shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
 
 
 def _ragged(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """Convert veScale's ``RaggedShard(dims, local_units)``, recognized by its attributes: its class may be missing."""
+    """Convert veScale's ``RaggedShard(dims, local_units)``; None for any other placement.
+
+    It is recognized by its attributes, because its class may be missing.
+    """
     dims, units = getattr(placement, "dims", None), getattr(placement, "local_units", None)
     if dims is None or units is None:
         return None
