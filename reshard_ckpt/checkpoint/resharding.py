@@ -287,7 +287,7 @@ def _check_target(source: Storage, target: Storage) -> None:
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:
-    """By optimizer, list its parameters in order, as its saved groups have them. Only values called `names` are read."""
+    """Map each optimizer to its parameters in order, as its saved groups have them. Groups that `names` lacks are left out."""
     groups = [name for name in names if optimizer_of(name) is not None]
     values = open_values(source.storage, catalog, groups, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))

@@ -277,7 +277,7 @@ class StoreConnection:
             return BoundedStore(self._client, self, _Limit(timeout_s))
 
     def mark_lost(self, client: Any) -> None:
-        """Drop a client that did not answer in time, and all spare clients, so that the next `open` connects anew."""
+        """Drop the client in use if it is this one, which did not answer, and all spare ones: the next `open` connects anew."""
         if self._client is client:
             self._client, self.free = None, []
 

@@ -136,7 +136,10 @@ class Owners:
         return () if owner is None else (owner,)
 
     def named(self, param_name: str) -> Owner:
-        """Return the owner of a parameter by its name in an optimizer's state dict. Without a layout if the name is ambiguous."""
+        """Return the owner of a parameter by its name in an optimizer's state dict.
+
+        If the name is ambiguous or unknown, the owner has no layout.
+        """
         name = unwrapped(param_name)
         for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
             if found := self._by_name.get(fqn):
