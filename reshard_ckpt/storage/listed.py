@@ -94,7 +94,8 @@ class ListedStorage(FollowedStorage):
         views = [flat_bytes(buffer) for buffer in buffers]
         end = offset + sum(map(len, views))
         size = self._files().get(key, 0)
-        if end > min(size, HEAD_BYTES):
+        is_full = key not in self._heads and len(self._heads) >= MAX_HEADS
+        if is_full or end > min(size, HEAD_BYTES):
             self._own.read_into(key, offset, views)
             return
         if key not in self._heads:
