@@ -64,6 +64,10 @@ class FollowedStorage(Storage):
         storage, key = self._place(key)
         return storage.stamp(key)
 
+    def first_stamp(self, key: str) -> object:
+        storage, key = self._place(key)
+        return storage.first_stamp(key)
+
     def copy(self, source: Storage, key: str, to: str) -> bool:
         if source is self:
             source, key = self._place(key)

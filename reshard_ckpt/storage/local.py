@@ -34,6 +34,7 @@ from .posix import (
     locked,
     preadv_all,
     read_at_most,
+    stamp_of,
     sync_folder,
     write_all,
 )
@@ -181,9 +182,11 @@ class LocalStorage(Storage):
 
     def stamp(self, key: str) -> object:
         with suppress(OSError):
-            status = os.stat(_path_of(self._root, key))
-            return status.st_mtime_ns, status.st_size  # no number of the file: file systems over object stores make it up anew
+            return stamp_of(os.stat(_path_of(self._root, key)))
         return None
+
+    def first_stamp(self, key: str) -> object:
+        return self._open_files.first_stamp(_path_of(self._root, key)) or self.stamp(key)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         parts = folder_parts(prefix)

@@ -93,6 +93,7 @@ class ObjectStorage(Storage):
     def __init__(self, scheme: str, bucket: str, prefix: str, *, timeout_s: float) -> None:
         self._scheme, self._bucket, self._prefix, self._timeout_s = scheme, bucket, f"{prefix}/" if prefix else "", timeout_s
         self._client = client_of(scheme, bucket, timeout_s)
+        self._first: dict[str, Version] = {}
         # Each request to S3 is signed together with the SHA-256 of its body, unless the environment says otherwise.
         unsigned = any(os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y") for name in _UNSIGNED)
         self._hints = replace(HINTS, checks_uploads=scheme == "s3" and not unsigned)
@@ -133,7 +134,9 @@ class ObjectStorage(Storage):
             return
         try:
             with explained("read", where):
-                data = memoryview(obstore().get_range(self._client, path, start=offset, length=wanted))
+                found = obstore().get(self._client, path, options={"range": (offset, offset + wanted)})
+                self._first.setdefault(key, _version_of(found.meta))
+                data = memoryview(found.bytes())
         except MissingKey:
             raise
         except StorageError:
@@ -148,6 +151,7 @@ class ObjectStorage(Storage):
     def document(self, key: str, limit: int) -> Document:
         with explained("read", self._where(key)):
             found = obstore().get(self._client, self._path(key))
+            self._first.setdefault(key, _version_of(found.meta))
             if found.meta["size"] > limit:
                 raise too_large(self._where(key), limit)
             return Document(bytes(found.bytes()), _version_of(found.meta))
@@ -161,6 +165,9 @@ class ObjectStorage(Storage):
         with suppress(MissingKey), explained("look at", self._where(key)):
             return _version_of(obstore().head(self._client, self._path(key)))
         return None
+
+    def first_stamp(self, key: str) -> object:
+        return self._first.get(key) or self.stamp(key)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))

@@ -133,6 +133,11 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
     return left
 
 
+def stamp_of(status: os.stat_result) -> object:
+    """Return what differs once a file was changed: no number of the file, as file systems over object stores make it up anew."""
+    return status.st_mtime_ns, status.st_size
+
+
 def open_to_read(path: str) -> int:
     """Open a regular file to read, and return its descriptor. Anything else, such as a pipe, counts as missing.
 
@@ -184,11 +189,12 @@ def locked(folder: int, timeout_s: float) -> Iterator[None]:
 class OpenFile:
     """An open file. It is closed once nothing refers to this object, so that no thread loses it while it reads."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("fd", "stamp")
 
     def __init__(self, path: str) -> None:
         self.fd = -1
         self.fd = open_to_read(path)
+        self.stamp = stamp_of(os.fstat(self.fd))
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -205,6 +211,7 @@ class OpenFiles:
     def __init__(self, max_files: int) -> None:
         self._max_files = max_files
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._first: dict[str, object] = {}
         self._lock = threading.Lock()
         _ALL_OPEN.add(self)
 
@@ -212,10 +219,15 @@ class OpenFiles:
         with self._lock:
             if (file := self._files.get(path)) is None:
                 file = self._files[path] = OpenFile(path)
+                self._first.setdefault(path, file.stamp)
             self._files.move_to_end(path)
             if len(self._files) > self._max_files:
                 self._files.popitem(last=False)
             return file
+
+    def first_stamp(self, path: str) -> object:
+        """Return the `stamp_of` a file when it was first opened; None if it was not."""
+        return self._first.get(path)
 
     def forget(self, path: str) -> None:
         with self._lock:
@@ -224,6 +236,7 @@ class OpenFiles:
     def clear(self) -> None:
         with self._lock:
             self._files.clear()
+            self._first.clear()
 
     def __len__(self) -> int:
         return len(self._files)

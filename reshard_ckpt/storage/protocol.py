@@ -303,6 +303,10 @@ class Storage(Protocol):
         """
         return None
 
+    def first_stamp(self, key: str) -> object:
+        """Return the `stamp` that a file had when this store first read it; the stamp of now if it has not read it."""
+        return self.stamp(key)
+
     def stat(self, keys: Sequence[str]) -> list[int | None]:
         """Return the size of each file in bytes, or None if there is no such file."""
         return map_at_once(self, self.size, keys)

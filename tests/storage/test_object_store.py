@@ -7,14 +7,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import obstore
 import pytest
 import torch
 
@@ -33,7 +31,7 @@ from reshard_ckpt.storage import (
     resolved_path,
 )
 from reshard_ckpt.storage.object_lease import LeaseLost, ObjectLease, content
-from reshard_ckpt.storage.object_store import PARTS_IN_FLIGHT
+from reshard_ckpt.storage.object_store import PARTS_IN_FLIGHT, ObjectStorage
 from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.storage.contract import StorageContract, put
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
@@ -330,20 +328,21 @@ def test_a_load_holds_a_bounded_number_of_bytes(proxy: FaultProxy, url: str, mon
     checkpoint.save(f"{url}/a", saved)
     monkeypatch.setattr(object_store, "HINTS", replace(object_store.HINTS, requests=9, read_bytes=2 << 20))
     asked, now, most = threading.Lock(), 0, 0
-    get_range = obstore.get_range
+    read_into = ObjectStorage.read_into
 
-    def counted(client: object, path: str, *, start: int, length: int) -> Any:
+    def counted(self: ObjectStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nonlocal now, most
+        length = sum(map(len, buffers))
         with asked:
             now += length
             most = max(most, now)
         try:
-            return get_range(client, path, start=start, length=length)
+            read_into(self, key, offset, buffers)
         finally:
             with asked:
                 now -= length
 
-    monkeypatch.setattr(obstore, "get_range", counted)
+    monkeypatch.setattr(ObjectStorage, "read_into", counted)
     loaded = {"w": torch.zeros_like(saved["w"])}
     checkpoint.load(f"{url}/a", loaded)
     assert torch.equal(loaded["w"], saved["w"])

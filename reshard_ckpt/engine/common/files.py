@@ -234,13 +234,14 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 
 def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
-    """Return the store's stamp (time of change or ETag) of each file that has no block digests, by the file's index.
+    """Return the store's first stamp (time of change or ETag) of each file that has no block digests, by the file's index.
 
-    The stamp is None if the file is gone, or if the store has no stamps. Without digests, a changed stamp is the only sign that
-    somebody has written the file while it was read.
+    It is the stamp that the file had when it was first read, which opening the checkpoint may have done, for values and headers.
+    It is None if the file is gone, or if the store has no stamps. Without digests, a changed stamp is the only sign that somebody
+    has written the file while it was read.
     """
     foreign = [index for index in files if not catalog.files[index].digests_key]
-    found = map_at_once(storage, storage.stamp, [catalog.files[index].key for index in foreign])
+    found = map_at_once(storage, storage.first_stamp, [catalog.files[index].key for index in foreign])
     return dict(zip(foreign, found, strict=True))
 
 
@@ -249,7 +250,8 @@ def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, obje
 
     A file that was removed meanwhile raises nothing: its bytes stay readable as long as it is open.
     """
-    for index, stamp in stamps(storage, catalog, list(before)).items():
+    keys = [catalog.files[index].key for index in before]
+    for index, stamp in zip(before, map_at_once(storage, storage.stamp, keys), strict=True):
         if stamp not in (None, before[index]):
             raise StorageError(
                 f"{storage.url}: {catalog.files[index].key} was changed while it was read, so the bytes may be of two saves; "

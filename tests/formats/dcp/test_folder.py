@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
+from reshard_ckpt.checkpoint import loading
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, StorageError, UnsupportedError
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.dcp.folder import read_folder
 from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
@@ -37,6 +38,20 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_a_folder_that_is_saved_over_between_opening_and_reading_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Opening reads the values: with the tensors of the next save, they would be a state that never was."""
+    save({"model": {"w": torch.arange(4000)}, "step": 1}, tmp_path)
+    fetch = loading.fetch
+
+    def late(*args: Any, **options: Any) -> Any:
+        save({"model": {"w": torch.arange(4000) + 1}, "step": 2}, tmp_path)
+        return fetch(*args, **options)
+
+    monkeypatch.setattr(loading, "fetch", late)
+    with pytest.raises(StorageError, match="__0_0.distcp was changed while it was read"):
+        checkpoint.load(tmp_path, {"model": {"w": torch.zeros(4000, dtype=torch.int64)}, "step": 0})
 
 
 SHAPES = [(), (1,), (5,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (2, 3, 4, 5)]
