@@ -267,6 +267,8 @@ def test_the_files_of_a_removed_step_stay_for_its_readers(url: str) -> None:
             assert len(storage.list()) == 4  # two files of the save, its timeline, and the note that it was removed
             assert storage.size("catalog.msgpack") is None
         assert manager.steps() == [1]
+    with pytest.raises(CheckpointNotFound, match="step_0: no committed checkpoint: it was removed"):
+        checkpoint.read(f"{url}/step_0")
     with checkpoint.Manager(url, keep_last=1, grace=3600), open_storage(url) as storage:
         assert storage.folders() == ("step_0", "step_1")
     with checkpoint.Manager(url, keep_last=1, grace=1e-9) as manager, open_storage(url) as storage:

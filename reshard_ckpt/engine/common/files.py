@@ -27,6 +27,7 @@ from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
 from ...storage import open_storage, resolved_path
 from ...storage.protocol import DISK, Hints, MissingKey, Storage, map_at_once
+from .reader_notes import REMOVED_KEY
 from .step_folders import describe_run, find_steps, name_steps
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _what_is_there(storage: Storage) -> str:
         return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
     if not keys:
         return f"nothing is there; {_steps_beside(storage.url)}check the path"
+    if REMOVED_KEY in keys:
+        return "it was removed, and its files stay for a while for those who read them; load another one"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
         return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
     return f"{len(keys)} files ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
