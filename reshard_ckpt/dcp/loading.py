@@ -104,7 +104,7 @@ _DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
-    """Warn if tensors were converted to another dtype, or if an empty dict got nothing although the checkpoint has entries."""
+    """Warn of tensors converted to another dtype, and of empty dicts below which the checkpoint has entries; DCP does not."""
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {few(report.converted, 3, '; ')}", stacklevel=3)
     empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]

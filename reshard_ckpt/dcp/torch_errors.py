@@ -1,4 +1,4 @@
-"""Decorators that make a call behave as torch's: it takes the same positional arguments, and its errors are torch's errors too.
+"""A decorator that makes a call behave as torch's: it takes the same positional arguments, and its errors are torch's too.
 
 torch's `CheckpointException` is not a subclass of `Exception`, and handlers of either class must see the error. Its `failures`
 has the rank that failed, if it is known.

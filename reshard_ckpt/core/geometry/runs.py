@@ -212,12 +212,12 @@ def as_boxes(lengths: I64, start: I64, count: I64) -> tuple[Mask, I64, I64]:
 
 
 def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
-    """Cut each box that has more than `limit` bytes along its outer dims.
+    """Cut each box that has more bytes than its entry of `limit` along its outer dims.
 
     Return for each part the index of its box, and its offsets and lengths.
 
     Parts are in row-major order, and each is contiguous in its box. A part has at least one element, also if that is more than
-    `limit`.
+    its limit.
 
     >>> box, low, size = cut_boxes(np.array([[0, 0]]), np.array([[3, 4]]), np.array([2]), np.array([20]))
     >>> low.tolist(), size.tolist()

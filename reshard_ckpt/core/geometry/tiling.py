@@ -278,6 +278,11 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
     """Find two boxes that share an element; return their indices, or None if no two do.
 
     Only boxes that meet along one dim are compared: the dim on which the fewest do.
+
+    Raises
+    ------
+    UnsupportedError
+        More than `MAX_SWEPT` pairs meet on every dim.
     """
     if len(offsets) < 2:
         return None
@@ -340,7 +345,7 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """Return a dim and coordinate at which to halve a region: the median of the boxes' edges, on the dim with most edges."""
+    """Return a dim and coordinate at which to halve a region: the median of the boxes' edges inside, on the dim with most."""
     faces = []
     for dim in range(len(low)):
         first, last = begin[:, dim], end[:, dim]

@@ -6,7 +6,7 @@ Every rank holds runs of tensors, and wants runs of the same tensors. Both are c
 2. Choose a source for each part. A rank takes from itself everything that it also holds. All other parts come from a holder on
    its own node if there is one, else from any holder; of several, from the one that has the least to send. Large parts are cut
    before that, so that ranks which hold the same run can share the sending.
-3. All parts between one pair of ranks are a stream. Cut every stream into the same number of equal rounds, as many as the busiest
+3. All parts from one rank to another are a stream. Cut every stream into the same number of equal rounds, as many as the busiest
    rank needs: no rank sends or receives more than its bytes in a round, and all streams end together.
 
 The plan depends only on the runs that the ranks hold and want, not on their addresses in memory, so it stays valid while training
@@ -55,7 +55,7 @@ class RankRuns(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class Parts(ColumnTable):
-    """The parts of tensors that ranks send each other, as columns: each is a box, with its sender, receiver and round.
+    """The parts of tensors that ranks take, from each other or from themselves (round `OWN`), as columns; each part is a box.
 
     ``owner_row`` and ``taker_row`` are the rows of the sender (owner) and of the receiver (taker) that the part lies in. ``wire``
     is the dtype in which a part travels, the smaller one of both sides. ``device`` is 1 if the part does not pass through the
@@ -205,7 +205,7 @@ def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node
 
 
 def spread_over_rounds(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
-    """Return the round of each part, (parts,), such that the parts between two ranks are spread evenly over all rounds.
+    """Return the round of each part, (parts,), such that the parts from one rank to another are spread evenly over all rounds.
 
     >>> zero = np.zeros(4, np.int64)
     >>> [spread_over_rounds(zero, zero + 1, zero + 10, 2, round_bytes).tolist() for round_bytes in (40, 20)]

@@ -12,7 +12,7 @@ between failures and an interval of ``T`` seconds:
 
 All times are in seconds, and a tier is a place for checkpoints (memory of nodes, or the store). ``λ`` is the rate of failures and
 ``R`` the time of a restore. An asynchronous save loses only the time that it stalls training and slows it down, which is ``C``. A
-failure before it is committed goes back to the checkpoint before it; the time until then is the ``lag``.
+failure before a save is committed goes back to the checkpoint before it; the time that a save takes until then is the ``lag``.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def build_local_metadata(
     mesh: Mesh | None,
     own: Mapping[int, str] | None = None,
 ) -> LocalMetadata:
-    """Describe a rank's tensors as columns. The last `num_blobs` specs are blobs (bytes of values). The result has no values yet.
+    """Describe a rank's tensors and pieces as columns; the result has no values yet. The last `num_blobs` specs are blobs.
 
     Parameters
     ----------

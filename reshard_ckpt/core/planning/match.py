@@ -143,7 +143,7 @@ def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
 
 
 def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
-    """List the overlaps and gaps in the saved rows of these tensors."""
+    """List an overlap or a gap for each of these tensors whose saved rows do not tile it; aliases count as their sources."""
     table = catalog.tensors_table
     # origin: the sources, each alias replaced by its tensor. All other tensors get an empty shape, which has no faults.
     origin = np.unique(catalog.sources(source))

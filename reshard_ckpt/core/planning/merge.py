@@ -57,7 +57,7 @@ class MergedRows(ColumnTable):
 
 
 class _Ids(NamedTuple):
-    """The index in the merged table of each entry of each rank's table.
+    """The index in the merged table of each entry of each distinct table.
 
     Entry e of table k is tensor ``value[first[k] + e]``. A negative number ``-1 - n`` stands for a blob that each rank has for
     itself: the tensor of rank r is ``own[n, r]``, or -1 if rank r has no such blob.

@@ -155,7 +155,7 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
-    """Map names of experts' tensors to expert-parallel coordinates below `num`. The experts of each group are divided evenly."""
+    """Map names of experts' tensors to expert-parallel coordinates below `num`. Each group is divided evenly, in order."""
     found = {name: of for name in names if (of := expert_of(name)) is not None}
     groups: dict[str, set[int]] = {}
     for group, expert in found.values():

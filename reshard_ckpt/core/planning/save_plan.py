@@ -6,7 +6,7 @@
    several holders. Aliases (tied weights) have no runs of their own.
 3. Divide the runs over the ranks that hold them (`balance.assign`). A run that may not be split stays whole.
 4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
-5. List the rows of runs with several holders (`Checks`): each rank hashes its own, and the hashes must be equal.
+5. List the runs that several rows hold (`Checks`): each rank hashes its own rows, and rows with different hashes are no replicas.
 6. List the rows of the catalog (`CatalogTables`). A later save with this plan only fills in where their bytes lie.
 
 Rows and runs stay in the order of their tensor, box and start throughout, so no step repeats the sort of an earlier one.
@@ -56,10 +56,10 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """The rows of several ranks that must hold equal bytes: each row is hashed, and compared with the first of its `group`.
+    """The rows that hold the same run as another row: each is hashed, and compared with the first row of its `group`.
 
-    Rows are in order of rank. ``leader[i]`` is the index of the first row of row i's group. ``replication`` is the weakest
-    declaration in the group.
+    Rows are in order of rank; a rank may have several of one group. ``leader[i]`` is the index of the first row of row i's group.
+    ``replication`` is the weakest declaration in the group.
     """
 
     group: I64
@@ -327,7 +327,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 
 
 def _checks(rows: MergedRows, runs: _Runs, chosen: Mask | bool = True) -> Checks:
-    """List the rows of each chosen run that several ranks hold, for their bytes to be compared."""
+    """List the rows of each chosen run that more than one row holds, for their bytes to be compared."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
     members = np.flatnonzero(several[runs.of_row])
     members = members[lex_order(rows.rank[members])]

@@ -58,7 +58,7 @@ class SavedPlacements:
     def optimizer(self, name: str) -> str | None:
         """Return the optimizer whose state a tensor is, or None.
 
-        An optimizer whose state dict is the whole state has the name "".
+        An optimizer whose state dict lies at the root of the state has the name "".
         """
         link = self.links[name]
         return link.optimizer if link.key else None
@@ -90,7 +90,7 @@ class SavedPlacements:
     def placement_on(self, name: str, axis: str) -> AxisPlacement | None:
         """Return the saved placement of a tensor on an axis, or None.
 
-        State without a placement of its own has that of its parameter.
+        State without a placement of its own has that of its parameter, if both have one shape.
         """
         saved = self.placements[name].get(axis)
         divided_on = self._divided.get(self.optimizer(name))

@@ -65,8 +65,8 @@ Place = tuple[int, int]
 class Scale:
     """The scale of a quantized tensor.
 
-    `index` is the index of the scale's tensor in the catalog. Each number of the scale belongs to a block of elements; `block`
-    has the lengths of a block by dim.
+    `index` is the index of the scale's tensor in the catalog of the source. Each number of the scale belongs to a block of
+    elements; `block` has the lengths of a block by dim.
     """
 
     index: int
@@ -94,7 +94,10 @@ class Quantized(NamedTuple):
     packed: bool = False
 
     def scale(self, catalog: Catalog, index: int) -> Scale | None:
-        """Return the scale of a tensor, or None. `catalog` may have other names than the source, and fewer tensors."""
+        """Return the scale of a tensor, or None.
+
+        `catalog` is that of the source, or made from it by renaming and selecting tensors.
+        """
         return self.scales.get(_place(catalog, index))
 
     def refusal(self, catalog: Catalog, index: int, wanted: str) -> str | None:

@@ -111,7 +111,8 @@ class _Placer:
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
         """Map tensors to the coordinates along `axis` that hold them: pipeline stages (``pp``), or ranks of experts (``ep``).
 
-        For ``ep``, tensors that belong to no expert are left out; for ``pp``, tensors that a rule or a stacked dim places.
+        For ``pp``, tensors that a rule or a stacked dim places are left out. For ``ep``, tensors of no expert are left out; if
+        the size of ``ep`` is unchanged, only tensors that were not resident on it.
         """
         size, saved_size = self.mesh.by_axis[axis], self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:
@@ -392,7 +393,7 @@ def _ascending(numbers: Sequence[int]) -> bool:
 
 
 def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each optimizer with the FQNs of its parameters, in order, from the decoded values of a checkpoint."""
+    """Yield each optimizer with the FQNs of its parameters, in order, from decoded values named ``….param_groups``."""
     for name, groups in values.items():
         optimizer = optimizer_of(name)
         if optimizer is not None and isinstance(groups, list | tuple):

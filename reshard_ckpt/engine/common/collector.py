@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector during public calls.
+"""Pausing Python's garbage collector in a ``with`` block.
 
 A forked child turns it on again, because the threads that paused it do not exist there.
 """

@@ -83,8 +83,8 @@ class Found(NamedTuple):
     def borrow(cls, message: bytes) -> Found | None:
         """Open the catalog's bytes in the shared memory of the rank that made `message` by `lend`.
 
-        Return None if the message is empty, or the memory is not on this machine. Then this rank reads the catalog from the
-        store.
+        Return None if the message is empty, or the memory is not accessible from here. Then this rank reads the catalog from
+        the store.
         """
         from ...comm.shared_memory import open_segment  # imports torch
 

@@ -90,7 +90,7 @@ class Memories:
         return raw
 
     def count_up(self) -> None:
-        """Increase the version counters of tensors that were written through numpy views: torch has not seen the writes."""
+        """Increase the version counters of all tensors viewed as numpy arrays: torch has not seen the writes through these."""
         count_up(self._seen_raw.values())
 
 
@@ -161,7 +161,8 @@ class Mover:
     def bind(self, held: Memories, sent: Boxes, wanted: Memories, taken: Boxes) -> None:
         """Set the memory of the next exchanges.
 
-        Part i is packed from box i of `sent` in the tensors `held`, and unpacked into box i of `taken` in the tensors `wanted`.
+        If this rank sends part i, it packs box i of `sent` in the tensors `held`; if it takes part i, it unpacks it into box i of
+        `taken` in the tensors `wanted`.
         """
         self._views.clear()
         self._held, self._from, self._wanted, self._into = held, sent, wanted, taken
